@@ -30,7 +30,8 @@ from torch.distributed.nn.functional import all_to_all_single
 
 from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP
-from fmoe_ext.ep.exchange import global_exchange, register_group
+from fmoe_ext.ep.exchange import global_exchange
+from fmoe_ext.ep.process_groups import register_group
 from fmoe_ext.ep.tuning import NUM_STEPS
 from fmoe_ext.gates import SoftmaxGate, UniformGate
 from fmoe_ext.testing import DistributedPool
@@ -75,7 +76,7 @@ class Transfer:
 
 def straightforward(layer, x):
     """The obvious program: sort, exchange, sort by expert, loop over experts, and back."""
-    size, e, K = layer.world_size, layer.num_expert, layer.top_k
+    size, e, K = layer.world_size, layer.num_local_experts, layer.top_k
     w1, _, w2, _ = layer.experts.weights
     topk_idx, topk_weights = layer.gate(x)
     order = topk_idx.flatten().argsort(stable=True)
@@ -124,7 +125,7 @@ class _Sleep(torch.autograd.Function):
 
 def minimum_bytes(layer, x):
     """Bytes that this rank sends in a forward and backward: its own rows there, those of others back, gradients."""
-    rank_of = layer.gate(x)[0] // layer.num_expert
+    rank_of = layer.gate(x)[0] // layer.num_local_experts
     of_rank = [rank_of == rank for rank in range(layer.world_size)]
     choices = torch.stack([mine.sum() for mine in of_rank])
     tokens = torch.stack([mine.any(1).sum() for mine in of_rank])

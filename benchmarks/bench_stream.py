@@ -225,7 +225,7 @@ def main() -> None:
             )
         )
         return
-    from fmoe_ext.finetune.streaming.memory import bytes_of_text
+    from fmoe_ext.memory import bytes_of_text
 
     limit = Limit(bytes_of_text(options.limit))
     try:

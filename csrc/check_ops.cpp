@@ -2,6 +2,7 @@
 // (fmoe_ext/gpu/torch_path.py).
 #include <torch/csrc/stable/library.h>
 
+#include "entries.h"
 #include "expert_mlp.h"
 #include "grouped_gemm.h"
 #include "same_device.h"
@@ -26,10 +27,13 @@ void check_expert_mlp_op(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, 
 
 void check_expert_mlp_backward_op(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
                                   Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                  std::optional<Tensor> topk_weights, std::optional<Tensor> h,
-                                  std::optional<Tensor> dh, std::optional<Tensor> scaled_a,
+                                  std::optional<Tensor> topk_weights, std::vector<std::optional<Tensor>> rows,
                                   int64_t activation, bool combine, std::vector<bool> needs_,
-                                  std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
+                                  std::vector<std::optional<Tensor>> main_dweights) {
+  check_entries(rows, 3, "rows", "h, dh, scaled_a");
+  check_entries(main_dweights, 2, "main_dweights", "of w1 and w2");
+  const auto &h = rows[0], &dh = rows[1], &scaled_a = rows[2];
+  const auto &main_dw1 = main_dweights[0], &main_dw2 = main_dweights[1];
   check_same_device({{x, "x"},
                      {grad_y, "grad_y"},
                      {row_idx, "row_idx"},

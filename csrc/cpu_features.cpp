@@ -14,7 +14,7 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr const char* kNames[kNumCpuIsas] = {"portable",    "avx2", "avx512",
+constexpr const char* kNames[kNumCpuIsas] = {"portable",    "avx2", "avx512",   "avx512_vnni",
                                              "avx512_bf16", "neon", "neon_bf16"};
 
 #if defined(__x86_64__)
@@ -55,7 +55,7 @@ bool set_cpu_isa(std::string name) {
     return processor_has(isa);
   }
   STD_TORCH_CHECK(false, "unknown instruction set \"", name,
-                  "\": known are portable, avx2, avx512, avx512_bf16, neon, neon_bf16");
+                  "\": known are portable, avx2, avx512, avx512_vnni, avx512_bf16, neon, neon_bf16");
 }
 
 std::string cpu_isa_name() { return kNames[static_cast<int>(cpu_isa())]; }
@@ -69,7 +69,9 @@ bool processor_has(CpuIsa isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (isa == CpuIsa::avx2) return avx2;
   if (isa == CpuIsa::avx512) return avx512;
-  if (isa == CpuIsa::avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (isa == CpuIsa::avx512_vnni) return vnni;
+  if (isa == CpuIsa::avx512_bf16) return vnni && __builtin_cpu_supports("avx512bf16");
 #elif defined(__aarch64__)
   if (isa == CpuIsa::neon) return true;
 #if defined(__linux__)

@@ -77,7 +77,12 @@ struct ExpertMlpNeeds {
     STD_TORCH_CHECK(needs.size() == 6,
                     "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
                     needs.size());
-    dx = needs[0], dw1 = needs[1], db1 = needs[2], dw2 = needs[3], db2 = needs[4], dtopk_weights = needs[5];
+    dx = needs[0];
+    dw1 = needs[1];
+    db1 = needs[2];
+    dw2 = needs[3];
+    db2 = needs[4];
+    dtopk_weights = needs[5];
     STD_TORCH_CHECK(!dtopk_weights || topk_weights,
                     "needs asks for the gradient of topk_weights, which is None");
   }

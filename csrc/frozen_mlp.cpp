@@ -9,7 +9,7 @@ using namespace gemm;
 
 class Forward {
  public:
-  Forward(const ExpertRows& args, const Weights& weights, const Adapters& adapters, bool save)
+  Forward(const ExpertRows& args, const FrozenWeights& weights, const Adapters& adapters, bool save)
       : args_(args),
         weights_(weights),
         kernels_(args.kernels),
@@ -92,7 +92,7 @@ class Forward {
   }
 
   const ExpertRows& args_;
-  const Weights& weights_;
+  const FrozenWeights& weights_;
   const Kernels& kernels_;
   const Adapters& adapters_;
   const FrozenProducts products_;
@@ -104,19 +104,16 @@ class Forward {
   Tensor h;       // [R, F], or empty
 };
 
-using Optional = std::optional<Tensor>;
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> frozen_mlp_cpu(
-    Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Optional b1, Tensor w2, Optional b2,
-    Optional lora_a1, Optional lora_b1, double scale1, Optional lora_a2, Optional lora_b2, double scale2,
-    Optional topk_weights, int64_t activation, bool combine, bool save, Optional w1_scale, Optional w1_zero,
-    int64_t w1_format, bool w1_interleaved, Optional w2_scale, Optional w2_zero, int64_t w2_format) {
-  const Weights weights = described(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, w2,
-                                    {w2_scale, w2_zero, w2_format, false});
-  const ExpertRows args(x, row_idx, inverse, offs, weights.w1, b1, weights.w2, b2, topk_weights, activation);
-  const Adapters adapters(x, weights.w1, weights.w2, lora_a1, lora_b1, scale1, lora_a2, lora_b2, scale2);
-  const Forward forward(args, weights, adapters, save);
-  return {combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
+    Tensor x, std::vector<Tensor> routing, OptionalTensors weights_, OptionalTensors packing,
+    std::optional<Tensor> lora_a1, std::optional<Tensor> lora_b1, std::optional<Tensor> lora_a2,
+    std::optional<Tensor> lora_b2, std::vector<double> lora_scales, std::optional<Tensor> topk_weights,
+    std::vector<int64_t> options) {
+  const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
+  const ExpertRows args = weights.rows(x, routing, topk_weights);
+  const Adapters adapters(x, weights, lora_a1, lora_b1, lora_a2, lora_b2, lora_scales);
+  const Forward forward(args, weights, adapters, weights.save);
+  return {weights.combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
 }
 
 // The results of sort_tokens for a few tokens, a choice outside of [0, E) dropped.
@@ -150,17 +147,12 @@ struct FewSorted {
   }
 };
 
-Tensor frozen_experts_cpu(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w1, Optional b1, Tensor w2,
-                          Optional b2, int64_t activation, Optional w1_scale, Optional w1_zero,
-                          int64_t w1_format, bool w1_interleaved, Optional w2_scale, Optional w2_zero,
-                          int64_t w2_format) {
-  const Weights weights = described(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, w2,
-                                    {w2_scale, w2_zero, w2_format, false});
+Tensor frozen_experts_cpu(Tensor x, Tensor topk_idx, Tensor topk_weights, OptionalTensors weights_,
+                          OptionalTensors packing, std::vector<int64_t> options) {
+  const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
   const FewSorted sorted(topk_idx, weights.w1.size(0));
-  const ExpertRows args(x, sorted.row_idx, sorted.inverse, sorted.offs, weights.w1, b1, weights.w2, b2,
-                        topk_weights, activation);
-  const Adapters adapters(x, weights.w1, weights.w2, {}, {}, 1, {}, {}, 1);
-  return args.sum_choices(Forward(args, weights, adapters, false).y);
+  const ExpertRows args = weights.rows(x, {sorted.row_idx, sorted.inverse, sorted.offs}, topk_weights);
+  return args.sum_choices(Forward(args, weights, Adapters(), false).y);
 }
 
 }  // namespace

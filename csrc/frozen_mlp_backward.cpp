@@ -18,7 +18,12 @@ struct Needs {
         needs.size() == 6,
         "needs must have 6 entries (dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights), but got ",
         needs.size());
-    dx = needs[0], da1 = needs[1], db1 = needs[2], da2 = needs[3], db2 = needs[4], dtopk_weights = needs[5];
+    dx = needs[0];
+    da1 = needs[1];
+    db1 = needs[2];
+    da2 = needs[3];
+    db2 = needs[4];
+    dtopk_weights = needs[5];
     STD_TORCH_CHECK((!da1 && !db1) || adapters.first,
                     "needs asks for the gradient of lora_a1 or lora_b1, which is None");
     STD_TORCH_CHECK((!da2 && !db2) || adapters.second,
@@ -32,8 +37,9 @@ struct Needs {
 // over the rows of an expert dB2 = grad_y^T (scale u2), dA2 = t2^T (scale a), dB1 = dh^T u1, dA1 = t1^T x.
 class Backward {
  public:
-  Backward(const ExpertRows& args, const Weights& weights, const Adapters& adapters, const Tensor& grad_y,
-           const Tensor& h, const Tensor& u1, const Tensor& u2, bool combine, const Needs& needs)
+  Backward(const ExpertRows& args, const FrozenWeights& weights, const Adapters& adapters,
+           const Tensor& grad_y, const Tensor& h, const Tensor& u1, const Tensor& u2, bool combine,
+           const Needs& needs)
       : args_(args),
         weights_(weights),
         kernels_(args.kernels),
@@ -194,7 +200,7 @@ class Backward {
   }
 
   const ExpertRows& args_;
-  const Weights& weights_;
+  const FrozenWeights& weights_;
   const Kernels& kernels_;
   const Adapters& adapters_;
   const FrozenProducts products_;
@@ -224,30 +230,27 @@ Tensor weighted(const ExpertRows& args, const Tensor& u2) {
   return out;
 }
 
-using Optional = std::optional<Tensor>;
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> frozen_mlp_backward_cpu(
-    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Optional b2,
-    Optional lora_a1, Optional lora_b1, double scale1, Optional lora_a2, Optional lora_b2, double scale2,
-    Optional topk_weights, Tensor h, Tensor u1, Tensor u2, int64_t activation, bool combine,
-    std::vector<bool> needs, Optional w1_scale, Optional w1_zero, int64_t w1_format, bool w1_interleaved,
-    Optional w2_scale, Optional w2_zero, int64_t w2_format) {
-  const Weights weights = described(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, w2,
-                                    {w2_scale, w2_zero, w2_format, false});
-  const ExpertRows args(x, row_idx, inverse, offs, weights.w1, std::nullopt, weights.w2, b2, topk_weights,
-                        activation);
-  const Adapters adapters(x, weights.w1, weights.w2, lora_a1, lora_b1, scale1, lora_a2, lora_b2, scale2);
+    Tensor grad_y, Tensor x, std::vector<Tensor> routing, OptionalTensors weights_, OptionalTensors packing,
+    std::optional<Tensor> lora_a1, std::optional<Tensor> lora_b1, std::optional<Tensor> lora_a2,
+    std::optional<Tensor> lora_b2, std::vector<double> lora_scales, std::optional<Tensor> topk_weights,
+    std::vector<Tensor> kept, std::vector<int64_t> options, std::vector<bool> needs) {
+  check_entries(kept, 3, "kept", "h, u1, u2");
+  const Tensor &h = kept[0], &u1 = kept[1], &u2 = kept[2];
+  const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
+  const ExpertRows args = weights.rows(x, routing, topk_weights);
+  const Adapters adapters(x, weights, lora_a1, lora_b1, lora_a2, lora_b2, lora_scales);
   check_cpu(grad_y, "grad_y");
-  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  check_expert_mlp_grad(grad_y, x, routing[1], weights.combine);
   check_cpu(h, "h");
-  check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
+  check_hidden_rows(h, x, routing[1], args.F, "h", "[R, F]");
   check_cpu(u1, "u1");
-  check_hidden_rows(u1, x, inverse, rank_of(adapters.first), "u1", "[R, rank]");
+  check_hidden_rows(u1, x, routing[1], rank_of(adapters.first), "u1", "[R, rank]");
   check_cpu(u2, "u2");
-  check_hidden_rows(u2, x, inverse, rank_of(adapters.second), "u2", "[R, rank]");
+  check_hidden_rows(u2, x, routing[1], rank_of(adapters.second), "u2", "[R, rank]");
   const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h), thin1 = as_contiguous(u1);
   const Tensor thin2 = weighted(args, as_contiguous(u2));
-  const Backward backward(args, weights, adapters, grad, rows, thin1, thin2, combine,
+  const Backward backward(args, weights, adapters, grad, rows, thin1, thin2, weights.combine,
                           Needs(needs, adapters, topk_weights));
   const auto& g = backward.grads;
   return {backward.dx(), g[0], g[1], g[2], g[3], backward.dtopk_weights()};

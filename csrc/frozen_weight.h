@@ -76,9 +76,14 @@ class FrozenWeight {
   // Row `row` of an expert.
   void row(int64_t expert, int64_t row, gemm::PackedRow& out) const {
     const int64_t at = stored(row), line = expert * sizes_[1] + at;
-    out.format = format_, out.scale_type = scale_type_;
-    out.data = bytes_ + line * row_bytes_, out.columns = sizes_[2], out.group = group_;
-    out.scale = nullptr, out.zero = nullptr, out.zero_shift = 0;
+    out.format = format_;
+    out.scale_type = scale_type_;
+    out.data = bytes_ + line * row_bytes_;
+    out.columns = sizes_[2];
+    out.group = group_;
+    out.scale = nullptr;
+    out.zero = nullptr;
+    out.zero_shift = 0;
     if (scale_bytes_) {
       const bool is_block = format_ == gemm::PackedFormat::fp8_block;
       out.scale = scale_bytes_ + (is_block ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;

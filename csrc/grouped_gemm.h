@@ -48,7 +48,9 @@ struct GroupedGemmNeeds {
   explicit GroupedGemmNeeds(const std::vector<bool>& needs) {
     STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
                     needs.size());
-    dx = needs[0], dweight = needs[1], dbias = needs[2];
+    dx = needs[0];
+    dweight = needs[1];
+    dbias = needs[2];
   }
 };
 

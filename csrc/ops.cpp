@@ -77,15 +77,20 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
 
   // expert_mlp with frozen weights and, of one or both of them, an adapter: w + scale * lora_b lora_a.
   // A packed weight is uint8 [E, out, bytes of a row], with the scales and zero points of its format (packed.h).
-  // -> y; h, u1 = scale1 x lora_a1^T and u2 = scale2 a lora_a2^T [R, rank], for the backward.
-  m.def("frozen_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, int activation, bool combine, bool save, Tensor? w1_scale=None, Tensor? w1_zero=None, int w1_format=0, bool w1_interleaved=False, Tensor? w2_scale=None, Tensor? w2_zero=None, int w2_format=0) -> (Tensor, Tensor, Tensor, Tensor)");
+  // The lists of both operators:
+  //   routing: row_idx, inverse, offs; weights: w1, b1, w2, b2; packing: scale and zero point of w1, then those of w2
+  //   lora_scales: of the adapters of w1 and w2
+  //   options: activation, combine, save, w1_format, w1_interleaved, w2_format; formats are numbers in frozen.FORMATS
+  //   kept: h [R, H or 2H]; u1 = scale1 x lora_a1^T and u2 = scale2 a lora_a2^T [R, rank]
+  // -> y and the three that the backward keeps; h is empty unless save.
+  m.def("frozen_mlp(Tensor x, Tensor[] routing, Tensor?[] weights, Tensor?[] packing, Tensor? lora_a1, Tensor? lora_b1, Tensor? lora_a2, Tensor? lora_b2, float[] lora_scales, Tensor? topk_weights, int[] options) -> (Tensor, Tensor, Tensor, Tensor)");
   // needs: dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights, in the order of the results.
-  m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, Tensor h, Tensor u1, Tensor u2, int activation, bool combine, bool[] needs, Tensor? w1_scale=None, Tensor? w1_zero=None, int w1_format=0, bool w1_interleaved=False, Tensor? w2_scale=None, Tensor? w2_zero=None, int w2_format=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor[] routing, Tensor?[] weights, Tensor?[] packing, Tensor? lora_a1, Tensor? lora_b1, Tensor? lora_a2, Tensor? lora_b2, float[] lora_scales, Tensor? topk_weights, Tensor[] kept, int[] options, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // For one step of generation on the CPU, without gradients; see frozen/decode.py. frozen_gemm and frozen_mlp without
-  // the layer for autograd, and of frozen_mlp with sort_tokens: choices outside of [0, E) are dropped.
+  // the layer for autograd; of frozen_mlp with sort_tokens, and its lists: choices outside of [0, E) are dropped.
   m.def("_frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
-  m.def("_frozen_experts(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation, Tensor? w1_scale, Tensor? w1_zero, int w1_format, bool w1_interleaved, Tensor? w2_scale, Tensor? w2_zero, int w2_format) -> Tensor");
+  m.def("_frozen_experts(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor?[] weights, Tensor?[] packing, int[] options) -> Tensor");
   // x [R, D] times weight [N, D]^T -> [R, N]
   m.def("_few_rows_linear(Tensor x, Tensor weight) -> Tensor");
   // weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, rounded before the weight multiplies.
@@ -99,8 +104,8 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
   m.def("_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor? main_dweight) -> ()");
   m.def("_check_expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation) -> ()");
-  // Of the backward and its halves: h, or what the half for the weights has in its place.
-  m.def("_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor? h, Tensor? dh, Tensor? scaled_a, int activation, bool combine, bool[] needs, Tensor? main_dw1, Tensor? main_dw2) -> ()");
+  // Of the backward and its halves. rows: h, dh, scaled_a, each None where a half has another one; main_dweights: of w1, w2.
+  m.def("_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor?[] rows, int activation, bool combine, bool[] needs, Tensor?[] main_dweights) -> ()");
 }
 // clang-format on
 

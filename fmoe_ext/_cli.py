@@ -1,7 +1,8 @@
 """Shared by all commands: checked numbers, exit statuses, no tracebacks.
 
 Exit statuses: 0 done; 1 done, and something is wrong (values differ, a kernel failed); 2 could not be done
-(arguments, files, devices, packages); 3 a server has stopped and not all is saved; 130 interrupted; 141 nobody reads
+(arguments, files, devices, packages); 3 a server has stopped and not all is saved; 4 another server runs with this
+identity or checkpoint folder; 130 interrupted; 141 nobody reads
 the output. See docs/commands.md.
 """
 
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-CANNOT, NOT_SAVED = 2, 3
+CANNOT, NOT_SAVED, IN_USE = 2, 3, 4
 
 
 def positive_int(text: str) -> int:

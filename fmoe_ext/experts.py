@@ -13,12 +13,12 @@ from fmoe_ext import ops
 from fmoe_ext.adapters import Lora, adapted_gemm
 from fmoe_ext.gates.wide_linear import WideLinear
 from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
 
 # w1, b1 or None, w2, b2 or None
 Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 MainGrads: TypeAlias = tuple[ops.MainGrad | None, ops.MainGrad | None]
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
 
 
 def activation_name(activation: str | Callable[..., Any]) -> str | None:

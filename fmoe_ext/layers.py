@@ -15,9 +15,10 @@ from torch import nn
 from typing_extensions import Unpack
 
 from fmoe_ext import ops
+from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_way
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
@@ -80,6 +81,8 @@ class FMoE(SpreadLayer):
         torch.Size([10, 8])
     """
 
+    num_expert = Alias("num_local_experts")
+
     def __init__(
         self,
         num_expert: int = 32,
@@ -100,48 +103,31 @@ class FMoE(SpreadLayer):
         renormalize: bool = False,
         **options: Unpack[LayerOptions],
     ):
-        given: dict[str, Any] = dict(options)
-        device, dtype = given.pop("device", None), given.pop("dtype", None)
         if mp_group is not None:
             warnings.warn(
                 "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
             )
             slice_group = mp_group
-        of_layout = {name: given.pop(name) for name in LAYOUT_KEYWORDS if name in given}
-        if given:
-            raise TypeError(unknown_keywords(type(self), given))
-        layout = ParallelLayout.of(
-            parallel, world_size=world_size, moe_group=moe_group, slice_group=slice_group, **of_layout
-        )
+        ranks: dict[str, Any] = {"world_size": world_size, "moe_group": moe_group, "slice_group": slice_group}
+        layout, device, dtype = _read_options(type(self), parallel, {**ranks, **options})
         check_sizes(top_k=top_k)
         super().__init__()
-        self.num_expert = len(expert) if isinstance(expert, (list, tuple)) else num_expert
+        self.num_local_experts = len(expert) if isinstance(expert, (list, tuple)) else num_expert
         self.world_size = layout.num_ranks
-        self.num_experts = self.num_expert * self.world_size
+        self.num_experts = self.num_local_experts * self.world_size
         self.d_model = d_model
-        self.expert_parallel = None
-        way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
-        if layout.is_spread:
-            self.expert_parallel = ExpertParallel(layout.moe_group, self.num_expert, *way)
-            if self.expert_parallel.size != self.world_size:
-                raise ValueError(
-                    f"world_size is {self.world_size}, but moe_group has {self.expert_parallel.size} ranks"
-                )
-        else:
-            check_way(layout.overlap_degree, layout.exchange)
+        self.expert_parallel = _expert_parallel(layout, self.num_local_experts)
         slices = layout.slice_group
         self._slices = None if slices is None or slices.size() == 1 else SliceGroup(slices)
         self.top_k = top_k
-        self.gate_hook = gate_hook
-        self.mask = mask
-        self.mask_dict = mask_dict
+        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
         self.renormalize = renormalize
         with contextlib.nullcontext() if device is None else torch.device(device):
-            self.gate = _cast(self._make_gate(gate, gate_bias), device, dtype)
+            self.gate = _cast(_make_gate(self, gate, gate_bias), device, dtype)
             if self.expert_parallel is not None or layout.gate_group is not None:
                 self.share_gate(layout.gate_group)
             self.experts_fused = expert is None
-            self.experts = None if expert is None else _cast(self._make_experts(expert), device, dtype)
+            self.experts = None if expert is None else _cast(_make_experts(self, expert), device, dtype)
         self.shared_experts = None  # what every token passes besides
         self.latent = None  # projections around narrower experts
         self._expert_dp_comm = None
@@ -150,22 +136,8 @@ class FMoE(SpreadLayer):
         self.register_load_state_dict_pre_hook(drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(take_placement)
 
-    def _make_gate(self, gate: GateMaker, gate_bias: bool) -> nn.Module:
-        gate = find_gate(gate) if isinstance(gate, str) else gate
-        if isinstance(gate, nn.Module):
-            if getattr(gate, "tot_expert", self.num_experts) != self.num_experts:
-                raise ValueError(
-                    f"the gate is for {gate.tot_expert} experts, but the layer has {self.num_experts}"
-                )
-            return gate
-        if not callable(gate):
-            raise TypeError(f"gate must be a class, a callable, a module or a name, but got {gate!r}")
-        options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
-        return gate(self.d_model, self.num_expert, self.world_size, self.top_k, **options)
-
-    def _make_experts(self, expert: ExpertMaker) -> SeparateExperts:
-        makers = [expert] * self.num_expert if callable(expert) else expert
-        return SeparateExperts(maker(self.d_model) for maker in makers)
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script() asks it
+        raise RuntimeError("TorchScript does not compile an FMoE layer: use torch.export or torch.compile")
 
     def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None) -> Nest:
         """Sends every token through its experts.
@@ -201,29 +173,12 @@ class FMoE(SpreadLayer):
         """The experts, checked and cut into the chunks of this forward."""
         experts = self.expert_kind
         if ops.is_batch_invariant():
-            self._check_batch_invariance(experts, step)
+            _check_batch_invariance(self, experts, step)
         if self.expert_parallel is None:
             return experts
         check_wrappers(self)
-        max_chunks = self.num_expert if experts.can_be_divided else 1
+        max_chunks = self.num_local_experts if experts.can_be_divided else 1
         return experts.divided(self.expert_parallel.choose_way(max_chunks, step).chunk_ends)
-
-    def _check_batch_invariance(self, experts: ExpertKind, step: Step) -> None:
-        """RuntimeError for a layer that cannot keep the promise of batch_invariant()."""
-        parallel = self.expert_parallel
-        reasons = {
-            "not with such experts": experts.depends_on_batch,
-            "not with this expert parallelism": None if parallel is None else parallel.depends_on_batch,
-            "not on this device": ops.kernels_depend_on_batch(step.first),
-        }
-        if isinstance(self.gate, BaseGate):
-            reasons = {f"not with a {type(self.gate).__name__}": self.gate.depends_on_batch, **reasons}
-        for what, reason in reasons.items():
-            if reason is not None:
-                raise RuntimeError(
-                    f"batch_invariant() promises that a token's result does not depend on its batch, but {what}: "
-                    f"{reason}"
-                )
 
     def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
@@ -289,6 +244,65 @@ class FMoE(SpreadLayer):
         if self.experts_fused:
             raise RuntimeError("expert_fn_single needs separate experts, but these are fused in one module")
         return Separate(self).call_one(inp, fwd_expert_count, idx)
+
+
+def _read_options(
+    cls: type, parallel: ParallelLayout | None, given: dict[str, Any]
+) -> tuple[ParallelLayout, Device, torch.dtype | None]:
+    """The layout, device and dtype of the keywords; TypeError for others than LayerOptions."""
+    device, dtype = given.pop("device", None), given.pop("dtype", None)
+    of_layout = {name: given.pop(name) for name in LAYOUT_KEYWORDS if name in given}
+    if given:
+        raise TypeError(unknown_keywords(cls, given))
+    return ParallelLayout.of(parallel, **of_layout), device, dtype
+
+
+def _expert_parallel(layout: ParallelLayout, num_local_experts: int) -> ExpertParallel | None:
+    way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
+    if not layout.is_spread:
+        check_way(layout.overlap_degree, layout.exchange)
+        return None
+    found = ExpertParallel(layout.moe_group, num_local_experts, *way)
+    if found.size != layout.num_ranks:
+        raise ValueError(f"world_size is {layout.num_ranks}, but moe_group has {found.size} ranks")
+    return found
+
+
+def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
+    gate = find_gate(gate) if isinstance(gate, str) else gate
+    if isinstance(gate, nn.Module):
+        if getattr(gate, "tot_expert", layer.num_experts) != layer.num_experts:
+            raise ValueError(
+                f"the gate is for {gate.tot_expert} experts, but the layer has {layer.num_experts}"
+            )
+        return gate
+    if not callable(gate):
+        raise TypeError(f"gate must be a class, a callable, a module or a name, but got {gate!r}")
+    options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
+    return gate(layer.d_model, layer.num_local_experts, layer.world_size, layer.top_k, **options)
+
+
+def _make_experts(layer: FMoE, expert: ExpertMaker) -> SeparateExperts:
+    makers = [expert] * layer.num_local_experts if callable(expert) else expert
+    return SeparateExperts(maker(layer.d_model) for maker in makers)
+
+
+def _check_batch_invariance(layer: FMoE, experts: ExpertKind, step: Step) -> None:
+    """RuntimeError for a layer that cannot keep the promise of batch_invariant()."""
+    parallel = layer.expert_parallel
+    reasons = {
+        "not with such experts": experts.depends_on_batch,
+        "not with this expert parallelism": None if parallel is None else parallel.depends_on_batch,
+        "not on this device": ops.kernels_depend_on_batch(step.first),
+    }
+    if isinstance(layer.gate, BaseGate):
+        reasons = {f"not with a {type(layer.gate).__name__}": layer.gate.depends_on_batch, **reasons}
+    for what, reason in reasons.items():
+        if reason is not None:
+            raise RuntimeError(
+                f"batch_invariant() promises that a token's result does not depend on its batch, but {what}: "
+                f"{reason}"
+            )
 
 
 def _cast(module: nn.Module, device: Device, dtype: torch.dtype | None) -> nn.Module:

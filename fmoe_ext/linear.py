@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
+from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.adapters import adapted_gemm, take
 
 # Between the seeds of neighbours: odd and without a pattern in its bits, so that no two layers share experts.
@@ -135,6 +136,8 @@ class FMoELinear(NotesHooks):
         torch.Size([6, 4])
     """
 
+    num_expert = Alias("num_local_experts")
+
     def __init__(
         self,
         num_expert: int,
@@ -149,7 +152,7 @@ class FMoELinear(NotesHooks):
     ) -> None:
         super().__init__()
         check_sizes(num_expert=num_expert)
-        self.num_expert = num_expert
+        self.num_local_experts = num_expert
         self.in_feat = in_feat
         self.out_feat = out_feat
         self.rank = rank
@@ -167,7 +170,7 @@ class FMoELinear(NotesHooks):
         bound = 1 / math.sqrt(self.in_feat) if self.in_feat > 0 else 0.0
         if type(self.weight.data) is torch.Tensor:
             seed = int(torch.randint(2**62, (), device="cpu"))
-            draw_experts(params, bound, seed, self.rank * self.num_expert)
+            draw_experts(params, bound, seed, self.rank * self.num_local_experts)
         else:  # a shard of FSDP, or a fake tensor: these draw as a whole
             for param in params:
                 param.uniform_(-bound, bound)
@@ -188,14 +191,14 @@ class FMoELinear(NotesHooks):
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
         check_plain(self.weight)
-        offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
+        offs = cumulative_ends(fwd_expert_count, self.num_local_experts, inp.device)
         inp = cast_to_weight(inp, self.weight)
         adapter = take(self).get("weight")
         return adapted_gemm(inp, self.weight, offs, self.bias, adapter, main_grad=self.main_grad)
 
     def extra_repr(self) -> str:
         return (
-            f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
+            f"num_expert={self.num_local_experts}, in_features={self.in_feat}, out_features={self.out_feat}, "
             f"bias={self.bias is not None}"
         )
 

@@ -5,6 +5,7 @@ DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.mo
 public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest;
 of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it); of those,
 the last, for autograd goes backwards. docs/design.md says why no public interface gives an exact match.
+A selective checkpoint compares the operators of both forwards, so that there a repetition computes everything again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.module_tracker import ModuleTracker
 
 from fmoe_ext.routing import Nest, leaves_of
@@ -52,6 +54,13 @@ def can_be_repeated(without_graph: bool) -> bool:
             return False
     except RuntimeError:
         return True
+
+
+def is_selective() -> bool:
+    """True inside a selective checkpoint of torch, which must see the same operators in both forwards."""
+    return any(
+        type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 @dataclass(eq=False)
@@ -136,9 +145,8 @@ class Forwards:
         for done in [f for f in self._without if f.is_done]:
             self._without.remove(done)
         if not torch.is_grad_enabled():
-            if (
-                training or forward.batch.rows is not None
-            ):  # or its padding would not be known when it is repeated
+            # or its padding would not be known when it is repeated
+            if training or forward.batch.rows is not None:
                 self._without.append(forward)
             return
         nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]

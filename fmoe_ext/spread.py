@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fmoe_ext.ep.exchange import Group, find_group, size_of
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import Group, find_group, size_of
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import BaseGate, OneRank
@@ -89,8 +89,8 @@ class SpreadLayer(nn.Module):
             self.gate.check_spread(size)
         num_local = self.num_experts // size
         self.expert_parallel = ExpertParallel(group, num_local, overlap_degree, max_rows_per_rank, exchange)
-        self.num_expert, self.world_size = num_local, size
-        self.gate.num_expert, self.gate.world_size = num_local, size
+        self.num_local_experts, self.world_size = num_local, size
+        self.gate.num_local_experts, self.gate.world_size = num_local, size
         self.share_gate(gate_group)
         keep_experts(self.experts, self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
 
@@ -157,7 +157,7 @@ def keep_experts(experts: nn.Module, first: int, end: int) -> None:
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, keep_rows(p, first, end))
         if isinstance(module, FMoELinear):
-            module.num_expert = end - first
+            module.num_local_experts = end - first
             module.rank = first // max(end - first, 1)
         if isinstance(module, FusedExperts):
             module.num_experts = end - first

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.recompute import Forward, Forwards, can_be_repeated, is_repeated
+from fmoe_ext.recompute import Forward, Forwards, can_be_repeated, is_repeated, is_selective
 from fmoe_ext.routing import Nest, leaves_of, map_structure
 from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
 
@@ -163,15 +163,27 @@ def _find_or_begin(
 ) -> Step:
     """The step of a repeated forward has the padding, choices and exchanges of the original."""
     repeats = is_repeated()
-    forward = forwards.find(first) if repeats else None
+    forward = forwards.find(first) if repeats and not is_selective() else None
     if forward is not None:
         return Step(forward.batch, forward, True, False)
     batch = current_batch() if valid is None else with_valid(current_batch(), valid)
     batch.check(first.shape[0])
     step = Step(batch, None, False, not (repeats or _uncounted.get()))
     if repeats or can_be_repeated(training or batch.rows is not None):
-        step.forward, step._forwards = forwards.begin(first, batch), forwards
+        if is_selective():
+            _check_selective()
+        else:
+            step.forward, step._forwards = forwards.begin(first, batch), forwards
     return step
+
+
+def _check_selective() -> None:
+    """RuntimeError in a block whose tokens a selective checkpoint would not know when it repeats the forward."""
+    if current_batch().num_tokens is not None:
+        raise RuntimeError(
+            "a selective checkpoint repeats the forward outside of valid_tokens(), packed_sequences() and token_ids(): "
+            "pass valid= to the layer, or use torch.utils.checkpoint without context_fn"
+        )
 
 
 def _check(leaves: list[Any]) -> int:
@@ -235,6 +247,11 @@ def forward_of_layer(gate: object) -> Forward | None:
     """The forward that a repetition reuses; RuntimeError if a checkpoint repeats a gate outside of a layer."""
     step = current_step()
     if step is not None:
+        if step.forward is None and is_repeated():
+            raise RuntimeError(
+                f"the loss of {type(gate).__name__} spans several microbatches, and a selective checkpoint repeats its "
+                "layer without a record of which: use torch.utils.checkpoint without context_fn"
+            )
         return step.forward
     if is_repeated():
         raise RuntimeError(

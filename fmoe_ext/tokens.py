@@ -101,9 +101,12 @@ class _Open:
     thread: that of the block, 0 for a block in the graph itself.
     """
 
-    num_blocks = 0
-    batch = Batch()
-    thread = 0
+    def __init__(
+        self,
+    ) -> None:  # of the object: a graph that first sets it is compiled again at its second call
+        self.num_blocks = 0
+        self.batch = Batch()
+        self.thread = 0
 
 
 _open = _Open()

@@ -1,12 +1,12 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
 import torch
 from typing_extensions import Unpack
 
-from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import NaiveGate
 from fmoe_ext.layers import Device, FMoE, GateMaker, ParallelLayout, unknown_keywords
@@ -29,6 +29,16 @@ class MLPOptions(TypedDict, total=False):
     mask_dict: Mapping[int, Any] | None
     gate_bias: bool
     renormalize: bool
+    device: Device
+    dtype: torch.dtype | None
+
+
+def _without_width(cls: type, given: Iterable[str]) -> str:
+    """The error for a missing d_model, or for a keyword that may be its misspelling."""
+    unknown = [name for name in given if name not in MLPOptions.__annotations__]
+    name = cls.__name__
+    needed = f"{name} needs d_model, the width of a token: {name}(num_expert=8, d_model=512, d_hidden=1024)"
+    return unknown_keywords(cls, unknown) if unknown else needed
 
 
 class FMoETransformerMLP(FMoE):
@@ -79,20 +89,13 @@ class FMoETransformerMLP(FMoE):
         shared_expert_gate: bool = False,
         latent_size: int | None = None,
         gradient_accumulation_fusion: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
         **options: Unpack[MLPOptions],
     ):
         if d_model is None:
-            unknown = {
-                name: value for name, value in options.items() if name not in MLPOptions.__annotations__
-            }
-            name = type(self).__name__
-            needed = f"{name} needs d_model, the width of a token: {name}(num_expert=8, d_model=512, d_hidden=1024)"
-            raise TypeError(unknown_keywords(type(self), unknown) if unknown else needed)
+            raise TypeError(_without_width(type(self), options.keys()))
         check_sizes(num_expert=num_expert, d_model=d_model, d_hidden=d_hidden)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(num_expert, d_model, top_k=top_k, gate=gate, parallel=parallel, **factory, **options)
+        factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
+        super().__init__(num_expert, d_model, top_k=top_k, gate=gate, parallel=parallel, **options)
         self.d_hidden = d_hidden
         if latent_size is not None:
             check_sizes(latent_size=latent_size)

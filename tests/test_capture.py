@@ -6,7 +6,9 @@ depend on values. Operators have their fake kernels here; tests/cuda/test_graph.
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +20,7 @@ from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backwar
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
 from fmoe_ext.gates import GATES
+from tests.ops import frozen_arguments
 
 D, H, E, K, T = 8, 12, 4, 2, 6
 
@@ -136,6 +139,29 @@ def test_step_of_a_model(wrap, options):
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("gate", ["naive", "softmax"])
+def test_traced_step_of_a_model(gate):
+    """The graphs that AOTAutograd makes of the forward and of the backward."""
+    num_ops = []
+
+    def refusing(graph, _):
+        def run(*args):
+            with Capture() as capture:
+                out = graph(*args)
+            num_ops.append(capture.num_ops)
+            return out
+
+        return make_boxed_func(run)
+
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model = Model(gate)
+    step = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=refusing))
+    step(torch.empty(T, D, device="meta")).backward()
+    assert len(num_ops) == 2 and min(num_ops) > 10
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_layers_that_read_values_are_refused():
     """Separate experts have their numbers of rows on the host; SinkhornGate asks whether it has converged."""
     with torch.device("meta"):
@@ -195,24 +221,15 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine):
         return torch.empty(shape, dtype=torch.int32, device="meta")
 
     w1, w2 = packed(2 * H, D), packed(D, H)
-    index, biases = (integers(R), integers(T, K), integers(E)), (floats(E, 2 * H), floats(E, D))
-    no_lora, options = (None, None, 1.0) * 2, (floats(T, K), 4, combine)
-    packing = (*w1.packing()[:-1], True, *w2.packing()[:-1])
-    x, weights = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
+    row_idx, inverse, offs = integers(R), integers(T, K), integers(E)
+    given = {"x": floats(T, D), "row_idx": row_idx, "inverse": inverse, "offs": offs, "combine": combine}
+    given |= {"b1": floats(E, 2 * H), "b2": floats(E, D), **frozen_arguments.packing_of(w1, w2)}
+    given["w1_interleaved"] = True
+    forward = frozen_arguments.forward(**given, topk_weights=floats(T, K), activation=4)
+    needs = [True, False, False, False, False, True]
     with Capture() as capture:
-        y, *kept = frozen_mlp(x, *index, *weights, *no_lora, *options, True, *packing)
-        backward = (
-            torch.empty_like(y),
-            x,
-            *index,
-            w1.rows(),
-            w2.rows(),
-            biases[1],
-            *no_lora,
-            options[0],
-            *kept,
-        )
-        needs = [True, False, False, False, False, True]
-        dx, *_, dweights = frozen_mlp_backward(*backward, 4, combine, needs, *packing)
-    assert y.shape == ((T if combine else R), D) and dx.shape == x.shape and dweights.shape == (T, K)
+        y, *kept = frozen_mlp(*forward)
+        backward = frozen_arguments.backward(forward, torch.empty_like(y), kept, needs)
+        dx, *_, dweights = frozen_mlp_backward(*backward)
+    assert y.shape == ((T if combine else R), D) and dx.shape == (T, D) and dweights.shape == (T, K)
     assert capture.num_ops > 20

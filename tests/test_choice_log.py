@@ -108,6 +108,37 @@ def log_of_three(tmp_path):
     return tmp_path / "log"
 
 
+def test_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
+    model, path = layer(), tmp_path / "log"
+    with balance.log_choices(model, path) as log:
+        for step in range(4):
+            if step == 2:
+                write = log._file.write
+                monkeypatch.setattr(log, "_file", Full(write, log._file))
+                with pytest.warns(UserWarning, match="No space left on device; no more choices are logged"):
+                    model(tokens(step))
+                    log.end_step(step)
+            else:
+                model(tokens(step))
+                log.end_step(step)
+    assert [record.step for record in records_of(path)] == [0, 1]
+
+
+class Full:
+    """A file on a disk that takes half of what is written."""
+
+    def __init__(self, write, file):
+        self._write, self._file = write, file
+
+    def write(self, data):
+        self._write(data[: len(data) // 2])
+        self._file.flush()
+        raise OSError(28, "No space left on device")
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
 def test_every_cut_is_told(log_of_three):
     data, cut = log_of_three.read_bytes(), log_of_three.with_name("cut")
     sizes = []
@@ -274,7 +305,8 @@ FORGED = {  # gates of a header: what the error says
     "top_k 5 of 4": [{**GATE, "top_k": 5}],
     "top_k 0 of 4": [{**GATE, "top_k": 0}],
     "two gates have one name": [GATE, GATE],
-    "more than 1048576 experts together": [{**GATE, "name": f"{i}", "num_experts": 60000} for i in range(20)],
+    "more than 131072 experts together": [{**GATE, "name": f"{i}", "num_experts": 60000} for i in range(3)],
+    "it has 513 gates; a log holds at most 512": [{**GATE, "name": f"{i}"} for i in range(513)],
 }
 
 
@@ -285,6 +317,28 @@ def test_report_of_impossible_gates_ends_in_one_error(tmp_path, capsys, text):
     assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page")]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "page").exists()
+
+
+def test_record_that_expands_beyond_all_batches_is_refused(tmp_path):
+    """A log of 65 KB took 2.4 GB and 55 s."""
+    header = json.dumps({"gates": [{**GATE, "top_k": 1}]}).encode()
+    body = zlib.compress(bytes(2**24 + 1))
+    record = struct.pack("<IqII", len(body), 0, 0, 2**24 + 1) + body
+    path = tmp_path / "log"
+    path.write_bytes(b"fmoe choices 2\n" + struct.pack("<I", len(header)) + header)
+    with path.open("ab") as file:
+        file.write(struct.pack("<I", zlib.crc32(record)) + record)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(balance.BadLog, match="has more than 16777216 choices"):
+        summarize_logs([path])
+
+
+def test_report_of_many_gates_leaves_their_pairs_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("fmoe_ext.balance.report.MAX_PAIRS", 15)
+    write_run(tmp_path / "log")
+    summary = summarize_logs([tmp_path / "log"])
+    assert [gate.together for gate in summary.gates] == [None] * len(summary.gates)
+    assert all(gate.load.sum() > 0 for gate in summary.gates)
 
 
 def test_report_of_deep_json_ends_in_one_error(tmp_path, capsys):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fmoe_ext import FMoETransformerMLP, RoutingReplay, balance, valid_tokens
-from fmoe_ext.gates import GATES, SigmoidGate, SoftmaxGate, total_loss
+from fmoe_ext.gates import GATES, SigmoidGate, SoftmaxGate, all_forwards_first, total_loss
 
 D, E, T = 6, 4, 24
 SCORED = {
@@ -319,3 +319,44 @@ class CountCalls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num += func is torch.ops.fmoe_ext.count_tokens.default
         return func(*args, **(kwargs or {}))
+
+
+def selective(*saved):
+    """Arguments of a checkpoint that keeps the results of these operators."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+OPERATORS = torch.ops.fmoe_ext
+SAVED = [(), (OPERATORS.topk_gate.default,), (OPERATORS.expert_mlp.default, OPERATORS.sort_tokens.default)]
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=["nothing", "choices", "experts"])
+@pytest.mark.parametrize("gate", [*GATES, *SCORED])
+def test_selective_checkpoint_has_the_gradients_of_none(gate, saved):
+    block = Block(SCORED.get(gate) or GATES[gate])
+    plain = copy.deepcopy(block)
+
+    def train(block, **options):
+        x = tokens().requires_grad_()
+        torch.manual_seed(2)
+        out = checkpoint(block, x, **options) if options else block(x)
+        torch.manual_seed(77)
+        (out.square().sum() + total_loss(block)).backward()
+        return [x.grad, *(p.grad for p in block.parameters() if p.grad is not None)]
+
+    for ours, theirs in zip(train(block, **selective(*saved)), train(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(block.state_dict()[name], value), name
+
+
+def test_selective_checkpoint_refuses_what_its_repetition_would_not_know():
+    block, x = Block(GATES["softmax"]), tokens().requires_grad_()
+    with valid_tokens(torch.arange(T) < 5), pytest.raises(RuntimeError, match="pass valid= to the layer"):
+        checkpoint(block, x, **selective())
+    with all_forwards_first(block), pytest.raises(RuntimeError, match="without context_fn"):
+        checkpoint(block, x, **selective()).sum().backward()

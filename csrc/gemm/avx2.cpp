@@ -4,7 +4,7 @@
 #define FMOE_TARGET "avx2,fma,f16c"
 #define FMOE_BYTES 32
 #define FMOE_MR 6
-#include "kernels.inc"
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 KernelSet avx2_kernels() { return kAllTypes; }

@@ -4,7 +4,7 @@
 #define FMOE_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
 #define FMOE_BYTES 64
 #define FMOE_MR 14
-#include "kernels.inc"
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 KernelSet avx512_kernels() { return kAllTypes; }

@@ -1,11 +1,12 @@
-// bfloat16 for AVX-512 with dot products of bfloat16 pairs.
+// bfloat16 for AVX-512 with dot products of bfloat16 pairs and of bytes.
 #if defined(__x86_64__)
 
-#define FMOE_TARGET "avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+#define FMOE_TARGET "avx512bf16,avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
 #define FMOE_BYTES 64
 #define FMOE_MR 14
 #define FMOE_BF16_DOT
-#include "kernels.inc"
+#define FMOE_VNNI
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 KernelSet avx512_bf16_kernels() { return kBfloat16Only; }

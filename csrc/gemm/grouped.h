@@ -206,13 +206,13 @@ void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a,
   alignas(64) char tile[kPackedPanels * kRows * kMaxPanelLanes * 4];
   const int64_t rows = job.segment->rows(), row_bytes = integer_row_bytes(format, depth);
   const ThreadBuffer rounded(rows * row_bytes);
-  kernels.round_rows(format, rows, depth, a.data, a.stride, rounded.data());
+  kernels.integers.round_rows(format, rows, depth, a.data, a.stride, rounded.data());
   for (int64_t first = job.begin, count; first < job.end; first += count) {
     count = std::min(kPackedPanels, job.end - first);
     for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);
     for (int64_t row = 0; row < rows; row += kRows) {
       const int64_t m = std::min(kRows, rows - row);
-      kernels.multiply_integers(m, depth, rounded.data() + row * row_bytes, packed, count, tile);
+      kernels.integers.multiply(m, depth, rounded.data() + row * row_bytes, packed, count, tile);
       for (int64_t p = 0; p < count; ++p) epilogue(first + p, tile + p * m * kernels.nr * 4, row, m);
     }
   }
@@ -227,7 +227,8 @@ void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, i
   alignas(64) char tile[2 * kTileBytes];
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const void* pointers[kMaxPanelLanes];
-  if (integers != PackedFormat::none && job.segment->rows() <= kernels.integer_rows && !is_batch_invariant())
+  if (integers != PackedFormat::none && job.segment->rows() <= kernels.integers.most_rows &&
+      !is_batch_invariant())
     return rows_by_integers(kernels, job, a, depth, integers, columns, packed, epilogue);
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);

@@ -18,10 +18,16 @@ struct KernelSet {
   const Kernels* float16 = nullptr;
 };
 
+// In the place of those of AVX-512; needs avx512_vnni.
+struct IntegerKernelSet {
+  IntegerKernels float32, bfloat16, float16;
+};
+IntegerKernelSet avx512_vnni_integers();
+
 KernelSet portable_kernels();
 KernelSet avx2_kernels();         // needs avx2, fma, f16c
 KernelSet avx512_kernels();       // needs avx512f, bw, vl, dq
-KernelSet avx512_bf16_kernels();  // bfloat16 only; needs avx512_bf16 in addition
+KernelSet avx512_bf16_kernels();  // bfloat16 only; needs avx512_bf16 and avx512_vnni in addition
 KernelSet neon_kernels();
 KernelSet neon_bf16_kernels();  // bfloat16 only; needs bf16
 

@@ -61,11 +61,19 @@ struct ClampedGlu {
   int64_t width;
 };
 
+// Products of packed columns with rows of A that are rounded to 8 bits; not in double.
+struct IntegerKernels {
+  int64_t most_rows;  // up to so many they are faster than others
+  void (*round_rows)(PackedFormat format, int64_t m, int64_t k, const void* a, int64_t stride, void* rounded);
+  // Tiles as of multiply_packed.
+  void (*multiply)(int64_t m, int64_t k, const void* rounded, const PackedRow* columns, int64_t num_panels,
+                   void* tiles);
+};
+
 struct Kernels {
   int64_t mr, nr, k_step;
   int64_t few_rows;             // up to so many rows of A, B with columns along k is better not packed
   int64_t few_rows_transposed;  // the same of B with rows along the lanes
-  int64_t integer_rows;         // up to so many, products in integers are faster where they are allowed
   int64_t packed_rows;  // up to so many, a packed weight is better decoded in registers; none in double
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
@@ -103,10 +111,7 @@ struct Kernels {
   void (*multiply_packed)(int64_t m, int64_t k, const void* a, int64_t stride, const PackedRow* columns,
                           int64_t num_panels, void* tiles);
 
-  // The rows of A for multiply_integers, which has the tiles of multiply_packed; not in double.
-  void (*round_rows)(PackedFormat format, int64_t m, int64_t k, const void* a, int64_t stride, void* rounded);
-  void (*multiply_integers)(int64_t m, int64_t k, const void* rounded, const PackedRow* columns,
-                            int64_t num_panels, void* tiles);
+  IntegerKernels integers;
 
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
   void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,

@@ -11,13 +11,27 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+void replace_integers(const Kernels*& kernels, const IntegerKernels& integers) {
+  auto* mine = new Kernels(*kernels);  // for as long as the process lives
+  mine->integers = integers;
+  kernels = mine;
+}
+
 // Each set overrides the types that it has kernels for.
 KernelSet kernels_up_to(CpuIsa last) {
-  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels,    avx2_kernels, avx512_kernels,
+  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels,    avx2_kernels, avx512_kernels,   nullptr,
                                                  avx512_bf16_kernels, neon_kernels, neon_bf16_kernels};
   KernelSet chosen;
   for (int i = 0; i <= static_cast<int>(last); ++i) {
-    if (!processor_has(static_cast<CpuIsa>(i))) continue;
+    const CpuIsa isa = static_cast<CpuIsa>(i);
+    if (!processor_has(isa)) continue;
+    if (isa == CpuIsa::avx512_vnni) {
+      const IntegerKernelSet integers = avx512_vnni_integers();
+      replace_integers(chosen.float32, integers.float32);
+      replace_integers(chosen.bfloat16, integers.bfloat16);
+      replace_integers(chosen.float16, integers.float16);
+      continue;
+    }
     const KernelSet set = kSets[i]();
     if (set.float32) chosen.float32 = set.float32;
     if (set.float64) chosen.float64 = set.float64;

@@ -4,7 +4,7 @@
 #define FMOE_NEON
 #define FMOE_BYTES 16
 #define FMOE_MR 8
-#include "kernels.inc"
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 KernelSet neon_kernels() { return kAllTypes; }

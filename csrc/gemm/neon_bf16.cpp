@@ -8,7 +8,7 @@
 #define FMOE_BYTES 16
 #define FMOE_MR 8
 #define FMOE_BF16_DOT
-#include "kernels.inc"
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 KernelSet neon_bf16_kernels() { return kBfloat16Only; }

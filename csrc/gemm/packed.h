@@ -28,21 +28,20 @@ constexpr int64_t block_of_integers(PackedFormat format) {
   return format == PackedFormat::q8_0 ? 32 : format == PackedFormat::q4_k ? 256 : 0;
 }
 
-// A row of A, rounded: scales[block] * codes, with the sums of codes for 32 columns each.
-struct IntegerRow {
-  int8_t* codes;
-  float* scales;
-  int16_t* sums;
+// Blocks of a row of A that is rounded to 8 bits: codes * scale.
+struct RoundedForQ8 {  // two blocks of 32 columns; what is missing of the second is zero
+  int8_t codes[64];
+  float scales[16];  // each eight times
+};
+struct alignas(64) RoundedForQ4 {
+  int8_t codes[256];
+  float sums[8];  // of 32 codes each, times the scale
+  float scale;
 };
 
 constexpr int64_t integer_row_bytes(PackedFormat format, int64_t k) {
-  return (k + k / block_of_integers(format) * 4 + k / 32 * 2 + 63) / 64 * 64;
-}
-
-inline IntegerRow integer_row(PackedFormat format, int64_t k, void* rows, int64_t row) {
-  auto* codes = static_cast<int8_t*>(rows) + row * integer_row_bytes(format, k);
-  auto* scales = reinterpret_cast<float*>(codes + k);
-  return {codes, scales, reinterpret_cast<int16_t*>(scales + k / block_of_integers(format))};
+  return format == PackedFormat::q8_0 ? (k + 63) / 64 * int64_t{sizeof(RoundedForQ8)}
+                                      : k / 256 * int64_t{sizeof(RoundedForQ4)};
 }
 
 }  // namespace fmoe_ext::gemm

@@ -21,7 +21,7 @@ import fmoe_ext
 from fmoe_ext import compress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "finetune"))
-import small  # noqa: E402 - the model of make finetune
+import small
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 KEPT = (0.75, 0.5, 0.25)

@@ -12,6 +12,7 @@ high ones hardly differ, and are packed faster and smaller than among the others
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -34,7 +35,9 @@ TOKENS = 2**32 - 1
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
 _MAX_JSON = 1 << 24
 MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
-MAX_EXPERTS_OF_ALL = 2**20  # of all gates together: what a report counts for each stays below a few GB
+MAX_EXPERTS_OF_ALL = 2**17  # of all gates together: what a report counts for each stays below 200 MB
+MAX_GATES = 512
+MAX_CHOICES = 2**24  # of a record, which a few KB can stand for: a report reads one at a time
 
 
 class BadLog(ValueError):
@@ -71,6 +74,8 @@ class ChoiceLog:
         self.every = every
         self.max_bytes = max_bytes
         self.path = Path(path)
+        self._part = self.path.with_suffix(self.path.suffix + ".part")
+        self._num_bytes = 0  # of whole steps on the disk
         self._views = views_of(model, "log")
         check_gates(list(self._gates_of({}).values()))
         least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
@@ -107,6 +112,12 @@ class ChoiceLog:
         chosen, self._chosen = self._chosen, []
         if not is_wanted or not chosen:
             return
+        if (most := max(part.numel() for _, part in chosen)) > MAX_CHOICES:
+            warnings.warn(
+                f"{self.path}: a step with {most} choices of a gate, more than {MAX_CHOICES}, is left out",
+                stacklevel=2,
+            )
+            return
         if self._file is None:
             self._begin({name: topk_idx.shape[1] for name, topk_idx in chosen})
         numbers = {name: index for index, name in enumerate(self._gates)}
@@ -115,7 +126,10 @@ class ChoiceLog:
             ids = token_ids.detach().flatten().to(torch.int32)
             _check_ids(len(ids), chosen)
             records.append(_record(number, TOKENS, ids))
-        self._write_step(b"".join(records))
+        try:
+            self._write_step(b"".join(records))
+        except OSError as error:
+            self._give_up(error)
 
     def _begin(self, widths: dict[str, int]) -> None:
         """Opens the file, for gates that make so many choices a token."""
@@ -124,6 +138,7 @@ class ChoiceLog:
         self._file = self.path.open("wb+")
         self._file.write(_header(list(self._gates.values())))
         self._file.flush()
+        self._num_bytes = self._file.tell()
 
     def _gates_of(self, widths: dict[str, int]) -> dict[str, Gate]:
         return {
@@ -143,6 +158,17 @@ class ChoiceLog:
                 return
         self._file.write(data)
         self._file.flush()
+        self._num_bytes = self._file.tell()
+
+    def _give_up(self, error: OSError) -> None:
+        """Ends the log with its last whole step: a full disk must not end the training."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._file = None
+        with contextlib.suppress(OSError):
+            os.truncate(self.path, self._num_bytes)
+            self._part.unlink(missing_ok=True)
+        warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=3)
 
     def _thin(self) -> bool:
         """Rewrites the file with every second step; whether that left anything out."""
@@ -150,16 +176,16 @@ class ChoiceLog:
         steps = list(dict.fromkeys(record.step for record, _ in _read(self.path, False)[1]))
         if len(steps) < 2:
             return False
-        kept, other = set(steps[::2]), self.path.with_suffix(self.path.suffix + ".part")
-        with other.open("wb") as file:
+        kept = set(steps[::2])
+        with self._part.open("wb") as file:
             file.write(_header(list(self._gates.values())))
             for record, raw in _read(self.path, False)[1]:
                 if record.step in kept:
                     file.write(raw)
         self._file.close()
-        os.replace(other, self.path)
+        os.replace(self._part, self.path)
         self._file = self.path.open("rb+")
-        self._file.seek(0, os.SEEK_END)
+        self._num_bytes = self._file.seek(0, os.SEEK_END)
         self.every *= 2
         return True
 
@@ -231,6 +257,8 @@ def check_gates(gates: list[Gate]) -> None:
             )
         if not 1 <= gate.top_k <= gate.num_experts:
             raise ValueError(f"gate {gate.name[:80]!r} has top_k {gate.top_k} of {gate.num_experts} experts")
+    if len(gates) > MAX_GATES:
+        raise ValueError(f"it has {len(gates)} gates; a log holds at most {MAX_GATES}")
     if len({gate.name for gate in gates}) < len(gates):
         raise ValueError("two gates have one name")
     if sum(gate.num_experts for gate in gates) > MAX_EXPERTS_OF_ALL:
@@ -267,6 +295,8 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
         raise BadLog(f"{path}: the record at byte {begin} is damaged")
     gate = None if number == TOKENS else gates[number]
     width = 4 if gate is None else gate.top_k * _width(gate.num_experts)
+    if num_tokens * (1 if gate is None else gate.top_k) > MAX_CHOICES:
+        raise BadLog(f"{path}: the record at byte {begin} has more than {MAX_CHOICES} choices")
     expected = num_tokens * width
     stream = zlib.decompressobj()
     try:
@@ -315,8 +345,11 @@ def _from_bytes(data: bytes, width: int) -> torch.Tensor:
     """_to_bytes() of numbers of so many bytes -> int64."""
     if not data:
         return torch.empty(0, dtype=torch.int64)
-    places = torch.frombuffer(bytearray(data), dtype=torch.uint8).long().view(width, -1)
-    return (places << torch.arange(0, 8 * width, 8).unsqueeze(1)).sum(0)
+    places = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(width, -1)
+    numbers = places[0].long()
+    for place in range(1, width):
+        numbers += places[place].long() << 8 * place
+    return numbers
 
 
 def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:

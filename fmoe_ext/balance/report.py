@@ -17,6 +17,7 @@ OVERLOAD = 2.0  # times the mean
 MAX_NOTABLE = 6  # experts of either kind that are named for each gate
 MAX_FEEDERS = 8
 MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
+MAX_PAIRS = 2**24  # of all gates together, beyond which none are counted
 MAX_TOKEN_ID = 1 << 22
 
 
@@ -29,9 +30,8 @@ class GateSummary:
     dropped: torch.Tensor
     tokens: torch.Tensor
     together: torch.Tensor | None
-    feeders: dict[int, list[tuple[int, float]]] = field(
-        default_factory=dict
-    )  # expert: (token id, share of its load)
+    # expert: (token id, share of its load)
+    feeders: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def recent(self) -> torch.Tensor:
@@ -81,7 +81,9 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     num_bins = min(MAX_BINS, len(steps))
     bin_of = {step: index * num_bins // len(steps) for index, step in enumerate(steps)}
     first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
-    summaries = {gate.name: _empty(gate, num_bins) for gate in gates}
+    small = [gate.num_experts for gate in gates if gate.num_experts <= MAX_TOGETHER]
+    widest = MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
+    summaries = {gate.name: _empty(gate, num_bins, widest) for gate in gates}
     for record in _records(files, allow_truncated):
         if record.gate is not None:
             _add(summaries[record.gate], bin_of[record.step], record.topk_idx)
@@ -112,9 +114,9 @@ def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:
         yield from read_log(path, allow_truncated=allow_truncated)[1]
 
 
-def _empty(gate: Gate, num_bins: int) -> GateSummary:
+def _empty(gate: Gate, num_bins: int, widest: int) -> GateSummary:
     experts = gate.num_experts
-    pairs = torch.zeros(experts, experts, dtype=torch.int64) if experts <= MAX_TOGETHER else None
+    pairs = torch.zeros(experts, experts, dtype=torch.int64) if experts <= widest else None
     load = torch.zeros(num_bins, experts, dtype=torch.int64)
     return GateSummary(gate, load, torch.zeros(num_bins), torch.zeros(num_bins), pairs)
 

@@ -221,7 +221,7 @@ class MegatronRouter(RouterView):
 def view_of(module: nn.Module) -> GateView | None:
     """The gate that a module is; None if it is none."""
     if isinstance(module, BaseGate):
-        return GateView(module, module.tot_expert, getattr(module, "top_k", None))
+        return GateView(module, module.num_experts, getattr(module, "top_k", None))
     for kind in (TransformersRouter, MegatronRouter):
         if kind.fits(module):
             return kind.of(module)

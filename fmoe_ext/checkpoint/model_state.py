@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.layers import FMoE
 from fmoe_ext.planning.placement import move_rows
 
@@ -66,10 +66,10 @@ class ModelState:
                 _check_sharded(name, value, layer)
             if isinstance(layer.experts, nn.ModuleList):
                 name = _with_global_number(name, rest, layer)
-            elif value.dim() == 0 or value.shape[0] != layer.num_expert:
+            elif value.dim() == 0 or value.shape[0] != layer.num_local_experts:
                 raise CheckpointError(
                     f"{name!r} has shape {list(value.shape)}, but dimension 0 of fused experts is the number of "
-                    f"experts of this rank, {layer.num_expert}"
+                    f"experts of this rank, {layer.num_local_experts}"
                 )
             else:
                 self._layer_of_rows[name] = layer
@@ -117,8 +117,8 @@ class ModelState:
         if layer is None:
             return None
         assert layer.expert_parallel is not None
-        first = layer.expert_parallel.rank * layer.num_expert
-        return first, first + layer.num_expert
+        first = layer.expert_parallel.rank * layer.num_local_experts
+        return first, first + layer.num_local_experts
 
     def is_part(self) -> bool:
         """True if this rank has a part of the model only."""
@@ -257,5 +257,5 @@ def _inside(module: nn.Module) -> str | None:
 def _with_global_number(name: str, rest: str, layer: FMoE) -> str:
     assert layer.expert_parallel is not None
     _, index, tail = rest.split(".", 2)
-    place = layer.expert_parallel.rank * layer.num_expert + int(index)
+    place = layer.expert_parallel.rank * layer.num_local_experts + int(index)
     return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"

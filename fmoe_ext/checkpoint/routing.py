@@ -18,13 +18,14 @@ from fmoe_ext.experts import ClampedSwiGLU, FusedExperts, SharedExperts, activat
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
+# by which a subclass computes something else
 METHODS = (
     "forward",
     "_choose",
     "_call_gate",
     "_compute",
     "expert_fn",
-)  # by which a subclass computes something else
+)
 OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor")
 USUAL = (
     MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise

@@ -57,9 +57,8 @@ def replacing(folder: Path) -> Iterator[Path]:
             unfinished.mkdir()
             yield unfinished
             names = {file.name for file in unfinished.iterdir()}
-            for name in sorted(
-                names, key=lambda name: (name.endswith(".json"), name)
-            ):  # what names the others, last
+            # what names the others, last
+            for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
                 os.replace(unfinished / name, folder / name)
             for old in folder.iterdir():
                 if MODEL_FILE.fullmatch(old.name) and old.name not in names:

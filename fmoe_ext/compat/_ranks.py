@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.ep import exchange
-from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.ranks import gather_rows
 
 

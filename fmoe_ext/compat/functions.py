@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from fmoe_ext import ops
 from fmoe_ext.compat import _ranks
-from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.process_groups import Group
 
 
 def ensure_comm(t: torch.Tensor, comm: Group) -> None:

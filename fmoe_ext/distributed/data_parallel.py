@@ -1,7 +1,7 @@
 """DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import own_groups, tag_of
-from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.ep.process_groups import check_same
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
@@ -22,6 +22,27 @@ from fmoe_ext.spread import tag_adapters
 
 class _Handle(Protocol):
     def remove(self) -> None: ...
+
+
+def _tag_parameters(module: nn.Module) -> None:
+    """Tag what layers got after they were made; ValueError for weights whose gradients are not in weight.grad."""
+    for name, child in module.named_modules():
+        if isinstance(child, FMoE):
+            child.tag_new_parameters()
+        tag_adapters(child)
+        if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
+            raise ValueError(
+                f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
+                "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
+            )
+
+
+def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Raises an error if the ranks of a group have other parameters of its tag."""
+    for tag, group in groups.items():
+        named = [(name, p) for name, p in module.named_parameters() if tag_of(p) == tag]
+        params = [(name, list(p.shape), str(p.dtype)) for name, p in named]
+        check_same(f"parameters tagged {tag!r}", params, group)
 
 
 class DistributedGroupedDataParallel(nn.Module):
@@ -63,15 +84,7 @@ class DistributedGroupedDataParallel(nn.Module):
         super().__init__()
         if expert_grads not in ("mean", "sum"):
             raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
-        for name, child in module.named_modules():
-            if isinstance(child, FMoE):
-                child.tag_new_parameters()
-            tag_adapters(child)
-            if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
-                raise ValueError(
-                    f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
-                    "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
-                )
+        _tag_parameters(module)
         self.module = module
         self.auto_allreduce = auto_allreduce
         self.broadcast_buffers = broadcast_buffers
@@ -86,13 +99,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self._hooks: list[_Handle] = []
         self._follow_tags()
         weakref.finalize(self, _remove_all, self._hooks)
-        for tag, group in self.groups.items():
-            params = [
-                (name, list(p.shape), str(p.dtype))
-                for name, p in module.named_parameters()
-                if tag_of(p) == tag
-            ]
-            check_same(f"parameters tagged {tag!r}", params, group)
+        _check_same_parameters(module, self.groups)
         if need_sync:
             self._sync_params()
         self.register_load_state_dict_pre_hook(_accept_bare_keys)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.ep.process_groups import check_same
 
 # {group: the group of the same ranks for reductions}; both end with the job or destroy_process_group().
 _of_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -18,9 +18,8 @@ class ParallelGroups:
     """The process groups of one rank; ranks are numbered (dp, ep, slice), slice fastest."""
 
     world: dist.ProcessGroup
-    ep: (
-        dist.ProcessGroup
-    )  # experts are spread over these ranks: FMoE(world_size=ep size, moe_group=groups.ep)
+    # experts are spread over these ranks: FMoE(world_size=ep size, moe_group=groups.ep)
+    ep: dist.ProcessGroup
     slice: dist.ProcessGroup  # these ranks have the same input: FMoE(slice_group=groups.slice)
     data: dist.ProcessGroup  # these ranks have different inputs and the same dense parameters
     experts: dist.ProcessGroup  # these ranks hold the same experts

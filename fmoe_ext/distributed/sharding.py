@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fmoe_ext.ep.exchange import find_group, gather_values
+from fmoe_ext.ep.process_groups import find_group, gather_values
 from fmoe_ext.ep.wrappers import check_mesh
 from fmoe_ext.layers import FMoE
 

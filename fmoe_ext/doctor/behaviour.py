@@ -46,9 +46,8 @@ def _as_in_training(case: Case) -> Iterator[Finding]:
             yield verdict("evaluation", name, None, "training draws random numbers")
             continue
         same = other.shape == choices.shape and other.sort().values.equal(choices.sort().values)
-        bad = (
-            True if other.shape != choices.shape else False if same else None
-        )  # Sinkhorn balances in training only
+        # Sinkhorn balances in training only
+        bad = True if other.shape != choices.shape else False if same else None
         yield verdict(
             "evaluation",
             name,
@@ -225,9 +224,8 @@ def checkpoint(case: Case) -> Iterator[Finding]:
         for value in _state(saved_from).values():
             value.add_(torch.randn_like(value))
     late = s.save(saved_from)
-    shapes = [
-        {n: getattr(v, "shape", None) for n, v in state.items()} for state in (early, late)
-    ]  # extra state
+    # extra state
+    shapes = [{n: getattr(v, "shape", None) for n, v in state.items()} for state in (early, late)]
     stale = [n for n, shape in shapes[0].items() if shapes[1].get(n, shape) != shape]
     fresh = _scrambled(case)
     try:

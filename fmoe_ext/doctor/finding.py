@@ -66,9 +66,8 @@ def layers_of(model: nn.Module) -> list[Layer]:
         name for layer in found.values() if layer.num_scores == layer.num_experts for name in layer.routers
     }
     for key in [key for key, layer in found.items() if layer.num_scores > layer.num_experts]:
-        if (
-            taken & found[key].routers.keys()
-        ):  # a list of other modules, one fewer than another layer's experts
+        # a list of other modules, one fewer than another layer's experts
+        if taken & found[key].routers.keys():
             del found[key]
     inner = [layer.name for layer in found.values()]
     return [

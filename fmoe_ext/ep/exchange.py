@@ -1,22 +1,18 @@
-"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
+"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group."""
 
-An op names its group by a string, so that it can stand in a compiled graph; register_group() says which group that is.
-"""
-
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
+from fmoe_ext.ep.process_groups import explained, find_group, use_timeout
+from fmoe_ext.ep.process_groups import register_group as register_group  # its name for users
 from fmoe_ext.ops import chooser
 
 try:
@@ -27,123 +23,12 @@ except ImportError:
 # What every backend knows; other rows travel as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
-# by name; an entry lives as long as the group does
-_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 _nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExchange"]] = (
     weakref.WeakKeyDictionary()
 )
-# what was said of a group's timeout
-_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
-# the numbers of the layers of each group
-_layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-# the layouts of layers that the ranks of each group have found to be the same
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-
-
-# How callers name a group; None is the default group.
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
-
 
 # Thread blocks, one an SM, that an exchange over NCCL may take, and that products leave to it meanwhile.
 _NCCL_SMS = 16
-
-
-def register_group(group: Group = None, timeout: timedelta | None = None) -> str:
-    """The name by which the ops of this file find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
-
-    None is the default group. Any number of groups may be registered, each any number of times.
-    timeout: after which an exchange over a communicator of our own (builds with USE_NCCL=1) is aborted and raises on
-    every rank. By default that of init_process_group(), or of the store that it was given; torch does not tell that of
-    new_group(), so say it here, on all ranks and before the group's first exchange.
-    """
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "expert parallelism needs torch.distributed.init_process_group() to be called first"
-        )
-    group = group or dist.group.WORLD
-    assert group is not None  # there is a default group
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
-    if timeout is not None:
-        _set_timeout(group, timeout)
-    _groups[group.group_name] = group
-    return group.group_name
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
-    if group in _nccl and timeout != timeout_of(group):
-        raise RuntimeError(
-            f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since its "
-            f"first exchange, and cannot become {timeout}: register the group with it earlier"
-        )
-    _timeouts[group] = timeout
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Timeout of an exchange in a group: that of register_group(), or else of init_process_group()."""
-    return _timeouts.get(group) or group.get_group_store().timeout  # type: ignore[attr-defined]  # not in its stubs
-
-
-def find_group(name: str) -> dist.ProcessGroup:
-    """The group that register_group() returned this name for."""
-    try:
-        return _groups[name]
-    except KeyError:
-        raise RuntimeError(
-            f"no process group {name!r}: call fmoe_ext.ep.exchange.register_group(group) in this process, "
-            "and do not destroy the group while layers use it"
-        ) from None
-
-
-def size_of(group: Group = None) -> int:
-    """The number of ranks of a group, which it registers."""
-    return dist.get_world_size(find_group(register_group(group)))
-
-
-def next_layer_index(name: str) -> int:
-    """A number for a new layer on the group of this name: the same on all ranks that make their layers in one order."""
-    return next(_layers.setdefault(find_group(name), itertools.count()))
-
-
-def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
-
-    value is a tuple, list or string of plain values; this is a collective call.
-    """
-    texts = [str(v) for v in gather_values(value, group)]
-    expected = max(dict.fromkeys(texts), key=texts.count)
-    ranks = dist.get_process_group_ranks(group)
-    odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}
-    if odd:
-        differences = "; ".join(f"rank {rank} has {text}" for rank, text in odd.items())
-        raise ValueError(
-            f"{what} must be the same on ranks {ranks}: {differences}, the others have {expected}"
-        )
-
-
-def check_agreement(layout: str, name: str) -> None:
-    """Raises ValueError on every rank if layout, a layer's, is not the same on all; collective at its first call."""
-    group = find_group(name)
-    agreed = _agreed.setdefault(group, set())
-    if layout and layout not in agreed:
-        check_same(
-            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange)",
-            layout,
-            group,
-        )
-        agreed.add(layout)
-
-
-def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """A picklable value of every rank of the group, in the order of ranks; a collective call."""
-    values = [None] * dist.get_world_size(group)
-    with _explained(group):
-        dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def start_exchange(
@@ -262,7 +147,7 @@ def wait(transfers: Sequence[Transfer], group_name: str) -> None:
     if turns is not None and any(transfer.is_new(turns) for transfer in transfers):
         turns.taken += 1
         turns.go_on()
-    with _explained(find_group(group_name)):
+    with explained(find_group(group_name)):
         for transfer in transfers:
             transfer.work.wait()
 
@@ -274,22 +159,8 @@ def check(group_name: str) -> None:
     """
     group = find_group(group_name)
     for exchange in _nccl.get(group, {}).values():
-        with _explained(group):
+        with explained(group):
             exchange.communicator.check()
-
-
-@contextmanager
-def _explained(group: dist.ProcessGroup | None) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()}: the exchange in the group of ranks {dist.get_process_group_ranks(group)} failed: "
-            "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. (Over gloo "
-            "a rank that is a step behind may end another by SIGABRT, without a traceback: look for the rank that "
-            "failed first.) "
-            f"{error}"
-        ) from error
 
 
 class _NcclExchange:
@@ -303,7 +174,7 @@ class _NcclExchange:
                 ids[0],
                 dist.get_world_size(group),
                 dist.get_rank(group),
-                timeout_of(group).total_seconds(),
+                use_timeout(group).total_seconds(),
                 _NCCL_SMS,
             )
         self.stream = torch.cuda.Stream(device)
@@ -377,7 +248,7 @@ def _exchange_counts(start, counts, group):
     each = [1] * world_size
     work = start([out], [counts.contiguous()], each, each, find_group(group))
     # Nobody else gets the turn meanwhile: the rows come next, with nothing to compute before them.
-    with _explained(find_group(group)):
+    with explained(find_group(group)):
         work.wait()
     return out
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.home import Home, Nodes, find_nodes
 from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.node_exchange import NodeExchange
+from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
@@ -142,15 +142,8 @@ class ExpertParallel(Home):
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self._is_checked = False
         limit = self.row_limit and self.row_limit.max_rows
-        of_layer = (
-            self.layer_index,
-            self.num_experts,
-            self.num_local_experts,
-            overlap_degree,
-            limit,
-            exchange,
-        )
-        self.layout = str(of_layer)
+        sizes = self.layer_index, self.num_experts, self.num_local_experts
+        self.layout = str((*sizes, overlap_degree, limit, exchange))
 
     @property
     def depends_on_batch(self) -> str | None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.constants import constant
-from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.process_groups import find_group
 
 # the same on all ranks
 HEADER = (

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from fmoe_ext import _env
 from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.exchange import (
+from fmoe_ext.ep.headers import make_header
+from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
+from fmoe_ext.ep.process_groups import (
     Group,
     find_group,
     gather_values,
@@ -20,8 +22,6 @@ from fmoe_ext.ep.exchange import (
     register_group,
     timeout_of,
 )
-from fmoe_ext.ep.headers import make_header
-from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.ep.traced import TracedPlan
 from fmoe_ext.routing import DispatchHandle

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import ops
-from fmoe_ext.ep.exchange import Group, find_group, register_group
+from fmoe_ext.ep.process_groups import Group, find_group, register_group
+from fmoe_ext.gates.sinkhorn_gate import balanced_shares
 from fmoe_ext.routing import Nest, map_structure
 from fmoe_ext.step import run_or_replay
 
@@ -61,9 +62,8 @@ class GroupRanks:
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor:
         """As in one process whose batch is the ranks' batches one after the other: first choices first."""
-        counts = torch.stack(
-            [ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)]
-        )  # [K, E]
+        # [K, E]
+        counts = torch.stack([ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)])
         everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, ranks, E]
         flat = everyone.flatten(0, 1)
         before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]
@@ -74,6 +74,11 @@ class GroupRanks:
             ops.apply_capacity(choice, num_experts, room[k]) for k, choice in enumerate(topk_idx.split(1, 1))
         ]
         return torch.cat(kept, 1)
+
+    def balanced_shares(self, logits: torch.Tensor) -> torch.Tensor:
+        """sinkhorn_gate.balanced_shares() over these ranks, as one operator of a compiled graph."""
+        shares: torch.Tensor = _balanced_shares(logits, self.group)
+        return shares
 
     def _replayed_sum(self, x: torch.Tensor) -> torch.Tensor:
         return run_or_replay(lambda: _all_reduce(x, self.group))
@@ -139,6 +144,16 @@ def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[tor
 @_gather_sized.register_fake
 def _(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
     return [x.new_empty((size, *x.shape[1:])) for size in sizes]
+
+
+@torch.library.custom_op("fmoe_ext::balanced_shares_over_ranks", mutates_args=())
+def _balanced_shares(logits: torch.Tensor, group: str) -> torch.Tensor:
+    return balanced_shares(logits, GroupRanks(find_group(group)))
+
+
+@_balanced_shares.register_fake
+def _(logits: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(logits)
 
 
 class SliceGroup:

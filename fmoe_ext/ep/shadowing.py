@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
-from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.layers import expert_parallel_layers
+from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.traced import in_turn
 
 MEASURED_ROWS = 8192  # of a rank at most, when its hardware is measured

@@ -41,9 +41,8 @@ class TokenExchange(Exchange):
         """The local number of each choice's expert [R, K], -1 where it goes another way, and all weights [R, K]."""
         row_idx, inverse = self._plan.row_idx, self._plan.inverse
         num_tokens, top_k = self._way.shape
-        token = torch.where(
-            row_idx < 0, num_tokens, row_idx // top_k
-        )  # of padding: one that has chosen nothing
+        # of padding: one that has chosen nothing
+        token = torch.where(row_idx < 0, num_tokens, row_idx // top_k)
         way = F.pad(self._way, (0, 0, 0, 1), value=-1)[token]
         expert = F.pad(self._local_experts(), (0, 0, 0, 1), value=-1)[token]
         own_way = way.gather(1, (row_idx.clamp(min=0) % top_k).long().unsqueeze(1))

@@ -11,15 +11,9 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ep.exchange import (
-    check,
-    check_agreement,
-    exchange_counts,
-    find_group,
-    start_exchange,
-    wait,
-)
+from fmoe_ext.ep.exchange import check, exchange_counts, start_exchange, wait
 from fmoe_ext.ep.headers import LENGTH, check_headers
+from fmoe_ext.ep.process_groups import check_agreement, find_group
 from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.routing import DispatchHandle, per_row
 

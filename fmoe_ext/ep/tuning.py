@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.cost import best_overlap
-from fmoe_ext.ep.exchange import find_group, gather_values
 from fmoe_ext.ep.plan import Plan
+from fmoe_ext.ep.process_groups import find_group, gather_values
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmoe_ext.ep.exchange import Group, find_group, register_group
+from fmoe_ext.ep.process_groups import Group, find_group, register_group
 
 
 class WidthGroup:

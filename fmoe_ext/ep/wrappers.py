@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext._sharded import is_deepspeed_engine, is_dtensor, is_fsdp_module
-from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.process_groups import find_group
 
 if TYPE_CHECKING:
     from fmoe_ext.ep.expert_parallel import ExpertParallel

@@ -9,8 +9,8 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from fmoe_ext.frozen.quantized import Quantized, gates_first
+from fmoe_ext.ops.activations import activation_number
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
-from fmoe_ext.ops.expert_mlp import activation_number
 
 
 def is_wanted(x: torch.Tensor) -> bool:
@@ -50,10 +50,11 @@ def experts(
     """
     if b1 is not None and w1.interleaved:
         b1 = gates_first(b1)
-    packing = (*w1.packing(), *w2.packing()[:3])
-    y: torch.Tensor = torch.ops.fmoe_ext._frozen_experts(
-        x, topk_idx, topk_weights, w1.rows(), b1, w2.rows(), b2, activation_number(activation), *packing
-    )
+    scale1, zero1, *format1 = w1.packing()
+    scale2, zero2, format2, _ = w2.packing()
+    weights, packing = [w1.rows(), b1, w2.rows(), b2], [scale1, zero1, scale2, zero2]
+    options = [activation_number(activation), 1, 0, *format1, format2]
+    y: torch.Tensor = torch.ops.fmoe_ext._frozen_experts(x, topk_idx, topk_weights, weights, packing, options)
     return y
 
 

@@ -1,4 +1,4 @@
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
-from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
+from fmoe_ext.ops.activations import FUNCTIONS, activation_number
+from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward, by_name
+from fmoe_ext.ops.expert_mlp import expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
 
@@ -56,20 +57,22 @@ def frozen_mlp(
         raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
     _check_frozen(w1=w1, b1=b1, w2=w2, b2=b2)
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
+    tensors = (x, w1, b1, w2, b2, a1, lb1, a2, lb2)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
+    transformed = torch.is_grad_enabled() and is_transformed(*learned)
+    if transformed:
+        tensors = cast_for_autocast(*tensors)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
-    arguments = (x, row_idx, inverse, offs, w1, b1, w2, b2, a1, lb1, scale1, a2, lb2, scale2)
-    options, packing = (topk_weights, number, combine), (*packing1, *packing2[:-1])
-    if torch.is_grad_enabled() and is_transformed(*learned):
-        cast = (t if isinstance(t, float) or is_packed(t) else cast_for_autocast(x, t)[1] for t in arguments)
-        y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *cast, *options, True, *packing)[0]
+    x, *weights = tensors[:5]
+    options = [number, int(combine), int(save or transformed), *packing1[2:], packing2[2]]
+    arguments = (
+        *(x, [row_idx, inverse, offs], weights, [*packing1[:2], *packing2[:2]]),
+        *(*tensors[5:], [scale1, scale2], topk_weights, options),
+    )
+    if transformed:
+        y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
         return y
-    return torch.ops.fmoe_ext.frozen_mlp(*arguments, *options, save, *packing)[0]
-
-
-def is_packed(weight: torch.Tensor | None) -> bool:
-    """True for the bytes of a Quantized."""
-    return weight is not None and weight.dtype == torch.uint8
+    return torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
 
 
 def _parts(
@@ -123,25 +126,22 @@ def frozen_mlp_ref(
 
 _RANKS = MappingProxyType(
     {
-        **{
-            "grad_y": 2,
-            "x": 2,
-            "row_idx": 1,
-            "inverse": 2,
-            "offs": 1,
-            "topk_weights": 2,
-            "h": 2,
-            "u1": 2,
-            "u2": 2,
-        },
-        **{"w1": 3, "b1": 2, "w2": 3, "b2": 2, "lora_a1": 3, "lora_b1": 3, "lora_a2": 3, "lora_b2": 3},
-        **{"w1_scale": 3, "w1_zero": 3, "w2_scale": 3, "w2_zero": 3},
+        **dict.fromkeys(("row_idx", "offs"), 1),
+        **dict.fromkeys(("grad_y", "x", "inverse", "b1", "b2", "topk_weights", "h", "u1", "u2"), 2),
+        **dict.fromkeys(("w1", "w2", "lora_a1", "lora_b1", "lora_a2", "lora_b2"), 3),
+        **dict.fromkeys(("w1_scale", "w1_zero", "w2_scale", "w2_zero"), 3),
     }
 )
 
 
+def _named(arguments: FrozenMlp | FrozenMlpBackward) -> SimpleNamespace:
+    """The arguments and the entries of their lists by name (ops/arguments.py)."""
+    return SimpleNamespace(**by_name(arguments._asdict()))
+
+
 @register_fake("fmoe_ext::frozen_mlp", FrozenMlp, **_RANKS)
-def _(a: FrozenMlp) -> tuple[torch.Tensor, ...]:
+def _(arguments: FrozenMlp) -> tuple[torch.Tensor, ...]:
+    a = _named(arguments)
     R, D = a.row_idx.shape[0], a.x.shape[1]
     y = a.x.new_empty((a.x.shape[0] if a.combine else R, D))
     h = a.x.new_empty((R, a.w1.shape[1]) if a.save else (0,))
@@ -149,7 +149,8 @@ def _(a: FrozenMlp) -> tuple[torch.Tensor, ...]:
 
 
 @register_fake("fmoe_ext::frozen_mlp_backward", FrozenMlpBackward, **_RANKS)
-def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
+def _(arguments: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
+    a = _named(arguments)
     like = (a.x, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2, a.topk_weights)
     shapes = (a.x.shape, *(None if t is None else t.shape for t in like[1:5]), a.inverse.shape)
     return tuple(
@@ -158,8 +159,7 @@ def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
     )
 
 
-# x, lora_a1, lora_b1, lora_a2, lora_b2, topk_weights among the arguments
-PLACES = (0, 8, 9, 11, 12, 14)
+PLACES = (0, 4, 5, 6, 7, 9)  # x, lora_a1, lora_b1, lora_a2, lora_b2, topk_weights among the arguments
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -167,29 +167,27 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     lora = (a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2)
-    scales = (a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero)
-    kept = (a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2, *lora, a.topk_weights, *output[1:], *scales)
-    ctx.save_for_backward(*kept)
-    ctx.formats = (a.w1_format, a.w1_interleaved, a.w2_format)
-    ctx.scales, ctx.activation, ctx.combine, ctx.save = (a.scale1, a.scale2), a.activation, a.combine, a.save
+    ctx.save_for_backward(a.x, *a.routing, *a.weights, *a.packing, *lora, a.topk_weights, *output[1:])
+    ctx.lora_scales, ctx.options = a.lora_scales, a.options
 
 
-def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    grads: list[torch.Tensor | None] = [None] * len(FrozenMlp._fields)
+def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    # A list of tensors gets a list of gradients.
+    grads: list[Any] = [[None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad]
     if grad_y is None:
         return tuple(grads)
-    if not ctx.save:
+    if not ctx.options[2]:
         raise RuntimeError(
             "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
         )
-    *first, a1, lb1, a2, lb2, topk_weights, h, u1, u2, s1, z1, s2, z2 = ctx.saved_tensors
-    format1, interleaved, format2 = ctx.formats
+    x, *saved = ctx.saved_tensors
+    routing, weights, packing = saved[:3], saved[3:7], saved[7:11]
+    lora, topk_weights, kept = saved[11:15], saved[15], saved[16:]
     needs = [ctx.needs_input_grad[place] for place in PLACES]
-    lora = (a1, lb1, ctx.scales[0], a2, lb2, ctx.scales[1])
     computed = call(
         "fmoe_ext::frozen_mlp_backward",
-        *(grad_y, *first, *lora, topk_weights, h, u1, u2, ctx.activation, ctx.combine, needs),
-        *(s1, z1, format1, interleaved, s2, z2, format2),
+        *(grad_y, x, routing, weights, packing, *lora, ctx.lora_scales, topk_weights),
+        *(kept, ctx.options, needs),
     )
     for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
         grads[place] = grad if wanted else None
@@ -200,17 +198,16 @@ register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=PLAC
 register_not_differentiable_twice("fmoe_ext::frozen_mlp_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
-register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 4, 5, 6, 7, 8, 9, 11, 12))
+register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 2, 4, 5, 6, 7))
 
 
 class FrozenWeight:
     """w1 or w2 of a call, packed or not; its products have gates before ups."""
 
-    def __init__(self, arguments: FrozenMlp | FrozenMlpBackward, which: int) -> None:
-        a = arguments._asdict()
-        self.weight, self.format = a[f"w{which}"], a[f"w{which}_format"]
-        interleaved = arguments.w1_interleaved and which == 1
-        self.packing = a[f"w{which}_scale"], a[f"w{which}_zero"], self.format, interleaved
+    def __init__(self, a: SimpleNamespace, which: int) -> None:
+        self.weight, self.format = (a.w1, a.w1_format) if which == 1 else (a.w2, a.w2_format)
+        tensors = (a.w1_scale, a.w1_zero) if which == 1 else (a.w2_scale, a.w2_zero)
+        self.packing = *tensors, self.format, which == 1 and bool(a.w1_interleaved)
 
     def product(
         self,
@@ -239,11 +236,11 @@ def _product(
 
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp by grouped_gemm, one product after another, for devices without a kernel of its own."""
-    a = FrozenMlp(*arguments)
+    a = _named(FrozenMlp(*arguments))
     w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
     x_rows = permute(a.x, a.row_idx, a.inverse)
     h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
-    hidden = list(ACTIVATIONS.values())[a.activation](h)
+    hidden = FUNCTIONS[a.activation](h)
     rows, u2 = _product(hidden, w2, a.offs, a.b2, (a.lora_a2, a.lora_b2, a.scale2))
     if a.combine:
         y = unpermute(rows, a.row_idx, a.inverse, a.topk_weights)
@@ -252,16 +249,15 @@ def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return y, h if a.save else h.new_empty(0), u1, u2
 
 
-def _weights_of_rows(a: FrozenMlp | FrozenMlpBackward) -> torch.Tensor:
+def _weights_of_rows(a: SimpleNamespace) -> torch.Tensor:
     """topk_weights [R, 1] in expert-major order; zero for rows of no choice."""
-    assert a.topk_weights is not None
-    found = a.topk_weights.reshape(-1)[a.row_idx.clamp(min=0).long()]
+    found: torch.Tensor = a.topk_weights.reshape(-1)[a.row_idx.clamp(min=0).long()]
     return found.masked_fill(a.row_idx < 0, 0)[:, None]
 
 
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
-    a = FrozenMlpBackward(*arguments)
+    a = _named(FrozenMlpBackward(*arguments))
     w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
     low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
@@ -269,7 +265,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     dhidden, t2 = _product_transposed(dout, w2, a.offs, low2)
     with torch.enable_grad():
         h = a.h.detach().requires_grad_()
-        hidden = list(ACTIVATIONS.values())[a.activation](h)
+        hidden = FUNCTIONS[a.activation](h)
 
     def none() -> torch.Tensor:
         return a.x.new_empty(0)
@@ -303,10 +299,9 @@ def _product_transposed(
 
 
 def _grad_of_weights(
-    a: FrozenMlpBackward, dhidden: torch.Tensor, hidden: torch.Tensor, dout: torch.Tensor
+    a: SimpleNamespace, dhidden: torch.Tensor, hidden: torch.Tensor, dout: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of topk_weights [T, K]: <grad_y, y> of each row, y without its weight."""
-    assert a.topk_weights is not None
     grad = (dhidden * hidden).sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
     if a.b2 is not None:
         no_columns = hidden.new_empty((hidden.shape[0], 0)), hidden.new_empty((*a.b2.shape, 0))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.ops.outside_graphs import is_exporting
 from fmoe_ext.step import note_selected
 
@@ -56,8 +57,9 @@ class OneRank:
 
 
 class BaseGate(nn.Module):
-    """Base class of gates: tot_expert (experts of all ranks) and the balance loss of its last forward.
+    """Base class of gates: the experts of this rank and of all ranks, and the balance loss of the last forward.
 
+    num_local_experts and num_experts are num_expert and tot_expert in FastMoE, whose names work too.
     The loss is state of the module until the next forward or get_loss(): the last of several forwards wins, a copy
     (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second
     time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and get_loss()
@@ -79,15 +81,17 @@ class BaseGate(nn.Module):
         """Why a token's choices or weights depend on the other tokens, and what to do; None where they do not."""
         return None
 
+    num_expert, tot_expert = Alias("num_local_experts"), Alias("num_experts")
+
     def __init__(self, num_expert: int, world_size: int) -> None:
         super().__init__()
         if num_expert < 1 or world_size < 1:
             raise ValueError(
                 f"num_expert and world_size must be at least 1, but got {num_expert} and {world_size}"
             )
-        self.num_expert = num_expert
+        self.num_local_experts = num_expert
         self.world_size = world_size
-        self.tot_expert = num_expert * world_size
+        self.num_experts = num_expert * world_size
         self.loss: torch.Tensor | None = None
         self.loss_is_read = False  # by total_loss(), which then takes it for that of an earlier forward
         self._loss_lacks_gradient = False
@@ -100,18 +104,26 @@ class BaseGate(nn.Module):
             f"{type(self).__name__} must define forward(inp) -> (topk_idx, topk_weights)"
         )
 
+    def check_top_k(self, top_k: int) -> None:
+        """ValueError unless a token can choose top_k experts."""
+        if not 1 <= top_k <= self.num_experts:
+            raise ValueError(f"top_k must be between 1 and the {self.num_experts} experts, but got {top_k}")
+
     def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
         """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
-        if not is_exporting():
-            if torch.compiler.is_compiling():
-                self.loss = loss
-            else:
-                self.__dict__["loss"] = loss  # a module's attribute takes long to set
-            if self.loss_is_read:
-                self.loss_is_read = False
-            lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
-            if self._loss_lacks_gradient is not lacks_gradient:
-                self._loss_lacks_gradient = lacks_gradient
+        if is_exporting():
+            return
+        lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
+        if (
+            torch.compiler.is_compiling()
+        ):  # reads nothing: a graph is compiled again for each value that it reads
+            self.loss, self.loss_is_read, self._loss_lacks_gradient = loss, False, lacks_gradient
+            return
+        self.__dict__["loss"] = loss  # a module's attribute takes long to set
+        if self.loss_is_read:
+            self.loss_is_read = False
+        if self._loss_lacks_gradient is not lacks_gradient:
+            self._loss_lacks_gradient = lacks_gradient
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
         """The balance loss of the last forward, or None; clear=True forgets it and frees its graph.

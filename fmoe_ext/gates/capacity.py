@@ -22,6 +22,14 @@ def check_factors(capacity: object) -> None:
         raise ValueError(f"capacity must be two positive factors (training, evaluation), but got {capacity}")
 
 
+def check_capacity(factor: float | None, policy: str) -> None:
+    """ValueError unless factor is positive, or None for no limit, and policy is one of DROP_POLICIES."""
+    if policy not in DROP_POLICIES:
+        raise ValueError(f"drop_policy must be one of {DROP_POLICIES}, but got {policy!r}")
+    if factor is not None and factor <= 0:
+        raise ValueError(f"capacity_factor must be positive, or None for no limit, but got {factor}")
+
+
 def drop_over_capacity(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,

@@ -1,11 +1,11 @@
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank, Ranks
+from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.capacity import expert_capacity
-from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.naive_gate import GateOverRanks
 
 
-class ExpertChoiceGate(NaiveGate):
+class ExpertChoiceGate(GateOverRanks):
     """Experts choose tokens, so that every expert has the same load (Zhou et al. 2022, "Expert Choice Routing").
 
     Each expert takes the C = min(T, ceil(capacity_factor * T * top_k / E)) tokens that score it highest, with weight
@@ -30,16 +30,15 @@ class ExpertChoiceGate(NaiveGate):
         max_experts: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias, ranks=ranks)
         if capacity_factor <= 0:
             raise ValueError(f"capacity_factor must be positive, but got {capacity_factor}")
-        if max_experts is not None and not 1 <= max_experts <= self.tot_expert:
+        if max_experts is not None and not 1 <= max_experts <= self.num_experts:
             raise ValueError(
-                f"max_experts must be between 1 and the {self.tot_expert} experts, but got {max_experts}"
+                f"max_experts must be between 1 and the {self.num_experts} experts, but got {max_experts}"
             )
         self.capacity_factor = capacity_factor
-        self.max_experts = self.tot_expert if max_experts is None else max_experts
-        self.ranks: Ranks = OneRank() if ranks is None else ranks
+        self.max_experts = self.num_experts if max_experts is None else max_experts
 
     @property
     def weights_vary(self) -> str | None:
@@ -56,14 +55,12 @@ class ExpertChoiceGate(NaiveGate):
         topk_idx = self.choose(lambda: self._pick(scores.detach()))
         topk_weights = scores.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
         self.set_loss(logits.new_zeros(()), constant=True)  # balanced by construction
-        if return_all_scores:
-            return topk_idx, topk_weights, logits
-        return topk_idx, topk_weights
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _pick(self, scores: torch.Tensor) -> torch.Tensor:
         parts = self.ranks.gather(scores)
         everyone = torch.cat(parts)  # [T of all ranks, E]
-        capacity = expert_capacity(self.capacity_factor, everyone.shape[0], self.top_k, self.tot_expert)
+        capacity = expert_capacity(self.capacity_factor, everyone.shape[0], self.top_k, self.num_experts)
         tokens = everyone.sort(dim=0, descending=True, stable=True).indices[:capacity]  # [C, E]
         picked = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, tokens, True)
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])

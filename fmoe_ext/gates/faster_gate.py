@@ -5,14 +5,14 @@ from typing import TypeVar
 import torch
 
 from fmoe_ext import _env, ops
-from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
+from fmoe_ext.gates.base_gate import Ranks, weights_of
 from fmoe_ext.gates.losses import balance_loss
-from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.naive_gate import GateOverRanks
 
 Gate = TypeVar("Gate", bound="FasterGate")
 
 
-class FasterGate(NaiveGate):
+class FasterGate(GateOverRanks):
     """The topology-aware gate of FasterMoE (He et al. 2022): few tokens leave their node, the others stay.
 
     Each token takes its two best experts, unless more than int(outgoing_fraction * T) of the T local tokens have their
@@ -37,7 +37,7 @@ class FasterGate(NaiveGate):
         outgoing_fraction: float | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
+        super().__init__(d_model, n_expert, world_size, 2, gate_bias, ranks=ranks)
         if gpus_per_node is None:
             gpus_per_node = _env.get("FMOE_TOPO_GPUS_PER_NODE")
         if outgoing_fraction is None:
@@ -53,14 +53,13 @@ class FasterGate(NaiveGate):
                 "FMoE passes it only through gate=gen_faster_gate(node_rank)"
             )
         first = node_rank * gpus_per_node * n_expert
-        self._local_experts = range(first, min(first + gpus_per_node * n_expert, self.tot_expert))
+        self._local_experts = range(first, min(first + gpus_per_node * n_expert, self.num_experts))
         if len(self._local_experts) < 2:
             raise ValueError("FasterGate needs two experts in a node, but node_rank's node has one")
-        self.register_buffer("is_local", torch.zeros(self.tot_expert, dtype=torch.bool), persistent=False)
+        self.register_buffer("is_local", torch.zeros(self.num_experts, dtype=torch.bool), persistent=False)
         self.reset_parameters()
         self.outgoing_fraction = outgoing_fraction
         self.gpus_per_node = gpus_per_node
-        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     def reset_parameters(self) -> None:
         """Notes the experts of this node again; after .to_empty() of a gate made on the meta device."""

@@ -42,9 +42,8 @@ class Groups(NamedTuple):
         if bias is not None:
             scores = scores + bias
         kept = self._kept(scores).repeat_interleave(logits.shape[1] // self.num_groups, dim=1)
-        order = (
-            logits if bias is None else scores
-        )  # by logit, which tells apart what a score rounds to one value
+        # by logit, which tells apart what a score rounds to one value
+        order = logits if bias is None else scores
         return ops.topk_gate(order.masked_fill(~kept, -torch.inf), top_k)[0]
 
     def _kept(self, scores: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank, Ranks
+from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.capacity import check_factors
 from fmoe_ext.gates.losses import balance_loss
-from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.naive_gate import GateOverRanks
 
 
-class GShardGate(NaiveGate):
+class GShardGate(GateOverRanks):
     """The gate of GShard: top-2 with normalised weights, capacity, random second choice and balance loss.
 
     * loss = E^2 * mean_e(c_e * m_e): c_e the share of tokens whose first choice is expert e, m_e its mean
@@ -36,11 +36,10 @@ class GShardGate(NaiveGate):
     ) -> None:
         if topk != 2:
             raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
-        super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias)
+        super().__init__(d_model, num_expert, world_size, topk, gate_bias, ranks=ranks)
         check_factors(capacity)
         self.capacity = capacity
         self.random_routing = random_routing
-        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     @property
     def weights_vary(self) -> str | None:
@@ -55,7 +54,7 @@ class GShardGate(NaiveGate):
         return self._why_it_drops(self.capacity[0 if self.training else 1])
 
     def _why_it_drops(self, factor: float) -> str | None:
-        many = 2**20 * self.tot_expert
+        many = 2**20 * self.num_experts
         if self.expert_capacity(factor, many) >= many:
             return None
         return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
@@ -68,18 +67,16 @@ class GShardGate(NaiveGate):
         topk_idx = self._drop_over_capacity(chosen)
         if self.random_routing and self.training:
             topk_idx = self._drop_at_random(topk_idx, topk_weights)
-        if return_all_scores:
-            return topk_idx, topk_weights, logits
-        return topk_idx, topk_weights
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
         """Choices that an expert takes of num_tokens tokens of all ranks."""
-        return math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
+        return math.ceil(factor * num_tokens) * self.top_k // self.num_experts
 
     def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
         factor = self.capacity[0 if self.training else 1]
         capacity = self.expert_capacity(factor, self.ranks.num_tokens(topk_idx.shape[0]))
-        return self.ranks.apply_capacity(topk_idx, self.tot_expert, capacity)
+        return self.ranks.apply_capacity(topk_idx, self.num_experts, capacity)
 
     @staticmethod
     def _drop_at_random(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -66,18 +66,18 @@ class HashGate(ScoredGate):
     @torch.no_grad()
     def _draw_table(self) -> None:
         first = torch.randint(
-            self.tot_expert, (self.expert_of_id.shape[0], 1), device=self.expert_of_id.device
+            self.num_experts, (self.expert_of_id.shape[0], 1), device=self.expert_of_id.device
         )
-        others = torch.arange(self.top_k, device=first.device) * (self.tot_expert // self.top_k)
-        self.expert_of_id.copy_((first + others) % self.tot_expert)
+        others = torch.arange(self.top_k, device=first.device) * (self.num_experts // self.top_k)
+        self.expert_of_id.copy_((first + others) % self.num_experts)
 
     @torch.no_grad()
     def load_table(self, table: torch.Tensor) -> None:
         """Takes the choices of a table [vocab_size, K] of integers; ValueError for other shapes and experts."""
         if table.shape != self.expert_of_id.shape:
             raise ValueError(f"the table must be {list(self.expert_of_id.shape)}, but is {list(table.shape)}")
-        if table.is_floating_point() or int(table.min()) < 0 or int(table.max()) >= self.tot_expert:
-            raise ValueError(f"the table must hold numbers of experts, 0 to {self.tot_expert - 1}")
+        if table.is_floating_point() or int(table.min()) < 0 or int(table.max()) >= self.num_experts:
+            raise ValueError(f"the table must hold numbers of experts, 0 to {self.num_experts - 1}")
         self.expert_of_id.copy_(table)
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from fmoe_ext.gates.base_gate import BaseGate
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 from fmoe_ext.gates.wide_linear import WideLinear, is_plain
 from fmoe_ext.ops.topk_gate import topk_gate_of_linear
 from fmoe_ext.step import current_step
@@ -26,9 +26,8 @@ class NaiveGate(BaseGate):
         normalize: bool = True,
     ) -> None:
         super().__init__(num_expert, world_size)
-        if not 1 <= top_k <= self.tot_expert:
-            raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
-        self.gate = WideLinear(d_model, self.tot_expert, bias=gate_bias)
+        self.check_top_k(top_k)
+        self.gate = WideLinear(d_model, self.num_experts, bias=gate_bias)
         self.d_model = d_model
         self.top_k = top_k
         self.normalize = normalize
@@ -59,9 +58,7 @@ class NaiveGate(BaseGate):
         logits = self.logits(inp)
         topk_idx, topk_weights = self.topk(logits, self.top_k, normalize=self.normalize)
         self.set_loss(logits.new_zeros(1), constant=True)
-        if return_all_scores:
-            return topk_idx, topk_weights, logits
-        return topk_idx, topk_weights
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _linear_of_one_node(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Weight and bias; None where logits are computed otherwise or a repetition keeps tensors."""
@@ -101,3 +98,32 @@ class NaiveGate(BaseGate):
         if logits.dtype == torch.float32:
             return logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class GateOverRanks(NaiveGate):
+    """Base of the gates whose choices, capacity or loss are over the tokens of all ranks: ranks, OneRank() for None."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
+        *,
+        normalize: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize)
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
+
+
+def with_noise(x: torch.Tensor, spread: float) -> torch.Tensor:
+    """x in float32 or wider, each element times noise that is uniform in [1 - spread, 1 + spread]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * noise_like(wide, spread)
+
+
+def noise_like(x: torch.Tensor, spread: float) -> torch.Tensor:
+    """Noise of the shape and dtype of x, uniform in [1 - spread, 1 + spread]."""
+    return torch.rand_like(x) * (2 * spread) + (1 - spread)

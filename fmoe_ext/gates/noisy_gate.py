@@ -24,11 +24,10 @@ class NoisyGate(BaseGate):
         self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, *, ranks: Ranks | None = None
     ) -> None:
         super().__init__(num_expert, world_size)
-        if not 1 <= top_k <= self.tot_expert:
-            raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
+        self.check_top_k(top_k)
         self.top_k = top_k
-        self.w_gate = nn.Parameter(torch.empty(d_model, self.tot_expert))
-        self.w_noise = nn.Parameter(torch.empty(d_model, self.tot_expert))
+        self.w_gate = nn.Parameter(torch.empty(d_model, self.num_experts))
+        self.w_noise = nn.Parameter(torch.empty(d_model, self.num_experts))
         self.ranks: Ranks = OneRank() if ranks is None else ranks
         self.reset_parameters()
 
@@ -59,7 +58,7 @@ class NoisyGate(BaseGate):
         noisy = clean + torch.randn_like(clean) * stddev if self.training else clean
         topk_idx, topk_weights = self.topk(noisy, self.top_k)
         gates = torch.zeros_like(noisy).scatter(1, topk_idx, topk_weights)
-        if self.training and self.top_k < self.tot_expert:
+        if self.training and self.top_k < self.num_experts:
             load = self._prob_in_top_k(clean, noisy, stddev, noisy.topk(self.top_k + 1, dim=1).values).sum(0)
         else:
             load = self._gates_to_load(gates).to(clean.dtype)

@@ -68,8 +68,8 @@ class QuantileGate(ScoredGate):
         )
         self.score = score
         self.ema = ema
-        self.register_buffer("quantile_bias", torch.zeros(self.tot_expert))
-        self.register_buffer("quantile_sum", torch.zeros(self.tot_expert), persistent=False)
+        self.register_buffer("quantile_bias", torch.zeros(self.num_experts))
+        self.register_buffer("quantile_sum", torch.zeros(self.num_experts), persistent=False)
         self.register_buffer("num_quantiles", torch.zeros((), dtype=torch.int64), persistent=False)
         if "running" not in self.balance_losses:
             self._follow_optimizers()
@@ -105,9 +105,9 @@ class QuantileGate(ScoredGate):
         self._keep_float32()
         scores = logits.detach()
         biased = scores - self.quantile_bias
-        counts = self.training and is_counted() and self.top_k < self.tot_expert
-        ranked = ops.topk_gate(biased, self.top_k + counts)[0]
-        if counts:
+        ranks_more = self.training and self.top_k < self.num_experts  # in a repeated forward too
+        ranked = ops.topk_gate(biased, self.top_k + ranks_more)[0]
+        if ranks_more and is_counted():
             next_best = biased.gather(1, ranked[:, self.top_k :])
             self._count(scores - next_best)
         topk_idx = self.choose(lambda: ranked[:, : self.top_k].contiguous())
@@ -142,9 +142,8 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
     num_tokens = torch.cat(ranks.gather(mine, same_size=True)).sum()
     if not torch.compiler.is_compiling() and num_tokens == 0:
         return None
-    num_above = (num_tokens * top_k // num_experts).expand(
-        num_experts
-    )  # within the values with the same digits
+    # within the values with the same digits
+    num_above = (num_tokens * top_k // num_experts).expand(num_experts)
     keys = _ordered_bits(values)
     fits = torch.ones_like(keys, dtype=torch.bool)
     found = torch.zeros(num_experts, dtype=keys.dtype, device=keys.device)

@@ -66,8 +66,8 @@ class SigmoidGate(ScoredGate):
         if not bias_update_speed >= 0:
             raise ValueError(f"bias_update_speed must not be negative, but got {bias_update_speed}")
         self.bias_update_speed = bias_update_speed
-        self.register_buffer("expert_bias", torch.zeros(self.tot_expert))
-        self.register_buffer("pending_load", torch.zeros(self.tot_expert, dtype=torch.int64))
+        self.register_buffer("expert_bias", torch.zeros(self.num_experts))
+        self.register_buffer("pending_load", torch.zeros(self.num_experts, dtype=torch.int64))
         self._forwards_since_update = 0
         self._counted_since_update = 0
         if bias_update_speed > 0:
@@ -101,7 +101,7 @@ class SigmoidGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
         if self.training and is_counted():
-            self.pending_load.add_(count_choices(topk_idx, self.tot_expert))
+            self.pending_load.add_(count_choices(topk_idx, self.num_experts))
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights

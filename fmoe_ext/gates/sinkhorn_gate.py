@@ -20,7 +20,7 @@ class SinkhornGate(ScoredGate):
     Megatron's `--moe-router-load-balancing-type sinkhorn`, over the tokens of each rank). In evaluation it takes the
     top_k of the logits. The weights are those of the unscaled logits: the sigmoid for top_k=1, else the softmax over
     all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks; in
-    a compiled graph the rounds are one operator on one rank, and break the graph over several.
+    a compiled graph all rounds are one operator.
     Arguments: ScoredGate without normalize and groups.
     """
 
@@ -55,9 +55,12 @@ class SinkhornGate(ScoredGate):
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
 
     def _shares(self, logits: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() and isinstance(self.ranks, OneRank):
-            return _balanced_shares(logits)  # a graph cannot end rounds by the numbers
-        return balanced_shares(logits, self.ranks)
+        if not torch.compiler.is_compiling():
+            return balanced_shares(logits, self.ranks)
+        # A graph cannot end rounds by the numbers: there they are one operator.
+        over_ranks = getattr(self.ranks, "balanced_shares", _balanced_shares)
+        shares: torch.Tensor = over_ranks(logits)
+        return shares
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)

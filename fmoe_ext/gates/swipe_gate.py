@@ -1,11 +1,11 @@
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
-from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.base_gate import weights_of
+from fmoe_ext.gates.naive_gate import GateOverRanks
 
 
-class SwipeGate(NaiveGate):
+class SwipeGate(GateOverRanks):
     """NaiveGate that in training never gives a rank more choices than its own tokens make.
 
     A rank with T tokens takes T * top_k choices. The first choices of all tokens are admitted, then the second ones,
@@ -14,19 +14,6 @@ class SwipeGate(NaiveGate):
     that were taken. On one rank this is NaiveGate. Which rank has a token matters: one process does the same as
     several only if it gets the parts of its batch, through ranks=.
     """
-
-    def __init__(
-        self,
-        d_model: int,
-        num_expert: int,
-        world_size: int,
-        top_k: int = 2,
-        gate_bias: bool = True,
-        *,
-        ranks: Ranks | None = None,
-    ) -> None:
-        super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
-        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     @property
     def depends_on_batch(self) -> str | None:
@@ -53,7 +40,7 @@ class SwipeGate(NaiveGate):
         capacity = torch.tensor(sizes, device=topk_idx.device) * self.top_k  # [ranks]
         columns = []
         for k in range(self.top_k):
-            column, capacity = self.swipe_once(topk_idx[:, k], capacity, k % self.num_expert)
+            column, capacity = self.swipe_once(topk_idx[:, k], capacity, k % self.num_local_experts)
             columns.append(column)
         return torch.stack(columns, dim=1)
 
@@ -72,7 +59,7 @@ class SwipeGate(NaiveGate):
         parts = self.ranks.gather(idx)
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         everyone = torch.cat(parts)
-        rank = everyone // self.num_expert
+        rank = everyone // self.num_local_experts
         to_rank = torch.nn.functional.one_hot(rank, self.world_size)  # [T of all ranks, ranks]
         place = to_rank.cumsum(0).gather(1, rank[:, None]).squeeze(1)  # counted from 1
         admitted = place <= capacity[rank]
@@ -80,7 +67,7 @@ class SwipeGate(NaiveGate):
         ends = capacity.cumsum(0)  # the room of rank 0 first, then of rank 1, ...
         turn = (~admitted).long().cumsum(0) - 1
         target = torch.searchsorted(ends, turn, right=True).clamp(max=self.world_size - 1)
-        moved = torch.where(admitted, everyone, target * self.num_expert + bias)
+        moved = torch.where(admitted, everyone, target * self.num_local_experts + bias)
         used = (~admitted).sum().clamp(max=ends[-1])
         begins = ends - capacity
         capacity = capacity - (used - begins).clamp(min=0).minimum(capacity)

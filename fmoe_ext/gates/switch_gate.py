@@ -2,13 +2,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank, Ranks
+from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.capacity import check_factors, expert_capacity
 from fmoe_ext.gates.losses import balance_loss, sum_over_ranks
-from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.naive_gate import GateOverRanks, noise_like, with_noise
 
 
-class SwitchGate(NaiveGate):
+class SwitchGate(GateOverRanks):
     """The gate of the Switch Transformer: top-1 weighted by its probability, jitter, capacity, balance loss.
 
     * training multiplies the input by noise, uniform in [1 - switch_eps, 1 + switch_eps];
@@ -34,14 +34,13 @@ class SwitchGate(NaiveGate):
         fastmoe_loss: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias, normalize=False)
+        super().__init__(d_model, num_expert, world_size, topk, gate_bias, normalize=False, ranks=ranks)
         if capacity is not None:
             check_factors(capacity)
         self.switch_eps = switch_eps
         self.capacity = capacity
         self.additive_noise = additive_noise
         self.fastmoe_loss = fastmoe_loss
-        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     @property
     def depends_on_batch(self) -> str | None:
@@ -61,31 +60,25 @@ class SwitchGate(NaiveGate):
             self.set_loss(self._fastmoe_loss(probabilities, topk_idx))
         else:
             self.set_loss(balance_loss(probabilities, chosen, self.ranks))
-        if return_all_scores:
-            return topk_idx, topk_weights, logits
-        return topk_idx, topk_weights
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _noisy_logits(self, inp: torch.Tensor) -> torch.Tensor:
         if not self.training or self.switch_eps == 0:
             return self.logits(inp)
         if self.additive_noise:
             logits = self.logits(inp)
-            return logits + self._noise(logits)
-        wide = inp.to(torch.promote_types(inp.dtype, torch.float32))
-        return self.logits(wide * self._noise(wide))
-
-    def _noise(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.rand_like(like) * (2 * self.switch_eps) + (1 - self.switch_eps)
+            return logits + noise_like(logits, self.switch_eps)
+        return self.logits(with_noise(inp, self.switch_eps))
 
     def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
         if self.capacity is None:
             return topk_idx
         factor = self.capacity[0 if self.training else 1]
         num_tokens = self.ranks.num_tokens(topk_idx.shape[0])
-        capacity = expert_capacity(factor, num_tokens, self.top_k, self.tot_expert)
-        return self.ranks.apply_capacity(topk_idx, self.tot_expert, capacity)
+        capacity = expert_capacity(factor, num_tokens, self.top_k, self.num_experts)
+        return self.ranks.apply_capacity(topk_idx, self.num_experts, capacity)
 
     def _fastmoe_loss(self, probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         num_choices, prob_sum, _ = sum_over_ranks(probabilities, kept, self.ranks)
         total = num_choices.sum().clamp(min=1)
-        return self.tot_expert * torch.sum(num_choices / total * (prob_sum / total))
+        return self.num_experts * torch.sum(num_choices / total * (prob_sum / total))

@@ -23,4 +23,4 @@ class UniformGate(ScoredGate):
     def _deal(self, logits: torch.Tensor) -> torch.Tensor:
         turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
         turn = turn + self.ranks.first_token(logits.shape[0]) * self.top_k
-        return (turn % self.tot_expert).view(-1, self.top_k)
+        return (turn % self.num_experts).view(-1, self.top_k)

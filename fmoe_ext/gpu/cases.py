@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.frozen import Quantized, frozen_gemm, frozen_mlp
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 
 Results: TypeAlias = "dict[str, Tensor]"
 MX_BLOCK = 32  # columns of MXFP4 that share a scale
@@ -57,9 +57,8 @@ RACES = (  # with the regimes of docs/kernels.md: thousands of rows an expert, h
     Case(16384, 2, 8, 2048, 1408, bias=False, spread="even"),
     Case(4096, 8, 64, 2048, 768, bias=False, spread="even"),
     Case(256, 4, 64, 2048, 768, bias=False, spread="even"),
-    Case(
-        16384, 2, 64, 1024, 4096, "gelu", bias=False, spread="even"
-    ),  # no gate, long k of the second product
+    # no gate, long k of the second product
+    Case(16384, 2, 64, 1024, 4096, "gelu", bias=False, spread="even"),
 )
 
 

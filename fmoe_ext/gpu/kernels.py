@@ -164,9 +164,8 @@ class Selection:
         """To be called before a product of t, and while one is compiled."""
         if not self.is_prepared or t.device.type != self.device_type:
             return
-        if (
-            self.device_type != "cuda" or torch.cuda.is_initialized()
-        ):  # it is not, where a fake tensor is exported
+        # it is not, where a fake tensor is exported
+        if self.device_type != "cuda" or torch.cuda.is_initialized():
             self._use(max(t.get_device(), 0))
 
     def _use(self, device: int) -> None:

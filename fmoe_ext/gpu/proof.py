@@ -23,11 +23,12 @@ SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache fold
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
 STATES = ("proved", "beaten", "failed", "slow", "untested")
 USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
+# classes of rows an expert, on average, and where they begin
 ROWS = (
     ("thousands", 1024),
     ("hundreds", 64),
     ("few", 0),
-)  # classes of rows an expert, on average, and where they begin
+)
 
 
 @dataclass(frozen=True)

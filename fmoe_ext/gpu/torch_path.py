@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe_ext.gpu.proof import rows_class
+from fmoe_ext.ops.activations import CLAMPED, CURVES, KINDS
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 
 aten = torch.ops.aten
@@ -51,9 +52,8 @@ def install(dispatch_key: str) -> torch.library.Library:
         *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
     ):
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Warning only once for all operators"
-            )  # that it takes a kernel's place
+            # that it takes a kernel's place
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
             library.impl(kernel.__name__, kernel, dispatch_key)
     return library
 
@@ -252,9 +252,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = 
 
 def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight[e]^T + bias[e], zero in padding."""
-    if (
-        bias is not None
-    ):  # one more step of k, since grouped_mm has no bias: added before the result is rounded
+    # one more step of k, since grouped_mm has no bias: added before the result is rounded
+    if bias is not None:
         x = torch.cat([x, x.new_ones(x.shape[0], 1)], 1)
         weight = torch.cat([weight, bias[:, :, None]], 2)
     return groups.rows_by_weight(x, weight)
@@ -355,37 +354,7 @@ class Activation:
         return torch.cat([self.backward(grad * self.factor(up), gate), grad_up], -1)
 
 
-PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
-    (F.gelu, aten.gelu_backward),
-    (
-        lambda h: F.gelu(h, approximate="tanh"),
-        lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
-    ),
-    (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
-    (F.silu, aten.silu_backward),
-)
-RELU2 = (lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h)))
-
-
-def _clamped_silu(gate: Tensor) -> Tensor:
-    gate = gate.clamp(max=7.0)
-    return gate * torch.sigmoid(1.702 * gate)
-
-
-def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
-    clamped = gate.clamp(max=7.0)
-    s = torch.sigmoid(1.702 * clamped)
-    return grad * (s * (1 + 1.702 * clamped * (1 - s)) * (gate <= 7.0))
-
-
-GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
-# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2, clamped_swiglu
-ACTIVATIONS = (
-    *(Activation(forward, backward, False) for forward, backward in PLAIN),
-    *(Activation(forward, backward, True) for forward, backward in GATED),
-    Activation(*RELU2, False),
-    Activation(_clamped_silu, _clamped_silu_backward, True, clamped=True),
-)
+ACTIVATIONS = tuple(Activation(*CURVES[kind.curve], kind.gated, kind.curve == CLAMPED) for kind in KINDS)
 
 
 def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -418,7 +387,8 @@ def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
 
 def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
-    native._check_expert_mlp_backward(*a[:10], None, None, a.activation, a.combine, a.needs, None, None)
+    rows, options = [a.h, None, None], (a.activation, a.combine, a.needs)
+    native._check_expert_mlp_backward(*a[:9], rows, *options, [None, None])
     groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
     dtype, act = compute_dtype(a.x), ACTIVATIONS[a.activation]
     grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
@@ -446,10 +416,8 @@ def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
 
 def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackwardWeights(*arguments)
-    native._check_expert_mlp_backward(
-        *(*a[:7], None, a.topk_weights, None, a.dh, a.scaled_a, a.activation, a.combine, a.needs),
-        *(a.main_dw1, a.main_dw2),
-    )
+    rows, options = [None, a.dh, a.scaled_a], (a.activation, a.combine, a.needs)
+    native._check_expert_mlp_backward(*a[:7], None, a.topk_weights, rows, *options, [a.main_dw1, a.main_dw2])
     groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
     grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
     factors = None if a.topk_weights is None else choices.factors(a.topk_weights, compute_dtype(a.x))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import Group, find_group, register_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import Group, find_group, register_group
 from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, keep_own_adapters, save_adapters
 from fmoe_ext.huggingface.saving import replace_save_pretrained, save_spread, stacks
 from fmoe_ext.linear import check_plain

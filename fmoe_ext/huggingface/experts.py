@@ -20,7 +20,7 @@ from fmoe_ext._require import require
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.adapters import Lora, adapted_gemm, take
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
 from fmoe_ext.frozen import decode

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import find_group
 
 
 def is_peft_model(model: nn.Module) -> bool:

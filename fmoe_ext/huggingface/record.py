@@ -24,13 +24,14 @@ NEEDS = "needs fmoe_ext.huggingface.from_pretrained"
 NO_NAME = (
     "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
 )
+# of this process, or in the entry
 NOT_SAVED = (
     "moe_group",
     "world_size",
     "expert_dp_comm",
     "gate_group",
     "bias",
-)  # of this process, or in the entry
+)
 
 
 def note(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.huggingface.record import KEY, NEEDS
 from fmoe_ext.layers import FMoE
 

@@ -204,9 +204,8 @@ def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.
     if num_items is None or not ("labels" in inputs or "shift_labels" in inputs):
         return 1 / trainer.current_gradient_accumulation_steps
     share = share_of_batch(trainer.model, {**inputs, "num_items_in_batch": num_items})
-    if (
-        trainer.args.average_tokens_across_devices
-    ):  # then num_items is that of all devices, which average gradients
+    # then num_items is that of all devices, which average gradients
+    if trainer.args.average_tokens_across_devices:
         num_gpus = trainer.args.n_gpu
         share = share * (trainer.accelerator.num_processes if num_gpus <= 1 else num_gpus)
     return share

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmoe_ext.ep.exchange import check_same, find_group, register_group
+from fmoe_ext.ep.process_groups import check_same, find_group, register_group
 from fmoe_ext.gates import SoftmaxGate, find_gate
 from fmoe_ext.models import upcycle
 from fmoe_ext.models.recognize import simplify

@@ -248,7 +248,9 @@ def replace(
         if hasattr(room, "after_replacing")
     )
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
-    idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
+    idle = sum(
+        (moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_local_experts) for moe in layers
+    )
     model.fmoe_report = Report(
         kind=kind,
         init=options.init,

@@ -114,9 +114,8 @@ class _MaskReader:
             mask = _attends_to_itself(mask, tokens, given.get("past_key_values"))
         valid = mask[:, -tokens.shape[1] :]
         name = type(module).__name__
-        if (
-            name == "ProphetNetDecoder"
-        ):  # its layers get the tokens, and predictions for each of the next ones
+        # its layers get the tokens, and predictions for each of the next ones
+        if name == "ProphetNetDecoder":
             config: Any = module.config
             valid = valid.repeat(1, 1 + config.ngram)
         elif name in ("FSMTEncoder", "FSMTDecoder"):  # their layers get [S, B, D]

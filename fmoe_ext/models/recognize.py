@@ -180,9 +180,8 @@ class _Run:
     """One call of a module whose linear layers return random numbers."""
 
     linears: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)  # (module, input, output)
-    dropouts: list[tuple[nn.Module, int]] = field(
-        default_factory=list
-    )  # (module, number of linears before it)
+    # (module, number of linears before it)
+    dropouts: list[tuple[nn.Module, int]] = field(default_factory=list)
     output: Any = None
 
     @property

@@ -79,7 +79,7 @@ def fill_from_dense(
     size = dense.d_hidden // split
     scale = split / total_weight(layer.gate)
     w1, b1, w2, b2 = layer.experts.weights
-    for i in range(layer.num_expert):
+    for i in range(layer.num_local_experts):
         part = slice((first + i) % split * size, ((first + i) % split + 1) * size)
         w1[i].copy_(torch.cat([w[part] for w in dense.w1_parts]))
         w2[i].copy_(dense.w2[:, part] * scale)
@@ -116,7 +116,7 @@ def fill_randomly(layer: FMoETransformerMLP, dense: Any, first: int, seed: int) 
     w1, b1, w2, b2 = layer.experts.weights
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
     stds = default if dense.w1 is None else [_std(*dense.w1_parts), _std(dense.w2)]
-    for i in range(layer.num_expert):
+    for i in range(layer.num_local_experts):
         generator = _generator(w1, seed, first + i)
         for w, std in zip((w1, w2), stds, strict=True):
             w[i].normal_(0, std, generator=generator)

@@ -66,6 +66,7 @@ def _load_cuda_module() -> str | None:
 
 cuda_module_missing = _load_cuda_module()
 
+from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
 from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
 from fmoe_ext.ops.batch_invariant import (  # noqa: E402
     batch_invariant,
@@ -76,7 +77,7 @@ from fmoe_ext.ops.batch_invariant import (  # noqa: E402
 )
 from fmoe_ext.ops.clamped_glu import clamped_glu, clamped_glu_ref  # noqa: E402
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
+from fmoe_ext.ops.expert_mlp import expert_mlp, expert_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.newton_schulz import newton_schulz, newton_schulz_ref  # noqa: E402

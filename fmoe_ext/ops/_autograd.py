@@ -9,6 +9,8 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 from torch.library import Library
 
+from fmoe_ext.ops.arguments import by_name
+
 
 def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
@@ -156,7 +158,7 @@ def register_fake(
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+            tensors = {name: t for name, t in by_name(given).items() if isinstance(t, torch.Tensor)}
             first = next(iter(tensors))
             for name, t in tensors.items():
                 if t.device != tensors[first].device:
@@ -176,19 +178,21 @@ def register_fake(
 
 
 def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, ...]) -> None:
-    """Under autocast, op casts the arguments at the given positions to the autocast dtype, and no others.
+    """Under autocast, op casts the arguments and lists at the given positions to the autocast dtype, and no others.
 
     (torch.library.register_autocast casts every tensor, to a dtype fixed at registration.)
     """
 
     def for_device(device_type: str) -> Callable[..., Any]:
-        def convert(place: int, t: Any) -> Any:
+        def convert(t: Any) -> Any:
+            if isinstance(t, list):
+                return [convert(entry) for entry in t]
             wanted = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
-            return t.to(torch.get_autocast_dtype(device_type)) if wanted and place in cast else t
+            return t.to(torch.get_autocast_dtype(device_type)) if wanted else t
 
         def kernel(*args: Any) -> Any:
             with torch.autocast(device_type, enabled=False):
-                return op(*(convert(place, t) for place, t in enumerate(args)))
+                return op(*(convert(t) if place in cast else t for place, t in enumerate(args)))
 
         return kernel
 
@@ -198,13 +202,16 @@ def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, 
 
 
 def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """The tensors as an operator's autocast rule would make them; None stays None."""
+    """The tensors as an operator's autocast rule would make them; None and integers stay."""
     first = tensors[0]
     device = (first if first is not None else next(t for t in tensors if t is not None)).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for "meta"
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(
+        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
+        for t in tensors
+    )
 
 
 def register_second_derivative(

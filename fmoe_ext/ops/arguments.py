@@ -1,6 +1,8 @@
 """Arguments of the operators that have many of them, named as in csrc/ops.cpp."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,30 +68,16 @@ class FrozenMlp(NamedTuple):
     """frozen_mlp."""
 
     x: Tensor
-    row_idx: Tensor
-    inverse: Tensor
-    offs: Tensor
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
+    routing: list[Tensor]
+    weights: list[Tensor | None]
+    packing: list[Tensor | None]
     lora_a1: Tensor | None
     lora_b1: Tensor | None
-    scale1: float
     lora_a2: Tensor | None
     lora_b2: Tensor | None
-    scale2: float
+    lora_scales: list[float]
     topk_weights: Tensor | None
-    activation: int
-    combine: bool
-    save: bool
-    w1_scale: Tensor | None = None
-    w1_zero: Tensor | None = None
-    w1_format: int = 0
-    w1_interleaved: bool = False
-    w2_scale: Tensor | None = None
-    w2_zero: Tensor | None = None
-    w2_format: int = 0
+    options: list[int]
 
 
 class FrozenMlpBackward(NamedTuple):
@@ -97,29 +85,36 @@ class FrozenMlpBackward(NamedTuple):
 
     grad_y: Tensor
     x: Tensor
-    row_idx: Tensor
-    inverse: Tensor
-    offs: Tensor
-    w1: Tensor
-    w2: Tensor
-    b2: Tensor | None
+    routing: list[Tensor]
+    weights: list[Tensor | None]
+    packing: list[Tensor | None]
     lora_a1: Tensor | None
     lora_b1: Tensor | None
-    scale1: float
     lora_a2: Tensor | None
     lora_b2: Tensor | None
-    scale2: float
+    lora_scales: list[float]
     topk_weights: Tensor | None
-    h: Tensor
-    u1: Tensor
-    u2: Tensor
-    activation: int
-    combine: bool
+    kept: list[Tensor]
+    options: list[int]
     needs: list[bool]
-    w1_scale: Tensor | None = None
-    w1_zero: Tensor | None = None
-    w1_format: int = 0
-    w1_interleaved: bool = False
-    w2_scale: Tensor | None = None
-    w2_zero: Tensor | None = None
-    w2_format: int = 0
+
+
+# Names of the entries of lists, as in csrc/ops.cpp.
+ENTRIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "routing": ("row_idx", "inverse", "offs"),
+        "weights": ("w1", "b1", "w2", "b2"),
+        "packing": ("w1_scale", "w1_zero", "w2_scale", "w2_zero"),
+        "lora_scales": ("scale1", "scale2"),
+        "kept": ("h", "u1", "u2"),
+        "options": ("activation", "combine", "save", "w1_format", "w1_interleaved", "w2_format"),
+    }
+)
+
+
+def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator, the entries of a list in the place of the list."""
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        found |= dict(zip(ENTRIES[name], value, strict=True)) if name in ENTRIES else {name: value}
+    return found

@@ -1,5 +1,5 @@
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,39 +20,10 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops._split import Needs, Tensors, differentiate, learns, worthwhile
+from fmoe_ext.ops.activations import ACTIVATIONS, activation_number
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
-
-
-def _clamped_swiglu(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, -1)
-    gate = gate.clamp(max=7.0)
-    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-ACTIVATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "gelu": F.gelu,
-        "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-        "relu": F.relu,
-        "silu": F.silu,
-        "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-        "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-        "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
-        "relu2": lambda h: F.relu(h).square(),
-        "clamped_swiglu": _clamped_swiglu,
-    }
-)
-# Numbered as in csrc/activation.h. A tuple: torch.compile breaks the graph at a mapping proxy.
-_NAMES = tuple(ACTIVATIONS)
-
-
-def activation_number(name: str) -> int:
-    """Number of an activation in the operators' schemas; RuntimeError for a name that is not in ACTIVATIONS."""
-    if name not in _NAMES:
-        raise RuntimeError(f'unknown activation "{name}": known are {", ".join(_NAMES)}')
-    return _NAMES.index(name)
 
 
 def expert_mlp(

@@ -122,9 +122,8 @@ def topk_gate_ref(
 
 
 def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
-    values = values.masked_fill(
-        values.isnan(), torch.nan
-    )  # CUDA sorts a NaN with a minus sign below everything
+    # CUDA sorts a NaN with a minus sign below everything
+    values = values.masked_fill(values.isnan(), torch.nan)
     return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :k]
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.ranks import GroupRanks
 from fmoe_ext.layers import FMoE
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
-from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.ep.process_groups import check_same
 from fmoe_ext.gates.accumulation import refuse_all_forwards_first
 from fmoe_ext.pipeline.data_parallel import check_data_parallel, check_tied, joined, num_copies, wrap
 from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups, sum_over

@@ -12,6 +12,7 @@ import time
 import unicodedata
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fmoe_ext.remote.errors import RemoteError
@@ -49,6 +50,12 @@ class ExpertRecord:
         return (time.time() if now is None else now) < self.expires
 
 
+class Granted(frozenset[str]):
+    """uids that are now a server's. found_at: where a beam search can miss one, the number of nodes that show it."""
+
+    found_at: Mapping[str, int] = MappingProxyType({})
+
+
 class Discovery(abc.ABC):
     """A directory that servers write and clients read. Every coroutine runs on the loop of fmoe_ext.remote.loop.
 
@@ -69,8 +76,8 @@ class Discovery(abc.ABC):
     ) -> frozenset[str]:
         """Claims or renews uids for endpoint for ttl seconds -> those that are now this server's.
 
-        A uid that another live server owns is not taken from it: it is missing in the result. A server
-        that wants to keep a uid calls again before ttl has passed.
+        A uid that another live server owns is not taken from it: it is missing in the result, which may be Granted.
+        A server that wants to keep a uid calls again before ttl has passed.
         """
 
     @abc.abstractmethod

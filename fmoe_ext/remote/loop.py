@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import functools
 import os
 import threading
 from collections.abc import Coroutine
@@ -13,16 +12,20 @@ from fmoe_ext.remote.errors import CallTimeout
 T = TypeVar("T")
 
 
-@functools.cache
-def _loop_of_process(_: int) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="fmoe-remote", daemon=True).start()
-    return loop
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process
 
 
 def shared_loop() -> asyncio.AbstractEventLoop:
     """The loop of this process; a forked child gets one of its own."""
-    return _loop_of_process(os.getpid())
+    loop = _LOOPS.get(os.getpid())
+    if loop is None:
+        mine = asyncio.new_event_loop()
+        loop = _LOOPS.setdefault(os.getpid(), mine)  # one of the threads that come first has made it
+        if loop is mine:
+            threading.Thread(target=loop.run_forever, name="fmoe-remote", daemon=True).start()
+        else:
+            mine.close()
+    return loop
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":

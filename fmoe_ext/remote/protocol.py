@@ -1,5 +1,7 @@
 """Names between client, server and replicas: methods, keys of metadata, options of channels."""
 
+import contextlib
+import resource
 import secrets
 
 SERVICE = "fmoe.Experts"
@@ -12,6 +14,7 @@ LOOKS_EVERY, LEAVING = "looks_every", "leaving"  # of who keeps warm copies, and
 # Of Info, for people.
 ROLE, TERM, COMMITTED, SAVED, WAITING = "role", "term", "committed", "saved", "waiting"
 UNSAVED = "unsaved"  # why no newer version could be saved
+BYTES = "fmoe-bytes"  # of the call, in grpc's metadata: the server has room for it before it reads it
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 NOT_LEADER = (
@@ -34,10 +37,28 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+WINDOW_BYTES = 4 << 20  # of a call that may arrive before it is read
+HANDSHAKE_SECONDS = 5  # for a new connection to speak HTTP/2
+IDLE_SECONDS = (
+    30  # after which a connection without calls is closed; its client opens another one at its next call
+)
+
+
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Size caps; a port that is in use is an error, not shared."""
+    """Bounds of sizes and of idle connections; a port that is in use is an error, not shared."""
     return [
         *channel_options(max_message_bytes),
         ("grpc.so_reuseport", 0),
         ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+        ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
     ]
+
+
+def allow_more_files() -> None:
+    """Raises the soft limit of open files to the hard one: each connection is a file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a limit below the one that it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,5 +1,7 @@
 """Admission of calls: TLS, tokens, allow-lists, rates."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import ssl
@@ -128,6 +130,31 @@ def check_private(path: Path) -> None:
         )
 
 
+class InUse(OSError):
+    """Another process has locked a file."""
+
+
+def lock_file(path: Path, in_use: str) -> int:
+    """Locks a file, which is made if it is missing, until the returned descriptor is closed.
+
+    InUse(in_use) if another process has it; OSError if its file system knows no locks.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        if not os.access(path, os.R_OK):
+            raise
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise InUse(in_use) from None
+        raise OSError(f"{path} cannot be locked ({error}): name one on a disk") from None
+    return file
+
+
 def _check_pair(certificate: Path, key: Path) -> None:
     """ValueError for files of which grpc would say only that it cannot listen or connect."""
     check_private(key)
@@ -154,9 +181,18 @@ class Guard:
         allowed = self.security.backward
         if gradient and allowed is not None and peer not in allowed:
             raise Denied(grpc.StatusCode.PERMISSION_DENIED, f"{peer} may not send gradients to this server")
-        if not (self._calls.take(peer, 1) and self._bytes.take(peer, num_bytes)):
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
+        self._limit(self._calls.take(peer, 1) and self._bytes.take(peer, num_bytes), peer)
         return peer
+
+    def charge(self, peer: str, num_bytes: int) -> None:
+        """Counts bytes that a call did not announce; Denied if they are more than the peer may send."""
+        if num_bytes > 0:
+            self._limit(self._bytes.take(peer, num_bytes), peer)
+
+    @staticmethod
+    def _limit(is_allowed: bool, peer: str) -> None:
+        if not is_allowed:
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
 
     def _identify(self, context: Any) -> str:
         if self._names:

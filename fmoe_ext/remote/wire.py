@@ -258,6 +258,15 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
     }
 
 
+def unpacked_bytes(message: Message) -> int:
+    """The bytes of the tensors that decompress() makes."""
+    return sum(
+        x.numel() * DTYPES.get(message.meta.get(name + _DTYPE, ""), x.dtype).itemsize
+        for name, x in message.tensors.items()
+        if not name.endswith(_SCALE)
+    )
+
+
 def _restore(name: str, tensor: torch.Tensor, message: Message) -> torch.Tensor:
     was = message.meta.get(name + _DTYPE)
     if was is None:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import exchange_counts, find_group, global_exchange, register_group
+from fmoe_ext.ep.exchange import exchange_counts, global_exchange
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import find_group, register_group
 from fmoe_ext.routing import permute_rows, unpermute_rows
 from fmoe_ext.testing import DistributedError
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.ep.exchange import global_exchange, register_group
+from fmoe_ext.ep.exchange import global_exchange
+from fmoe_ext.ep.process_groups import register_group
 from fmoe_ext.ep.static import check_max_rows
 from fmoe_ext.testing import DistributedPool
 from tests.distributed.test_exchange import DTYPES, block, splits_of

@@ -3,7 +3,7 @@
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.activations import activation_number
 from fmoe_ext.testing import assert_close
 
 NAMES = ("y", "dx", "dw1", "db1", "dw2", "db2", "dtopk_weights")

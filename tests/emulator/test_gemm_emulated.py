@@ -4,8 +4,7 @@ import pytest
 import torch
 from gemm_cases import NAMES, check_grouped_gemm, check_mlp, chosen, mlp_inputs, run_mlp, wgmmas_of
 
-from fmoe_ext.experts import GATED_ACTIVATIONS
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
+from fmoe_ext.ops.activations import ACTIVATIONS, GATED_ACTIVATIONS, activation_number
 
 # (dtype, capability of the device that the emulator claims to be): on 9.0, 16-bit types take the Hopper kernels
 PLACES = [(dtype, 80) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]

@@ -12,7 +12,8 @@ from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backwar
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
 from fmoe_ext.frozen.quantized import gates_first
-from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.activations import activation_number
+from tests.ops import frozen_arguments
 from tests.ops.test_quantized import packed
 
 # Tiles of the kernels, and the capability of the device that the emulator claims to be.
@@ -229,16 +230,17 @@ def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
         return found
 
     b1_, lora1 = gates_first(b1), loras[0] and loras[0]._replace(b=gates_first(loras[0].b))
-    flat = [(None, None, 1.0) if a is None else tuple(a) for a in (lora1, loras[1])]
-    number = activation_number("clamped_swiglu")
-    packing = (*w1.packing()[:-1], True, *w2.packing()[:-1])
+    given = {"x": x, **routing._asdict(), "b1": b1_, "b2": b2, "topk_weights": weights}
+    given |= {**frozen_arguments.packing_of(w1, w2), "activation": activation_number("clamped_swiglu")}
+    for i, adapter in ((1, lora1), (2, loras[1])):
+        if adapter:
+            given |= {f"lora_a{i}": adapter.a, f"lora_b{i}": adapter.b, f"scale{i}": adapter.scale}
     needs = [True, lora, lora, lora, lora, True]
 
     def results():
-        forward = (x, *index, w1.rows(), b1_, w2.rows(), b2, *flat[0], *flat[1], weights, number, True, True)
-        y, *kept = frozen_mlp(*forward, *packing)
-        frozen = (w1.rows(), w2.rows(), b2, *flat[0], *flat[1], weights)
-        backward = (grad, x, *index, *frozen, *kept, number, True, needs, *packing)
+        forward = frozen_arguments.forward(**given)
+        y, *kept = frozen_mlp(*forward)
+        backward = frozen_arguments.backward(forward, grad, kept, needs)
         return [y, *frozen_mlp_backward(*backward)[: 5 if lora else 1]]
 
     assert chosen(emulated, results) == names(tile)

@@ -1,4 +1,4 @@
-"""Builds and runs the C++ test programs: plain with several seeds, and once each under the sanitizers."""
+"""Builds and runs the C++ test programs: plain with several seeds or many shapes, with few under the sanitizers."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ SEEDS = {
     "asan": "1",
     "plain": "3",
 }  # the slowest first, so that it runs while the others are built
+SHAPES = {"tsan": "40", "asan": "100", "plain": "500"}  # of test_shapes
 RUNS = [(program, mode) for mode in SEEDS for program in emu_build.PROGRAMS]
 
 
@@ -21,12 +22,13 @@ def started(needs_compiler, request):
     chosen = [item.callspec.params for item in request.session.items if item.function is test_program]
     futures = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mode, seeds in SEEDS.items():
+        for mode in SEEDS:
             programs = [run["program"] for run in chosen if run["mode"] == mode]
             if not programs:
                 continue
             for program, path in zip(programs, emu_build.build(mode, *programs), strict=True):
-                command = [str(path), seeds]
+                counts = SHAPES if program == "test_shapes" else SEEDS
+                command = [str(path), counts[mode]]
                 futures[program, mode] = pool.submit(
                     subprocess.run, command, capture_output=True, text=True, timeout=1800
                 )

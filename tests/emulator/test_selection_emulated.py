@@ -4,8 +4,7 @@ import pytest
 import torch
 from gemm_cases import check_grouped_gemm, check_mlp, chosen, mlp_inputs, wgmmas_of
 
-from fmoe_ext.experts import GATED_ACTIVATIONS
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
+from fmoe_ext.ops.activations import ACTIVATIONS, GATED_ACTIVATIONS, activation_number
 
 
 @pytest.fixture(autouse=True)

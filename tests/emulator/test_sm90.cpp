@@ -1,72 +1,19 @@
-// The Hopper products of the forward, F1 and F2, against plain loops in double, over activations, biases,
-// factors, tails, empty experts, padding and schedules.
+// The Hopper products of the forward over activations, biases, factors, tails, empty experts, padding and
+// schedules.
 #include "../../cuda/activation.cuh"
 #include "../../cuda/select.h"
-#include "sm90_cases.h"
+#include "sm90_forward.h"
 
 using namespace fmoe_ext;
 
 namespace {
 
-struct Form {
-  CurveKind curve;
-  bool gated, biased, weighted;
-};
+using Form = ForwardForm;
 
 template <class T>
 void run_case(const Case& c, const Form& form, float bias_scale = 1) {
-  std::mt19937 random(7);
-  const Routing routing(c, random);
-  const auto& [E, offs, row_idx, expert] = routing;
-  const size_t R = routing.num_rows(), D = c.D, H = c.H, F = form.gated ? 2 * H : H;
-  Buffer<T> x(routing.kTokens * D + 64), w1(E * F * D), b1(E * F, true), w2(E * D * H), b2(E * D, true),
-      h(R * F), a(R * H), y(R * D), a_without_h(R * H);
-  Buffer<float> weights(routing.kNumChoices);
-  x.fill(random, 1, 64);  // NaN follows the last row
-  w1.fill(random, 0.3f);
-  b1.fill(random, bias_scale);
-  w2.fill(random, 0.3f);
-  b2.fill(random, 1);
-  weights.fill(random, 1);
-
-  const GroupedRows rows{x.data, c.D, row_idx.data(), routing.kTopK, routing.kNumChoices};
-  const auto up = [&](T* h_out, T* a_out) {
-    launch_up_sm90(kDtype<T>, form.curve, form.gated, rows, offs.data(), w1.data,
-                   form.biased ? b1.data : nullptr, R, E, c.H, h_out, a_out, c.grid(), nullptr);
-  };
-  up(h.data, a.data);
-  up(nullptr, a_without_h.data);
-  CHECK(std::memcmp(a.data, a_without_h.data, R * H * sizeof(T)) == 0, "a depends on whether h is kept");
-  for (size_t r = 0; r < R; ++r) {
-    const size_t e = routing.owner(r);
-    const bool padding = e == offs.size();
-    for (size_t j = 0; j < F; ++j) {
-      double sum = form.biased && !padding ? b1.at(e * F + j) : 0;
-      for (size_t k = 0; k < D && expert[r] >= 0; ++k)
-        sum += x.at(routing.token(r) * D + k) * w1.at((e * F + j) * D + k);
-      check_value<T>("h", h.at(r * F + j), sum, r, j);
-    }
-    for (size_t j = 0; j < H; ++j) {  // of h as stored
-      const double value = activate(form.curve, h.at(r * F + j)).value;
-      const double factor = form.gated ? factor_of(form.curve, h.at(r * F + H + j)).value : 1;
-      check_value<T>("a", a.at(r * H + j), value * factor, r, j);
-    }
-  }
-
-  if (bias_scale > 1) return;  // y would be the small difference of large numbers
-  const RowScale scale{form.weighted ? weights.data : nullptr, row_idx.data(), routing.kNumChoices};
-  launch_rows_by_weight_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H,
-                             form.biased ? b2.data : nullptr, scale, y.data, c.grid(), nullptr);
-  for (size_t r = 0; r < R; ++r) {
-    const size_t e = routing.owner(r);
-    const bool padding = e == offs.size();
-    const double factor = !form.weighted ? 1 : expert[r] < 0 ? 0 : weights.at(row_idx[r]);
-    for (size_t j = 0; j < D; ++j) {
-      double sum = form.biased && !padding ? b2.at(e * D + j) : 0;
-      for (size_t k = 0; k < H && !padding; ++k) sum += a.at(r * H + k) * w2.at((e * D + j) * H + k);
-      check_value<T>("y", y.at(r * D + j), factor * sum, r, j);
-    }
-  }
+  run_up<T>(c, form, bias_scale);
+  if (bias_scale == 1) run_rows<T>(c, form);
 }
 
 // The fast activations wherever a 16-bit number may lie, against double.

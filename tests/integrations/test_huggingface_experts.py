@@ -117,6 +117,17 @@ def test_compiles_whole(architecture):
     assert all(torch.equal(got[2]["_orig_mod." + name], grad) for name, grad in expected[2].items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_has_no_graph_break_that_transformers_own_path_lacks(architecture):
+    def breaks(implementation):
+        torch.compiler.reset()
+        model = make_model(architecture, implementation, num_hidden_layers=1).eval()
+        return torch._dynamo.explain(model)(make_ids()).graph_break_count
+
+    assert breaks("fmoe") <= breaks("grouped_mm")
+
+
 @pytest.mark.parametrize("architecture", FUSED_AND_COMPOSED)
 def test_autocast_and_gradient_checkpointing(architecture):
     ids = make_ids()

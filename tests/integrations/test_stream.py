@@ -317,7 +317,7 @@ def test_deepspeed_is_refused_by_name(tmp_path, dtype):
     "text, expected", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("12", 12), ("2 KiB", 2048)]
 )
 def test_memory_texts(text, expected):
-    from fmoe_ext.finetune.streaming.memory import bytes_of_text
+    from fmoe_ext.memory import bytes_of_text
 
     assert bytes_of_text(text) == expected
 

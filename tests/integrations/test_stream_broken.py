@@ -149,6 +149,16 @@ def test_config_that_does_not_fit(folder, change):
         fmoe_ext.stream(folder, BIG)
 
 
+def test_more_layers_than_tensors_are_refused_before_a_model_is_made(folder, monkeypatch):
+    """2,000 layers over two took 10 s."""
+    edit(folder / "config.json", lambda values: values.update(num_hidden_layers=2000))
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", None)
+    with pytest.raises(
+        CheckpointError, match=r"config\.json has 2000 layers, but there are only \d+ tensors"
+    ):
+        fmoe_ext.stream(folder, BIG)
+
+
 REFUSED_BY_TRANSFORMERS = {
     "text for a number": {"hidden_size": "32"},
     "no heads": {"num_attention_heads": 0},

@@ -8,7 +8,7 @@ import torch
 import fmoe_ext
 from fmoe_ext.finetune.streaming import pool
 from fmoe_ext.finetune.streaming.budget import bytes_of_state
-from fmoe_ext.finetune.streaming.memory import limits, memory_of
+from fmoe_ext.memory import limits, memory_of
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     bytes_of_adapters,

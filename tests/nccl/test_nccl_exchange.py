@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.compat import functions
 from fmoe_ext.ep import exchange
-from fmoe_ext.ep.exchange import find_group, register_group, timeout_of
+from fmoe_ext.ep.process_groups import find_group, register_group, timeout_of
 from fmoe_ext.ep.static import check_max_rows
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.ops import chooser

@@ -5,10 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.ops import expert_mlp, expert_mlp_ref
+from fmoe_ext.ops.activations import ACTIVATIONS, GATED_ACTIVATIONS, activation_number
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

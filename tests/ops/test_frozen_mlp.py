@@ -7,9 +7,9 @@ from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import frozen_mlp, frozen_mlp_ref
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.ops import expert_mlp
-from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
+from fmoe_ext.ops.activations import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close
+from tests.ops import frozen_arguments
 from tests.ops.test_expert_mlp import DTYPES, Problem
 
 SHAPES = [
@@ -66,22 +66,16 @@ class Frozen:
             else:
                 assert_close(got, truth[name], plain[name], name)
 
-    def arguments(self, save=True):
-        t = {**self.base, **{n: t.detach() for n, t in self.learned.items()}}
+    def arguments(self, **changes):
         p = self.problem
-        return FrozenMlp(
-            *(t["x"], p.row_idx, p.inverse, p.offs, t["w1"], t["b1"], t["w2"], t["b2"]),
-            *(t["lora_a1"], t["lora_b1"], 0.5, t["lora_a2"], t["lora_b2"], 2.0, t["topk_weights"]),
-            *(activation_number(p.activation), p.combine, save),
-        )
+        given = {**self.base, **{n: t.detach() for n, t in self.learned.items()}}
+        given |= {"row_idx": p.row_idx, "inverse": p.inverse, "offs": p.offs, "scale1": 0.5, "scale2": 2.0}
+        given |= {"activation": activation_number(p.activation), "combine": p.combine}
+        return frozen_arguments.forward(**{**given, **changes})
 
     def backward_arguments(self, kept):
-        a = self.arguments()
-        return FrozenMlpBackward(
-            *(self.problem.grad, a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2),
-            *a[8:15],
-            *(*kept, a.activation, a.combine, [True] * 5 + [a.topk_weights is not None]),
-        )
+        needs = [True] * 5 + [self.base["topk_weights"] is not None]
+        return frozen_arguments.backward(self.arguments(), self.problem.grad, kept, needs)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -206,6 +200,40 @@ def test_torch_func_grad_equals_backward():
         torch.testing.assert_close(grads[name], expected[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.cpu("autocast of the CPU")
+def test_torch_func_grad_under_autocast_equals_backward():
+    case = Frozen(9, 2, 3, 5, 4, 2, torch.float32)
+
+    def loss(tensors):
+        return (case.call(frozen_mlp, learned=tensors) * case.problem.grad).sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = torch.func.grad(loss)({n: t.detach() for n, t in case.learned.items()})
+        expected = dict(
+            zip(case.learned, torch.autograd.grad(loss(case.learned), case.learned.values()), strict=True)
+        )
+    for name, gradient in expected.items():
+        assert torch.equal(grads[name], gradient), name
+
+
+@pytest.mark.parametrize(
+    ("place", "length", "message"),
+    [
+        (1, 2, r"routing must have 3 entries \(row_idx, inverse, offs\), but got 2"),
+        (2, 5, r"weights must have 4 entries \(w1, b1, w2, b2\), but got 5"),
+        (3, 0, r"packing must have 4 entries \(w1_scale, w1_zero, w2_scale, w2_zero\), but got 0"),
+        (8, 1, r"lora_scales must have 2 entries \(of the adapters of w1 and w2\), but got 1"),
+        (10, 5, r"options must have 6 entries \(activation, .*, w2_format\), but got 5"),
+    ],
+)
+@pytest.mark.cpu("the composition names no entries")
+def test_list_of_another_length_is_refused(place, length, message):
+    arguments = list(Frozen(9, 2, 3, 5, 4, 2, torch.float32).arguments())
+    arguments[place] = (arguments[place] * 2)[:length]
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fmoe_ext.frozen_mlp(*arguments)
+
+
 def test_trainable_weight_is_refused_by_name():
     case = Frozen(9, 2, 3, 5, 4, 2, torch.float32)
     case.base["w2"].requires_grad_()
@@ -234,6 +262,6 @@ def test_trainable_weight_is_refused_by_name():
     ],
 )
 def test_adapters_that_do_not_fit_are_named(name, value, message):
-    arguments = Frozen(9, 2, 3, 5, 4, 2, torch.float32).arguments()._replace(**{name: value})
+    arguments = Frozen(9, 2, 3, 5, 4, 2, torch.float32).arguments(**{name: value})
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fmoe_ext.frozen_mlp(*arguments)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmoe_ext import ops
-from fmoe_ext.experts import GATED_ACTIVATIONS
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 from tests.ops import instruction_sets
 from tests.ops.fuzz import EXAMPLES, FLOATS, choices, generator, layouts, restride, seeds
 

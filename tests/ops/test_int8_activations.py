@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from fmoe_ext import frozen, ops
+from tests.ops import instruction_sets
 
 BLOCKS = {"q8_0": 32, "q4_k": 256}
-
-
-def skip_if_exact(isa, dtype=torch.float32):
-    """Skips where bfloat16 is multiplied in pairs: that is as fast as integers."""
-    if isa == "avx512_bf16" and dtype == torch.bfloat16:
-        pytest.skip("AVX512_BF16 multiplies bfloat16 as it is")
 
 
 def rows_between_codes(rows, width, block, dtype):
@@ -35,8 +30,7 @@ def packed(format, E, out, width, seed=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", BLOCKS)
 def test_frozen_gemm_in_int8_equals_products_of_rounded_rows(isa, format, dtype):
-    skip_if_exact(isa, dtype)
-    rows = [1, 2, 3, 4, 5, 8, 9, 0, 17, 32]
+    rows = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 15, 16]
     offs = torch.tensor(rows).cumsum(0).int()
     weight = packed(format, len(rows), 37, 768)
     x, rounded = rows_between_codes(int(offs[-1]), 768, BLOCKS[format], dtype)
@@ -92,6 +86,28 @@ def test_int8_row_has_the_same_bits_in_every_batch_and_thread_count(isa, format)
             torch.set_num_threads(count)
             assert torch.equal(frozen.frozen_gemm(x, weight), expected)
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+def test_int8_has_the_same_bits_with_vnni(format):
+    weight, x = packed(format, 1, 50, 768).in_int8, torch.randn(11, 768)
+    found = []
+    with instruction_sets.restored(), torch.no_grad():
+        for isa in ("avx512", "avx512_vnni"):
+            instruction_sets.use(isa)
+            found.append(frozen.frozen_gemm(x, weight))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("width", [32, 96, 160])
+def test_int8_of_an_odd_number_of_blocks(isa, width):
+    weight = packed("q8_0", 1, 37, width)
+    x, rounded = rows_between_codes(9, width, 32, torch.float32)
+    with torch.no_grad():
+        ours = frozen.frozen_gemm(x, weight.in_int8)
+    torch.testing.assert_close(
+        ours.double(), rounded @ weight.dequantize()[0].double().T, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("format", BLOCKS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.activations import activation_number
 from tests.ops.test_fuzz_broken import OPERATORS, Draw
 
 HUGE = (2**31, 2**40, 2**61, 2**62)

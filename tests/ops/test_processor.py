@@ -36,4 +36,4 @@ def test_kernels_use_dot_products_of_bfloat16_only_where_they_are_fast():
     if not (has.get("avx512_bf16") and has.get("avx512_bw")):
         pytest.skip("this processor has no AVX512_BF16")
     is_slow = has.get("avx512_fp16") and "Intel" in has.get("cpu_name", "")
-    assert cpu_isa() == ("avx512" if is_slow else "avx512_bf16")
+    assert cpu_isa() == ("avx512_vnni" if is_slow else "avx512_bf16")

@@ -11,6 +11,7 @@ from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import FORMATS, Quantized, frozen_mlp, frozen_mlp_ref
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
+from tests.ops import frozen_arguments
 from tests.ops.test_expert_mlp import Problem
 
 
@@ -114,10 +115,11 @@ def pre_activation(weight, x):
     out = weight.shape[1]
     w2 = torch.zeros(2, x.shape[1], out, dtype=x.dtype)
     scale, zero, number, _ = weight.packing()
-    _, h, _, _ = torch.ops.fmoe_ext.frozen_mlp(
-        *(x, sorted_tokens.row_idx, sorted_tokens.inverse, sorted_tokens.offs, weight.rows(), None, w2, None),
-        *(None, None, 1.0, None, None, 1.0, None, 2, True, True, scale, zero, number),
+    arguments = frozen_arguments.forward(
+        **{"x": x, **sorted_tokens._asdict(), "w1": weight.rows(), "w2": w2, "activation": 2},
+        **{"w1_scale": scale, "w1_zero": zero, "w1_format": number},
     )
+    _, h, _, _ = torch.ops.fmoe_ext.frozen_mlp(*arguments)
     return h
 
 
@@ -143,10 +145,8 @@ def test_kernels_decode_to_the_bits_of_dequantize(isa, name, dtype):
     ones = torch.eye(width, dtype=dtype)
     for rows in (width, 20, 14, 8, 5, 4, 3, 2, 1):  # panels; decoded into a buffer; in registers
         found = pre_activation(weight, ones[-rows:])
-        if (name, dtype) == (
-            "nf4",
-            torch.bfloat16,
-        ) and rows < 20:  # codes of 16 bits, which may round otherwise
+        # codes of 16 bits, which may round otherwise
+        if (name, dtype) == ("nf4", torch.bfloat16) and rows < 20:
             torch.testing.assert_close(found, expected.T[-rows:], rtol=2**-7, atol=0)
         else:
             assert torch.equal(found, expected.T[-rows:]), rows
@@ -156,61 +156,51 @@ def test_kernels_decode_to_the_bits_of_dequantize(isa, name, dtype):
         )
 
 
-def frozen_arguments(name, dtype=torch.float64, T=9):
+def frozen_call(name, dtype=torch.float64, T=9, **changes):
     E, D, H = 2, 256, 256
     problem = Problem(T, 2, E, D, H, dtype, "swiglu", bias=True)
     t = {n: v if v is None else v.detach() for n, v in problem.tensors.items()}
     w1, w2 = packed(name, E, 2 * H, D), packed(name, E, D, H, seed=1)
-    packing = (*w1.packing(), *w2.packing()[:-1])
-    arguments = (
-        t["x"],
-        problem.row_idx,
-        problem.inverse,
-        problem.offs,
-        w1.rows(),
-        t["b1"],
-        w2.rows(),
-        t["b2"],
-    )
-    options = (None, None, 1.0, None, None, 1.0, t["topk_weights"], 4, True, True)
-    return arguments + options + packing, problem, (w1, w2)
+    given = {"row_idx": problem.row_idx, "inverse": problem.inverse, "offs": problem.offs, "activation": 4}
+    given |= {**t, **frozen_arguments.packing_of(w1, w2)}
+    return frozen_arguments.forward(**{**given, **changes}), problem, (w1, w2)
+
+
+def backward_arguments(arguments, problem, kept):
+    needs = [True, False, False, False, False, True]
+    return frozen_arguments.backward(arguments, problem.grad, kept, needs)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_opcheck(name):
-    arguments, problem, _ = frozen_arguments(name)
+    arguments, problem, _ = frozen_call(name)
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_mlp, arguments)
-    x, row_idx, inverse, offs, w1, _, w2, b2, *lora = arguments[:14]
     kept = torch.ops.fmoe_ext.frozen_mlp(*arguments)[1:]
-    needs = [True, False, False, False, False, True]
-    backward = (problem.grad, x, row_idx, inverse, offs, w1, w2, b2, *lora, arguments[14], *kept)
     torch.library.opcheck(
-        torch.ops.fmoe_ext.frozen_mlp_backward, (*backward, 4, True, needs, *arguments[18:])
+        torch.ops.fmoe_ext.frozen_mlp_backward, backward_arguments(arguments, problem, kept)
     )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_composition_for_cuda_equals_the_kernel(name):
-    arguments, problem, _ = frozen_arguments(name)
+    arguments, problem, _ = frozen_call(name)
     kernel, by_products = torch.ops.fmoe_ext.frozen_mlp(*arguments), composed(*arguments)
     for got, expected in zip(by_products, kernel, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    x, row_idx, inverse, offs, w1, _, w2, b2, *lora = arguments[:14]
-    needs = [True, False, False, False, False, True]
-    backward = (problem.grad, x, row_idx, inverse, offs, w1, w2, b2, *lora, arguments[14], *kernel[1:])
-    backward = (*backward, 4, True, needs, *arguments[18:])
+    backward = backward_arguments(arguments, problem, kernel[1:])
     expected = torch.ops.fmoe_ext.frozen_mlp_backward(*backward)
     for got, wanted in zip(composed_backward(*backward), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
 def public(arguments, weights):
-    x, row_idx, inverse, offs, _, b1, _, b2 = arguments[:8]
-    return lambda x: frozen_mlp(x, row_idx, inverse, offs, weights[0], b1, weights[1], b2, None, "swiglu"), x
+    _, b1, _, b2 = arguments.weights
+    index = arguments.routing
+    return lambda x: frozen_mlp(x, *index, weights[0], b1, weights[1], b2, None, "swiglu"), arguments.x
 
 
 def test_autocast_and_torch_func():
-    arguments, _, weights = frozen_arguments("mxfp4", torch.float32)
+    arguments, _, weights = frozen_call("mxfp4", torch.float32)
     function, x = public(arguments, weights)
     with torch.autocast("cpu", torch.bfloat16):
         y = function(x)
@@ -224,7 +214,7 @@ def test_autocast_and_torch_func():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
-    arguments, _, weights = frozen_arguments(name, torch.float32, T=80)
+    arguments, _, weights = frozen_call(name, torch.float32, T=80)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -243,9 +233,8 @@ def rows_of_tokens(arguments, weights, T):
     """The result for the first T tokens, which all choose both experts."""
     s = ops.sort_tokens(torch.tensor([[0, 1]]).expand(T, 2).contiguous(), 2)
     index = (s.row_idx, s.inverse, s.offs)
-    return frozen_mlp(
-        arguments[0][:T], *index, weights[0], arguments[5], weights[1], arguments[7], None, "swiglu"
-    )
+    _, b1, _, b2 = arguments.weights
+    return frozen_mlp(arguments.x[:T], *index, weights[0], b1, weights[1], b2, None, "swiglu")
 
 
 def test_nan_scale_of_mxfp4_reaches_its_block_only():
@@ -355,26 +344,24 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({24: 99}, r"w2_format must be in \[0, 8\), a number in frozen.FORMATS, but got 99"),
-        ({18: None}, "w1_scale must be given: format 1 has scales"),
-        ({18: torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
-        ({18: torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),
-        ({20: 4}, "w1_scale must be None: format 4 has its scales inside"),
-        ({20: 0, 18: None}, "w1 must have the dtype of x"),
-        ({23: torch.zeros(1, 1, 1, dtype=torch.int32)}, "w2_zero must be None for format 1"),
-        ({4: torch.zeros(2, 512, 24, dtype=torch.uint8)}, "w1_scale must have shape|w1 must have"),
+        ({"w2_format": 99}, r"w2_format must be in \[0, 8\), a number in frozen.FORMATS, but got 99"),
+        ({"w1_scale": None}, "w1_scale must be given: format 1 has scales"),
+        ({"w1_scale": torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
+        ({"w1_scale": torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),
+        ({"w1_format": 4}, "w1_scale must be None: format 4 has its scales inside"),
+        ({"w1_format": 0, "w1_scale": None}, "w1 must have the dtype of x"),
+        ({"w2_zero": torch.zeros(1, 1, 1, dtype=torch.int32)}, "w2_zero must be None for format 1"),
+        ({"w1": torch.zeros(2, 512, 24, dtype=torch.uint8)}, "w1_scale must have shape|w1 must have"),
     ],
 )
 def test_operator_refuses(changes, message):
-    arguments = list(frozen_arguments("mxfp4")[0])
-    for place, value in changes.items():
-        arguments[place] = value
+    arguments, _, _ = frozen_call("mxfp4", **changes)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fmoe_ext.frozen_mlp(*arguments)
 
 
 def test_interleaved_rows_of_w2_are_refused():
-    arguments, _, weights = frozen_arguments("mxfp4")
+    arguments, _, weights = frozen_call("mxfp4")
     weights = weights[0], Quantized("mxfp4", weights[1].data, weights[1].scale, interleaved=True)
     function, x = public(arguments, weights)
     with pytest.raises(RuntimeError, match="w2 must not have interleaved rows"):

@@ -62,7 +62,9 @@ def both(schedule, checkpoint):
         return plain, train(schedule, checkpoint, backend), len(graphs)
 
 
-CASES = [*((schedule, False) for schedule in SCHEDULES), ("1f1b", True), ("zero_bubble_v", True)]
+QUICK = [("1f1b", False), ("zero_bubble_v", True)]
+SLOW = [*((schedule, False) for schedule in SCHEDULES if schedule != "1f1b"), ("1f1b", True)]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("schedule", "checkpoint"), CASES)

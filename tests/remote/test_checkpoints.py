@@ -133,8 +133,9 @@ def test_set_aside_keeps_the_bytes_under_new_names(saved):
     assert checkpoints.uids() == []
 
 
-def test_short_read_is_repeated_before_a_file_counts_as_damaged(saved, monkeypatch):
-    checkpoints, state, path = saved
+@pytest.fixture
+def short_reads(monkeypatch):
+    """The names that were opened; two reads of three end one byte early."""
     original, reads = module.Folder.open, []
 
     def short(self, name, fresh=False):
@@ -149,9 +150,23 @@ def test_short_read_is_repeated_before_a_file_counts_as_damaged(saved, monkeypat
         return file
 
     monkeypatch.setattr(module.Folder, "open", short)
+    return reads
+
+
+def test_short_read_is_repeated_before_a_file_counts_as_damaged(saved, short_reads):
+    checkpoints, state, path = saved
     assert checkpoints.load("expert.0").meta == state.meta
     list(checkpoints.check("expert.0"))
-    assert len(reads) == 6
+    assert len(short_reads) == 6
+
+
+def test_short_read_does_not_hide_a_renamed_file(saved, short_reads):
+    """Seed 1684 of the simulation: the server began the expert anew, with 20 updates on its own disk."""
+    checkpoints, _, path = saved
+    path.rename(path.with_name("expert.7.safetensors"))
+    with pytest.raises(Misnamed, match=r"expert\.7\.safetensors holds the state of expert\.0"):
+        checkpoints.begin()
+    assert len(short_reads) == 3
 
 
 def test_file_of_an_earlier_release_is_loaded_with_a_warning(saved, caplog):

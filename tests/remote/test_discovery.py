@@ -7,7 +7,14 @@ import torch
 
 from fmoe_ext.remote import Client, Directory, ExpertGone, RemoteExpert, Settings, loop
 from fmoe_ext.remote.dht import open_node
-from fmoe_ext.remote.discovery import DiscoveryError, ExpertRecord, StaticList, check_uid, prefixes_of
+from fmoe_ext.remote.discovery import (
+    DiscoveryError,
+    ExpertRecord,
+    Granted,
+    StaticList,
+    check_uid,
+    prefixes_of,
+)
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
 
 
@@ -186,3 +193,17 @@ def wait_until(condition, seconds=10):
     while not condition():
         assert time.monotonic() < end, f"did not come true within {seconds} s"
         time.sleep(0.02)
+
+
+def test_server_says_which_of_its_experts_no_search_finds(serve, caplog):
+    """declare() returned success for experts that the mixture never chose."""
+
+    class Crowded(StaticList):
+        async def declare(self, uids, endpoint, ttl, **options):
+            granted = Granted(await super().declare(uids, endpoint, ttl, **options))
+            granted.found_at = {uid: 0 if uid == "expert.1" else 5 for uid in granted}
+            return granted
+
+    server, _ = serve(discovery=Crowded())
+    assert "no mixture finds expert.1: the DHT's nodes have no room" in caplog.text
+    assert "fmoe_remote_hidden_experts 1" in server.metrics.to_text()

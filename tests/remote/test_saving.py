@@ -112,7 +112,7 @@ def test_checkpoint_that_must_not_be_used_ends_the_start_in_one_line(start_serve
         text = "the state of expert.0 has hidden_dim=16, but this server has 32"
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     second = start_server(*flags)
-    assert second.wait(30) == 2
+    assert second.wait(30) == (4 if fault == "second start" else 2)
     printed = second.path.read_text()
     assert re.search(text, printed), printed
     assert "Traceback" not in printed
@@ -121,6 +121,23 @@ def test_checkpoint_that_must_not_be_used_ends_the_start_in_one_line(start_serve
         step(expert_at(first.endpoint()))
         assert first.end() == 0
         assert Checkpoints(folder).load("expert.0").meta["version"] == "3"
+
+
+def test_second_server_with_one_identity_ends_by_name(start_server, tmp_path):
+    """Both were granted the uid, and 60 of 80 acknowledged gradients survived."""
+    flags = ("--expert_uids", "expert.0", "--identity_path", tmp_path / "key", "--listen_on", "127.0.0.1:0")
+    first = start_server(*flags, "--checkpoint_dir", tmp_path / "0")
+    first.endpoint()
+    second = start_server(*flags, "--checkpoint_dir", tmp_path / "1")
+    assert second.wait(30) == 4
+    text = (
+        f"another server runs with the identity {tmp_path / 'key'}: stop it, or name another --identity_path"
+    )
+    assert text in second.path.read_text() and "Traceback" not in second.path.read_text()
+    assert first.end() == 0
+    third = start_server(*flags, "--checkpoint_dir", tmp_path / "1")
+    third.endpoint()
+    assert third.end() == 0
 
 
 def test_damage_at_rest_is_found_and_written_anew(serve, tmp_path):

@@ -1,5 +1,6 @@
 """fmoe-server as a process: its flags, its lines, its signals, its pages, its checkpoints."""
 
+import contextlib
 import json
 import os
 import random
@@ -333,3 +334,47 @@ def test_every_flag_reaches_the_server_it_describes():
 def test_missing_files_and_devices_are_named(flags, text):
     with pytest.raises(SystemExit, match=text):
         main(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "raise KeyError('x')",
+            r"--custom_module_path \S+module.py failed: KeyError: 'x' \(\S+module.py:1\)",
+        ),
+        (
+            "import fmoe_ext.remote.server.main as main\ndef fail(flags): return {}['uid']\nmain.make_server = fail",
+            r"the server cannot start: KeyError: 'uid' \(\S+module.py:2\)",
+        ),
+    ],
+)
+def test_error_that_nobody_expected_ends_the_start_in_one_line(start_server, tmp_path, code, text):
+    module = tmp_path / "module.py"
+    module.write_text(code)
+    process = start_server("--no_dht", "--expert_uids", "expert.0", "--custom_module_path", module)
+    assert process.wait(30) != 0
+    lines = process.path.read_text().splitlines()
+    assert not any("Traceback" in line for line in lines)
+    if "make_server" in code:
+        assert re.search(text, lines[-1])
+    else:
+        with pytest.raises(SystemExit, match=text):
+            main(["--no_dht", "--custom_module_path", str(module)])
+
+
+def test_idle_connections_beyond_the_limit_of_files_do_not_stop_a_client(start_server, tmp_path):
+    """1,200 of them against a limit of 1,024 did."""
+    module = tmp_path / "few.py"
+    module.write_text("import os, resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n")
+    process = start_server("--no_dht", "--expert_uids", "expert.0", "--custom_module_path", module)
+    endpoint = process.endpoint()
+    host, port = endpoint.rsplit(":", 1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(80):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        expert = RemoteExpert(
+            "expert.0", endpoint, Client(settings=Settings(forward_timeout=30, patience=30))
+        )
+        assert expert(torch.ones(1, D)).shape == (1, D)
+    assert process.end() == 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.experts import GATED_ACTIVATIONS
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 
 Values: TypeAlias = Mapping[str, Any]
 Numbers: TypeAlias = tuple[int, ...]

@@ -18,13 +18,13 @@ from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.memory import memory_of
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
 from fmoe_ext.finetune.streaming.weight_names import up_of
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
+from fmoe_ext.memory import memory_of
 
 
 def stream(
@@ -66,6 +66,7 @@ def stream(
         )
     source = open_source(Path(folder))
     config = source.config
+    _check_num_layers(source)
     with errors_of_config(source.path), torch.device("meta"):
         dtype = dtype or _dtype_of(config)
         skeleton = _class_of(config).from_config(config)
@@ -83,6 +84,15 @@ def stream(
     replace_save_pretrained(model, _refuse_to_save)
     decoding.use(model)
     return huggingface.use(model).eval()
+
+
+def _check_num_layers(source: Source) -> None:
+    """Refuses a number of layers that the files cannot hold, before so many are made."""
+    count = getattr(source.config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(count, int) and count > source.num_tensors:
+        raise CheckpointError(
+            f"{source.path}: config.json has {count} layers, but there are only {source.num_tensors} tensors"
+        )
 
 
 def _class_of(config: Any) -> Any:

@@ -47,6 +47,7 @@ class Source(Protocol):
 
     path: Path
     config: Any
+    num_tensors: int
 
     def use(self, skeleton: Any) -> None:
         """Notes the model whose parameters the files are to become, on the meta device."""
@@ -76,6 +77,7 @@ class Folder:
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
         check_method(self.base)
+        self.num_tensors = len(self.base.tensors)
         self._used: set[str] = set()
 
     def use(self, skeleton: Any) -> None:
@@ -113,6 +115,7 @@ class GgufFile:
         self._layers = gguf_layers(file, self._reader)
         with errors_of_config(file.parent):
             self.config: Any = gguf.read_config(file, self._reader)
+        self.num_tensors = len(self._reader.tensors)
 
     def use(self, skeleton: Any) -> None:
         pass

@@ -17,8 +17,9 @@ namespace fmoe {
 namespace detail {
 
 inline bool is_gated(const std::string& activation) {
-  return activation == "swiglu" || activation == "geglu" || activation == "geglu_tanh" ||
-         activation == "clamped_swiglu";
+  for (const NamedActivation& known : kActivations)
+    if (activation == known.name) return known.gated;
+  return false;
 }
 
 // Fills params, each [E, *], uniformly from [-bound, bound]. What expert e gets depends on seed and on

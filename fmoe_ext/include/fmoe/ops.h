@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cctype>
+#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -27,9 +28,15 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// Names of activations, at the places that operators know.
-inline constexpr std::array<const char*, 9> kActivations = {
-    "gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "relu2", "clamped_swiglu"};
+struct NamedActivation {
+  const char* name;
+  bool gated;
+};
+// Activations, at the places that operators know.
+inline constexpr NamedActivation kActivations[] = {
+    {"gelu", false}, {"gelu_tanh", false}, {"relu", false},  {"silu", false},          {"swiglu", true},
+    {"geglu", true}, {"geglu_tanh", true}, {"relu2", false}, {"clamped_swiglu", true},
+};
 // Names of scores, at the places that topk_gate knows.
 inline constexpr std::array<const char*, 2> kScores = {"softmax", "sigmoid"};
 
@@ -141,9 +148,9 @@ inline Tensor for_autocast(const Tensor& t, c10::DeviceType device) {
 
 inline int64_t activation_number(const std::string& name) {
   std::string known;
-  for (size_t i = 0; i < kActivations.size(); ++i) {
-    if (name == kActivations[i]) return static_cast<int64_t>(i);
-    known += (i ? ", " : "") + std::string(kActivations[i]);
+  for (size_t i = 0; i < std::size(kActivations); ++i) {
+    if (name == kActivations[i].name) return static_cast<int64_t>(i);
+    known += (i ? ", " : "") + std::string(kActivations[i].name);
   }
   TORCH_CHECK(false, "unknown activation \"", name, "\": known are ", known);
 }

@@ -160,43 +160,23 @@ def gate_arguments(config: Any) -> dict[str, Any]:
     def gate(
         d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
     ) -> ScoredGate:
-        _, balance_weight, z_weight = loss_weights(config)
         size = (d_model, num_expert, world_size, top_k, gate_bias)
-        balance_loss = balance_of(config)
-        options: dict[str, Any] = {
-            "balance_loss": balance_loss,
-            "balance_weight": balance_weight,
-            "seq_len": 1
-            if "sequence" in (balance_loss or ())
-            else None,  # of each microbatch, set by the layer
-            "z_weight": z_weight,
-            "jitter": config.moe_input_jitter_eps or 0.0,
-            "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
-            "capacity_factor": config.moe_expert_capacity_factor,
-            "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
-            "wide": config.moe_router_dtype == "fp64",
-        }
+        common = _common_options(config)
         if is_sinkhorn(config):
-            return MegatronSinkhornGate(*size, **options)
+            return MegatronSinkhornGate(*size, **common)
         score = config.moe_router_score_function
-        options |= {
-            "normalize": top_k > 1 if score != "softmax" else not config.moe_router_pre_softmax,
-            "scale": config.moe_router_topk_scaling_factor or 1.0,
-        }
+        common["normalize"] = top_k > 1 if score != "softmax" else not config.moe_router_pre_softmax
+        common["scale"] = config.moe_router_topk_scaling_factor or 1.0
         if is_quantile(config):
             ema = config.moe_router_quantile_balancing_ema
-            return MegatronQuantileGate(*size, **options, score=score, ema=ema)
-        options |= {
-            "num_groups": config.moe_router_num_groups if config.moe_router_group_topk else 1,
-            "topk_groups": config.moe_router_group_topk or 1,
-            "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
-        }
+            return MegatronQuantileGate(*size, **common, score=score, ema=ema)
+        common |= _group_options(config, top_k)
         if score == "softmax":
-            made: FromConfig = MegatronSoftmaxGate(*size, **options)
+            made: FromConfig = MegatronSoftmaxGate(*size, **common)
         else:
             speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
             biased = MegatronSigmoidGate if score == "sigmoid" else MegatronSqrtSoftplusGate
-            made = biased(*size, **options, bias_update_speed=speed)
+            made = biased(*size, **common, bias_update_speed=speed)
         if getattr(config, "moe_enable_routing_replay", False):
             from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -204,6 +184,32 @@ def gate_arguments(config: Any) -> dict[str, Any]:
         return made
 
     return {"gate": gate, "gate_bias": config.add_bias_linear}
+
+
+def _common_options(config: Any) -> dict[str, Any]:
+    """Options of every gate."""
+    _, balance_weight, z_weight = loss_weights(config)
+    balance_loss = balance_of(config)
+    return {
+        "balance_loss": balance_loss,
+        "balance_weight": balance_weight,
+        # of each microbatch, set by the layer
+        "seq_len": 1 if "sequence" in (balance_loss or ()) else None,
+        "z_weight": z_weight,
+        "jitter": config.moe_input_jitter_eps or 0.0,
+        "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
+        "capacity_factor": config.moe_expert_capacity_factor,
+        "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
+        "wide": config.moe_router_dtype == "fp64",
+    }
+
+
+def _group_options(config: Any, top_k: int) -> dict[str, int]:
+    topk_groups = config.moe_router_group_topk
+    if not topk_groups:
+        return {"num_groups": 1, "topk_groups": 1, "group_best": 1}
+    num_groups = config.moe_router_num_groups
+    return {"num_groups": num_groups, "topk_groups": topk_groups, "group_best": top_k // topk_groups}
 
 
 def _swapped(rows: Tensor, shape: tuple[Any, Any]) -> Tensor:
@@ -218,9 +224,8 @@ def balance_of(config: Any) -> str | dict[str, float] | None:
     losses: dict[str, float] = {}
     for kind, factor in zip(kinds, config.moe_aux_loss_coeff, strict=True):
         if kind in BALANCE_LOSSES and factor:
-            losses.setdefault(
-                BALANCE_LOSSES[kind], factor
-            )  # of a kind that comes twice Megatron takes the first
+            # of a kind that comes twice Megatron takes the first
+            losses.setdefault(BALANCE_LOSSES[kind], factor)
     return losses or None
 
 

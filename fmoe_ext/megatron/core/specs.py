@@ -127,14 +127,14 @@ def _replace(node: Any, ours: Any, in_mtp: bool) -> Any:
 @torch.no_grad()
 def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
     """Megatron's initialisation. Every rank draws the weights of all experts, one at a time, and keeps its own."""
-    first = ep_rank * moe.num_expert
+    first = ep_rank * moe.num_local_experts
     experts = (("htoh4", config.init_method), ("h4toh", config.output_layer_init_method))
     for name, init_method in experts:
         linear = getattr(moe.experts, name)
         for e in range(moe.num_experts):
             drawn = moe.whole_like(linear.weight[0], f"{name}.weight")
             init_method(drawn)
-            if first <= e < first + moe.num_expert:
+            if first <= e < first + moe.num_local_experts:
                 linear.weight[e - first].copy_(moe.part_of(drawn, f"{name}.weight"))
         if linear.bias is not None:
             linear.bias.zero_()

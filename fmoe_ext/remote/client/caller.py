@@ -27,9 +27,7 @@ class Caller:
 
         async def read() -> Message:
             send = self._channel(endpoint).unary_unary(method)
-            return decode(
-                await send(data, timeout=timeout, metadata=self.credentials.metadata()), self.limits
-            )
+            return decode(await send(data, timeout=timeout, metadata=self._metadata(data)), self.limits)
 
         return await self._within(endpoint, timeout, read)
 
@@ -45,7 +43,7 @@ class Caller:
 
         async def read() -> Message:
             send = self._channel(endpoint).unary_stream(method)
-            stream = send(data, timeout=timeout, metadata=self.credentials.metadata())
+            stream = send(data, timeout=timeout, metadata=self._metadata(data))
             whole = bytearray()
             while (part := await asyncio.wait_for(stream.read(), PART_SECONDS)) is not grpc.aio.EOF:
                 whole += part
@@ -54,6 +52,9 @@ class Caller:
             return decode(whole, WHOLE)
 
         return await self._within(endpoint, timeout, read)
+
+    def _metadata(self, data: bytes) -> tuple[tuple[str, str], ...]:
+        return (*self.credentials.metadata(), (protocol.BYTES, str(len(data))))
 
     async def _within(self, endpoint: str, timeout: float, work: Callable[[], Awaitable[Message]]) -> Message:
         """Return the result of work; every failure is a RemoteError."""

@@ -1,9 +1,10 @@
 """KademliaDiscovery: experts as most of the nearest nodes say; DHT: the same for programs without a loop."""
 
 import contextlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Settings
 from fmoe_ext.remote.client.expert import MARGIN, Directory
 from fmoe_ext.remote.dht import records
+from fmoe_ext.remote.dht.election import elect, live_uids, num_showing, winner
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby, NodeOptions
 from fmoe_ext.remote.dht.records import (
@@ -23,12 +25,13 @@ from fmoe_ext.remote.dht.records import (
     prefix_key,
     uid_key,
 )
-from fmoe_ext.remote.dht.storage import Peer, Refusal
+from fmoe_ext.remote.dht.storage import MAX_UNDER_PREFIX, Peer, Refusal, fair_shares
 from fmoe_ext.remote.dht.transport import GrpcTransport
 from fmoe_ext.remote.discovery import (
     Discovery,
     DiscoveryError,
     ExpertRecord,
+    Granted,
     Unanswered,
     check_prefix,
     check_uid,
@@ -37,6 +40,10 @@ from fmoe_ext.remote.discovery import (
 from fmoe_ext.remote.security import Credentials
 
 T = TypeVar("T")
+log = logging.getLogger("fmoe_ext.remote.dht")
+INCARNATION = (
+    "incarnation"  # of a record's metadata: when its process made its first claim, and a random number
+)
 SHARE_FOR_LOOKUP = 0.6  # of the time that declare() has
 
 
@@ -45,12 +52,15 @@ class KademliaDiscovery(Discovery):
 
     Nodes keep the first live record of a uid and refuse others', so that a claim cannot be taken over; of two claims
     with equally many nodes behind them, as when two networks become one, the older wins and the other is withdrawn.
+    Of two processes with one key the one that began first keeps its uids, as soon as both have renewed them.
     """
 
     def __init__(self, node: KademliaNode, identity: Identity | None = None):
         self.node, self.identity = node, identity or Identity()
         self._declared: dict[str, SignedRecord] = {}  # what we said last
         self._sequence = 0
+        self._incarnation = ""
+        self._copies: set[str] = set()  # other living processes with this key
 
     # ---------------------------------------------------------------- the interface
 
@@ -70,15 +80,18 @@ class KademliaDiscovery(Discovery):
         wanted = list(dict.fromkeys(map(check_uid, uids)))
         keys = [key for uid in wanted for key in places_of(uid)]
         near = await self._find(keys, timeout * SHARE_FOR_LOOKUP)
-        free = [uid for uid in wanted if self._owner(uid, near) in (None, self.identity.public)]
+        free = [uid for uid in wanted if self._may_claim(uid, near)]
         records = [self._sign(uid, endpoint, ttl, metadata, near) for uid in free]
-        refused = await self._put(records, near, end - time.monotonic())
-        mine = {r.uid for r in records if self._is_granted(r, near[uid_key(r.uid)], refused[r.uid])}
+        said = await self._put(records, near, end - time.monotonic())
+        mine = Granted(r.uid for r in records if self._is_granted(r, said[r.uid][uid_key(r.uid)]))
+        mine.found_at = {
+            r.uid: num_showing(r, said[r.uid], self.node.clock.now()) for r in records if r.uid in mine
+        }
         lost = [r for r in records if r.uid not in mine]
         self._declared = {uid: r for uid, r in self._declared.items() if uid not in wanted or uid in free}
         self._declared |= {r.uid: r for r in records}
         await self._take_back(lost, near, end - time.monotonic())
-        return frozenset(mine)
+        return mine
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
         known = (self._declared.get(uid) for uid in dict.fromkeys(uids))
@@ -99,7 +112,9 @@ class KademliaDiscovery(Discovery):
         now = self.node.clock.now()
 
         def places(prefix: str, near: Nearby) -> frozenset[int]:
-            return successors_among(_live_uids(near, now), [bare[prefix]])[bare[prefix]]
+            live = {r.uid: r for at in near.holders for r in at.records if r.is_live(now)}
+            uids = [r.uid for r in fair_shares(live.values(), MAX_UNDER_PREFIX, lambda _: 1)]
+            return successors_among(uids, [bare[prefix]])[bare[prefix]]
 
         return await self._ask({prefix: prefix_key(name) for prefix, name in bare.items()}, timeout, places)
 
@@ -115,7 +130,7 @@ class KademliaDiscovery(Discovery):
 
         def read(_: str, near: Nearby) -> dict[str, records.Value]:
             found = {}
-            for uid in set(_live_uids(near, now)):
+            for uid in set(live_uids(near, now)):
                 record = elect(near.holders, uid, now)
                 if record is None or records.is_misplaced(uid, record.owner):
                     continue
@@ -128,6 +143,7 @@ class KademliaDiscovery(Discovery):
 
     async def close(self) -> None:
         await self.node.close()
+        self.identity.unlock()
 
     async def withdraw_all(self, timeout: float = 5.0) -> None:
         """Takes back all experts that were declared here; values stay until they expire."""
@@ -166,9 +182,30 @@ class KademliaDiscovery(Discovery):
             f"knows {len(self.node.table)} others, its initial peers are {self.node.initial_peers[:8] or 'none'}"
         )
 
-    def _owner(self, uid: str, near: Mapping[int, Nearby]) -> str | None:
+    def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
+        """True if the uid is free, or ours and no process with this key that began earlier serves it."""
         record = elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
-        return None if record is None else record.owner
+        if record is None or record.owner != self.identity.public:
+            return record is None
+        theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
+        declared = self._declared.get(uid)
+        is_new = (
+            declared is not None and record.sequence > declared.sequence
+        )  # it was written by a living process
+        if is_new and theirs not in ("", mine, *self._copies):
+            self._copies.add(theirs)
+            log.error(
+                "two servers have one identity: %s is also claimed at %s, by the one that began %s; "
+                "give each server a key of its own",
+                *(uid, record.endpoint, "earlier and keeps it" if theirs < mine else "later"),
+            )
+        return theirs not in self._copies or theirs > mine
+
+    def _own_incarnation(self) -> str:
+        if not self._incarnation:
+            milliseconds = int(self.node.clock.now() * 1000)
+            self._incarnation = f"{milliseconds:015d}.{self.node.rng.getrandbits(64):016x}"
+        return self._incarnation
 
     def _expert(self, uid: str, nearby: Nearby) -> ExpertRecord | None:
         record = elect(nearby.holders, uid, self.node.clock.now())
@@ -192,6 +229,8 @@ class KademliaDiscovery(Discovery):
         own = [r for r in said if r.owner == self.identity.public and r.is_live(now)]
         newest = max((r.fence for r in said), default=0)
         fence = own[0].fence if own else max(int(now * 1000), newest + 1)
+        if endpoint != records.ENDPOINT:
+            metadata = {**(metadata or {}), INCARNATION: self._own_incarnation()}
         return self.identity.sign(uid, endpoint, fence, self._next(said), now + ttl, metadata)
 
     def _next(self, said: Iterable[SignedRecord] = ()) -> int:
@@ -202,8 +241,8 @@ class KademliaDiscovery(Discovery):
 
     async def _put(
         self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
-    ) -> dict[str, list[Refusal | None]]:
-        """Stores records under all their keys -> for each uid what the nodes nearest to its own key said."""
+    ) -> dict[str, dict[int, list[Refusal | None]]]:
+        """Stores records under all their keys -> for each uid and key what the nodes nearest to that key said."""
         placed: dict[Holder, list[Item]] = {}
         by_node: dict[Peer | None, Holder] = {}  # one Holder a node, whatever it said about a key
         for record in records:
@@ -211,15 +250,16 @@ class KademliaDiscovery(Discovery):
                 for at in near[key].holders:
                     by_node.setdefault(at.peer, Holder(at.peer, ()))
                     placed.setdefault(by_node[at.peer], []).append(Item(key, record))
-        said: dict[str, list[Refusal | None]] = {record.uid: [] for record in records}
+        said: dict[str, dict[int, list[Refusal | None]]] = {
+            r.uid: {key: [] for key in places_of(r.uid)} for r in records
+        }
         answers = await self.node.put(placed, max(timeout, 0.1))
         for items, refused in zip(placed.values(), answers, strict=True):
             for (key, record), refusal in zip(items, refused, strict=True):
-                if key == uid_key(record.uid):
-                    said[record.uid].append(refusal)
+                said[record.uid][key].append(refusal)
         return said
 
-    def _is_granted(self, mine: SignedRecord, nearby: Nearby, said: Sequence[Refusal | None]) -> bool:
+    def _is_granted(self, mine: SignedRecord, said: Sequence[Refusal | None]) -> bool:
         votes = Counter({mine.owner: said.count(None)})
         others = [r.holder for r in said if r is not None and r.holder is not None]
         live = [r for r in others if r.uid == mine.uid and r.is_live(self.node.clock.now())]
@@ -227,7 +267,7 @@ class KademliaDiscovery(Discovery):
         if not votes[mine.owner] and not live:
             reasons = {r.reason for r in said if r is not None}
             raise DiscoveryError(f"no node of the DHT keeps the record of {mine.uid}: {sorted(reasons)[:3]}")
-        return _winner([mine, *live], votes).owner == mine.owner
+        return winner([mine, *live], votes).owner == mine.owner
 
     async def _take_back(
         self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
@@ -241,36 +281,6 @@ class KademliaDiscovery(Discovery):
             self._declared.pop(record.uid, None)
 
 
-def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
-    """The record that most nodes vouch for, of those that live and whose owner has said nothing newer."""
-    words = [record for at in holders for record in at.records if record.uid == uid]
-    last: dict[str, SignedRecord] = {}
-    for record in words:
-        if record.owner not in last or last[record.owner].sequence < record.sequence:
-            last[record.owner] = record
-    live = [record for record in last.values() if record.is_live(now)]
-    votes = Counter(
-        owner for at in holders if (owner := _vote(at, uid, {r.owner for r in live}, now)) is not None
-    )
-    return _winner(live, votes) if live else None
-
-
-def _vote(at: Holder, uid: str, candidates: Collection[str], now: float) -> str | None:
-    """The owner that a node stands for: one, however many records it repeats."""
-    kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
-    first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
-    return None if first is None else first.owner
-
-
-def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
-    """Most votes, then the oldest claim, then any order on which all agree."""
-    return min(live, key=lambda record: (-votes[record.owner], record.fence, record.owner))
-
-
-def _live_uids(nearby: Nearby, now: float) -> list[str]:
-    return [record.uid for at in nearby.holders for record in at.records if record.is_live(now)]
-
-
 def _is_answered(nearby: Nearby) -> bool:
     """True if the search reached the nearest nodes, or found records on its way."""
     return bool(nearby.holders) and (nearby.is_complete or any(at.records for at in nearby.holders))
@@ -281,15 +291,20 @@ async def open_node(
     listen_on: str | None = None,
     *,
     identity_path: Path | str | None = None,
+    alone: bool = False,
     **options: Any,
 ) -> KademliaDiscovery:
     """A node that listens (listen_on None: does not) and has joined; options are those of NodeOptions.
 
     OSError if the port is in use, DiscoveryError if no initial peer answers. identity_path: a file with the key of
-    what it declares, made if it is not there.
+    what it declares, made if it is not there; alone: InUse if another process has it.
     """
-    discovery = _make(initial_peers, listen_on, identity_path, options)
-    await discovery.node.start()
+    discovery = _make(initial_peers, listen_on, identity_path, options, alone)
+    try:
+        await discovery.node.start()
+    except BaseException:
+        discovery.identity.unlock()
+        raise
     return discovery
 
 
@@ -374,6 +389,7 @@ def _make(
     listen_on: str | None,
     identity_path: Path | str | None,
     options: dict[str, Any],
+    alone: bool = False,
 ) -> KademliaDiscovery:
     node = KademliaNode(GrpcTransport(), NodeOptions(tuple(initial_peers), listen_on, **options))
-    return KademliaDiscovery(node, Identity.at(Path(identity_path)) if identity_path else None)
+    return KademliaDiscovery(node, Identity.at(Path(identity_path), alone) if identity_path else None)

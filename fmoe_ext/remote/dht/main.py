@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fmoe_ext._cli import CANNOT, run
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import loop, protocol
 from fmoe_ext.remote.dht.discovery import KademliaDiscovery, open_node
 from fmoe_ext.remote.dht.node import UNREACHABLE, NodeOptions, check_peer
 from fmoe_ext.remote.dht.relay import Attachment, Relay, RelayOptions
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = Parser("fmoe-dht", NodeOptions, Command, description=__doc__ or "").read(arguments)
+    protocol.allow_more_files()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())

@@ -25,7 +25,14 @@ from fmoe_ext.remote.dht.records import (
     node_id_of,
     read_record,
 )
-from fmoe_ext.remote.dht.storage import BUCKET_SIZE, MAX_OWNERS, MAX_UNDER_PREFIX, Peer, Refusal
+from fmoe_ext.remote.dht.storage import (
+    BUCKET_SIZE,
+    MAX_OWNERS,
+    MAX_UNDER_PREFIX,
+    Peer,
+    Refusal,
+    size_in_answer,
+)
 
 SERVICE = "fmoe.dht"
 PING, FIND, STORE = "Ping", "Find", "Store"
@@ -127,11 +134,7 @@ def _sealed(answer: bytes, nonce: str) -> bytes:
 
 def size_of(found: Found) -> int:
     """About the bytes that it takes in an answer."""
-    return (
-        200
-        + sum(120 + len(p.endpoint) for p in found.peers)
-        + sum(300 + len(r.payload) for r in found.records)
-    )
+    return 200 + sum(120 + len(p.endpoint) for p in found.peers) + sum(map(size_in_answer, found.records))
 
 
 def decode_request(data: bytes) -> Request:

@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fmoe_ext.remote.discovery import MAX_COORDINATE, MAX_UID_LENGTH, check_uid, prefixes_of
-from fmoe_ext.remote.security import check_private
+from fmoe_ext.remote.security import check_private, lock_file
 
 ID_BITS = 256
 MAX_RECORD_BYTES = 2048
@@ -65,10 +65,14 @@ class Identity:
     def __init__(self, seed: bytes | None = None):
         self._key = Ed25519PrivateKey.from_private_bytes(os.urandom(32) if seed is None else seed)
         self.public = self._key.public_key().public_bytes_raw().hex()
+        self._locked: int | None = None
 
     @classmethod
-    def at(cls, path: Path) -> "Identity":
-        """The identity that a file of 32 bytes holds; it is made, readable by its owner alone, if there is none."""
+    def at(cls, path: Path, alone: bool = False) -> "Identity":
+        """The identity that a file of 32 bytes holds; it is made, readable by its owner alone, if there is none.
+
+        alone: locks the file until unlock(); InUse if another process has locked it.
+        """
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(os.urandom(32))
@@ -77,7 +81,17 @@ class Identity:
         seed = path.read_bytes()
         if len(seed) != 32:
             raise ValueError(f"an identity is a file of 32 bytes, but {path} has {len(seed)}")
-        return cls(seed)
+        identity = cls(seed)
+        if alone:
+            text = f"another server runs with the identity {path}: stop it, or name another --identity_path"
+            identity._locked = lock_file(path, text)
+        return identity
+
+    def unlock(self) -> None:
+        """Lets another process use the file of the identity."""
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
 
     def sign(
         self,

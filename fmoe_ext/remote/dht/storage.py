@@ -1,8 +1,8 @@
 """The memory of a node: RoutingTable, other nodes by XOR distance (Kademlia's k-buckets), and RecordStore."""
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
@@ -108,6 +108,7 @@ MAX_RECORDS = 65_536
 MAX_OF_OWNER = 16_384
 MAX_UNDER_PREFIX = 4096  # experts
 MAX_OWNERS = 8  # of one uid whose last word is remembered
+PREFIX_BYTES = 6 << 20  # of the records under a prefix in one answer
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,47 @@ class _Slot:
 
     prefix: str | None
     by_uid: dict[str, dict[str, _Entry]] = field(default_factory=dict)
+    num_of_owner: Counter[str] = field(default_factory=Counter)
+
+    def give_way(self, owner: str, now: float) -> str | None:
+        """The uid that makes room for a new one of an owner: one of the owner with most, if that has two more."""
+        most, count = self.num_of_owner.most_common(1)[0]
+        if count < self.num_of_owner[owner] + 2:
+            return None
+        alone = [(uid, owners[most].record) for uid, owners in self.by_uid.items() if set(owners) == {most}]
+        newest_dead_first = sorted(alone, key=lambda one: (one[1].is_live(now), -one[1].fence, one[0]))
+        return newest_dead_first[0][0] if newest_dead_first else None
+
+
+def fair_shares(
+    records: Iterable[SignedRecord], limit: int, weigh: Callable[[SignedRecord], int]
+) -> list[SignedRecord]:
+    """As many records as weigh no more than limit; where all are too many, each owner has an equal share."""
+    waiting: dict[str, list[SignedRecord]] = {}
+    for record in records:
+        waiting.setdefault(record.owner, []).append(record)
+    turns, kept = [(0, owner) for owner in sorted(waiting)], []
+    while turns:
+        used, owner = heapq.heappop(turns)
+        record = waiting[owner].pop()
+        if (weight := weigh(record)) > limit:
+            continue
+        limit -= weight
+        kept.append(record)
+        if waiting[owner]:
+            heapq.heappush(turns, (used + weight, owner))
+    return kept
+
+
+def size_in_answer(record: SignedRecord) -> int:
+    """The bytes of a record in an answer, or somewhat more."""
+    return 300 + len(record.payload) + record.payload.count('"') + record.payload.count("\\")
 
 
 class RecordStore:
     """First come, first kept: while a record lives, no other owner's is taken for its uid.
+
+    Where a prefix has as many experts as are kept, each owner has an equal share of them.
 
     Of one owner the greater sequence holds, and is remembered until every record of its that was seen has expired:
     an old copy cannot come back. Time is the network's, given by the caller.
@@ -142,7 +180,7 @@ class RecordStore:
     def __init__(self, max_records: int = MAX_RECORDS):
         self.max_records = max_records
         self._slots: dict[int, _Slot] = {}
-        self._num_of_owner: dict[str, int] = {}
+        self._num_of_owner: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return sum(self._num_of_owner.values())
@@ -169,7 +207,10 @@ class RecordStore:
         return None
 
     def find(self, key: int, now: float) -> list[SignedRecord]:
-        """Under a uid's key every owner's last word; under a prefix's, one live record a coordinate below it."""
+        """Under a uid's key every owner's last word; under a prefix's, one live record a coordinate below it.
+
+        If the latter have more than PREFIX_BYTES, each owner has an equal share.
+        """
         slot = self._slots.get(key)
         if slot is None:
             return []
@@ -183,7 +224,7 @@ class RecordStore:
                 place, record = uid.split(".")[position], entry.record
                 if record.is_live(now) and (place not in longest or longest[place].expires < record.expires):
                     longest[place] = record
-        return list(longest.values())
+        return fair_shares(longest.values(), PREFIX_BYTES, size_in_answer)
 
     def purge(self, now: float) -> None:
         """Forgets what has expired."""
@@ -191,7 +232,7 @@ class RecordStore:
             for uid, owners in list(slot.by_uid.items()):
                 for owner, entry in list(owners.items()):
                     if entry.forget_at <= now:
-                        self._drop(owners, owner)
+                        self._drop(slot, uid, owner)
                 if not owners:
                     del slot.by_uid[uid]
             if not slot.by_uid:
@@ -206,27 +247,37 @@ class RecordStore:
             self.purge(now)
         if len(self) >= self.max_records:
             return Refusal(f"this node keeps no more than {self.max_records} records")
-        if self._num_of_owner.get(record.owner, 0) >= MAX_OF_OWNER:
+        if self._num_of_owner[record.owner] >= MAX_OF_OWNER:
             return Refusal(f"this node keeps no more than {MAX_OF_OWNER} records of one owner")
-        if is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX:
-            return Refusal(f"{slot.prefix} has {MAX_UNDER_PREFIX} experts, no more are kept below one prefix")
         if len(entries) >= MAX_OWNERS:
             return Refusal(f"{record.uid} changed hands {MAX_OWNERS} times within a record's lifetime")
+        if is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX:
+            uid = slot.give_way(record.owner, now)
+            if uid is None:
+                return Refusal(
+                    f"{slot.prefix} has {MAX_UNDER_PREFIX} experts, and this owner has its share of them"
+                )
+            for owner in list(slot.by_uid[uid]):
+                self._drop(slot, uid, owner)
+            del slot.by_uid[uid]
         return None
 
     def _keep(self, key: int, prefix: str | None, record: SignedRecord) -> None:
-        owners = self._slots.setdefault(key, _Slot(prefix)).by_uid.setdefault(record.uid, {})
+        slot = self._slots.setdefault(key, _Slot(prefix))
+        owners = slot.by_uid.setdefault(record.uid, {})
         before = owners.get(record.owner)
         if before is None:
-            self._num_of_owner[record.owner] = self._num_of_owner.get(record.owner, 0) + 1
+            self._num_of_owner[record.owner] += 1
+            slot.num_of_owner[record.owner] += 1
         forget_at = record.expires if before is None else max(before.forget_at, record.expires)
         owners[record.owner] = _Entry(record, forget_at)
 
-    def _drop(self, owners: dict[str, _Entry], owner: str) -> None:
-        del owners[owner]
-        self._num_of_owner[owner] -= 1
-        if not self._num_of_owner[owner]:
-            del self._num_of_owner[owner]
+    def _drop(self, slot: _Slot, uid: str, owner: str) -> None:
+        del slot.by_uid[uid][owner]
+        for counter in (self._num_of_owner, slot.num_of_owner):
+            counter[owner] -= 1
+            if not counter[owner]:
+                del counter[owner]
 
 
 def _against_the_last_word(entries: dict[str, _Entry], record: SignedRecord, now: float) -> Refusal | None:

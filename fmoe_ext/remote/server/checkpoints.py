@@ -6,7 +6,6 @@ the header included, and a digest of those n digests.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from fmoe_ext.remote.discovery import check_uid
+from fmoe_ext.remote.security import lock_file
 from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, pieces
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -105,18 +105,11 @@ class Folder:
             os.close(folder)
 
     def lock(self) -> None:
-        """Keeps the folder for this process until unlock() or its end; OSError if another one has it."""
-        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(file)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise OSError(f"{self.path} cannot be locked ({error}): name a folder on a disk") from None
-            raise OSError(
-                f"another server has the checkpoint folder {self.path}: stop it, or name another --checkpoint_dir"
-            ) from None
-        self._locked = file
+        """Keeps the folder for this process until unlock() or its end; InUse if another one has it."""
+        self._locked = lock_file(
+            self.path / LOCK,
+            f"another server has the checkpoint folder {self.path}: stop it, or name another --checkpoint_dir",
+        )
 
     def unlock(self) -> None:
         if self._locked is not None:
@@ -231,11 +224,11 @@ class Checkpoints:
 
     def _uid_in_header(self, name: str) -> str | None:
         """The uid that a file says it holds; None if that cannot be read, or is damaged."""
-        try:
-            with self.files.open(name) as file:
-                return _read_meta(file).get("uid")
-        except OSError:
-            return None
+        for _ in range(2 * READS):  # a start that misses a renamed file begins its expert anew
+            with contextlib.suppress(OSError), self.files.open(name) as file:
+                if (uid := _read_meta(file).get("uid")) is not None:
+                    return uid
+        return None
 
 
 def _file_name(uid: str) -> str:

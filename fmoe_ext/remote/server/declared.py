@@ -12,6 +12,7 @@ from fmoe_ext.remote.discovery import (
     Discovery,
     DiscoveryError,
     ExpertRecord,
+    Granted,
     Pattern,
     check_uid,
     claim_free_uids,
@@ -140,10 +141,12 @@ class DeclaredExperts:
         self._renewing: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
         self._server: Server | None = None
+        self._hidden: frozenset[str] = frozenset()  # experts that no beam search finds
 
     async def start(self, server: Server) -> None:
         """Claims the server's experts in discovery."""
         self._server = server
+        server.metrics.gauge("hidden_experts", lambda: len(self._hidden))
         await server.add_experts(await self._claim(server))
         self._renewing = asyncio.create_task(self._renew(server))
         if self.copies is not None:
@@ -158,6 +161,7 @@ class DeclaredExperts:
         mine = [check_uid(uid) for uid in options.expert_uids]
         if mine:
             granted = await self.discovery.declare(mine, endpoint, options.ttl)
+            self._note_hidden(granted)
             taken = [uid for uid in mine if uid not in granted]
             if taken:
                 await self.discovery.withdraw(list(granted), endpoint)
@@ -193,7 +197,20 @@ class DeclaredExperts:
                 log.warning("the directory does not answer: %s", error)
                 server.metrics.add("declare_failures_total")
                 continue
+            self._note_hidden(mine)
             await self._withhold(server, set(uids) - mine, mine)
+
+    def _note_hidden(self, granted: frozenset[str]) -> None:
+        """Warns of experts that are granted, but that no node shows to a beam search."""
+        found_at = granted.found_at if isinstance(granted, Granted) else {}
+        hidden = frozenset(uid for uid, count in found_at.items() if count == 0)
+        if new := sorted(hidden - self._hidden):
+            log.warning(
+                "no mixture finds %s: the DHT's nodes have no room for more claims below the prefix; "
+                "choose another --expert_pattern",
+                ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else ""),
+            )
+        self._hidden = hidden
 
     async def _withhold(self, server: Server, lost: Set[str], mine: Set[str]) -> None:
         """Serves only experts that the directory gives to this server; the others stay here as they are."""

@@ -1,8 +1,9 @@
-"""Calls that wait for the device: bounded, fair among peers, taken in batches of one kind."""
+"""Calls that wait, for memory or for the device: bounded, fair among peers, taken in batches of one kind."""
 
+import asyncio
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -50,6 +51,91 @@ class Job:
     @property
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self.tensors)
+
+
+@dataclass
+class Held:
+    """The bytes that a call holds of a ByteBudget."""
+
+    budget: "ByteBudget"
+    peer: str
+    count: int
+
+    def resize(self, count: int) -> None:
+        """Holds another number of bytes from now on; QueueFull, at once, if there is no room for more."""
+        more = count - self.count
+        if more > 0 and not self.budget.has_room(self.peer, more, own=self.count):
+            raise QueueFull(f"no room for a call of {count} bytes: {self.budget}")
+        self.count = count
+        self.budget.add(self.peer, more)
+
+    def release(self) -> None:
+        """Gives back what it holds; again, nothing."""
+        self.resize(0)
+
+
+class ByteBudget:
+    """The bytes of calls under way, over all peers, on one event loop. Of `limit` bytes a peer has half at most, or one
+    call. Who waits longer goes first."""
+
+    def __init__(self, limit: int, max_waiting: int = 4096):
+        self.limit, self.max_waiting = limit, max_waiting
+        self.num_bytes = 0
+        self._of_peer: Counter[str] = Counter()
+        self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
+
+    def __str__(self) -> str:
+        return f"calls of {self.num_bytes} bytes are under way, at most {self.limit} (--max_bytes_in_flight)"
+
+    async def take(self, peer: str, count: int, seconds: float) -> Held:
+        """Waits until there is room for a call, which holds it until its release(); QueueFull after so many seconds."""
+        if self._waiting or not self.has_room(peer, count):
+            await self._wait(peer, count, seconds)
+        else:
+            self.add(peer, count)
+        return Held(self, peer, count)
+
+    def has_room(self, peer: str, count: int, own: int = 0) -> bool:
+        """True if a call of a peer that holds `own` bytes may hold so many more."""
+        of_peer = self._of_peer[peer]
+        is_fair = of_peer == own or of_peer + count <= self.limit // 2
+        return is_fair and self.num_bytes + count <= self.limit
+
+    def add(self, peer: str, count: int) -> None:
+        """Counts bytes of a peer; bytes that become free go to who waits."""
+        self.num_bytes += count
+        self._of_peer[peer] += count
+        if not self._of_peer[peer]:
+            del self._of_peer[peer]
+        if count < 0:
+            self._admit()
+
+    def _admit(self) -> None:
+        for turn, (peer, count) in list(self._waiting.items()):
+            if self.num_bytes + count > self.limit:
+                break
+            if not turn.done() and self.has_room(peer, count):
+                del self._waiting[turn]
+                self.add(peer, count)
+                turn.set_result(None)
+
+    async def _wait(self, peer: str, count: int, seconds: float) -> None:
+        if len(self._waiting) >= self.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} calls wait for memory: {self}")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = peer, count
+        self._admit()  # those that wait may be of peers with more than their share
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), seconds)
+        except BaseException as error:
+            if self._waiting.pop(turn, None) is None:
+                self.add(peer, -count)
+            self._admit()
+            if isinstance(error, asyncio.TimeoutError):
+                raise QueueFull(
+                    f"no room for a call of {count} bytes within {seconds:.1f} s: {self}"
+                ) from None
+            raise
 
 
 class FairQueue:

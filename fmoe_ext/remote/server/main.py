@@ -6,20 +6,21 @@ import logging
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from fmoe_ext._cli import CANNOT, NOT_SAVED, run
-from fmoe_ext.remote import loop, status
+from fmoe_ext._cli import CANNOT, IN_USE, NOT_SAVED, reason, run
+from fmoe_ext.remote import loop, protocol, status
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
 from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.security import Credentials, Security
+from fmoe_ext.remote.security import Credentials, InUse, Security
 from fmoe_ext.remote.server.checkpoints import Damaged
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.options import ETCD, Options, Training, parse, read_tokens
@@ -73,6 +74,7 @@ def _open_dht(flags: argparse.Namespace) -> Discovery:
         list(flags.initial_peers),
         f"{host}:{flags.dht_port or 0}",
         identity_path=flags.identity_path,
+        alone=True,
         relay=flags.relay,
         relay_token=flags.relay_token,
     )
@@ -98,7 +100,7 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved, NOT_SAVED if something was not.
+    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved; other statuses: _cli.
 
     `status ...`: status.main().
     """
@@ -112,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(flags.num_threads)
     if flags.custom_module_path is not None:
         _run_file(flags.custom_module_path)
+    protocol.allow_more_files()
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -119,8 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = make_server(flags)
         server.start()
+    except InUse as error:
+        log.error("%s", error)
+        return IN_USE
     except (OSError, ValueError, DiscoveryError, Damaged, RemoteError) as error:
         log.error("%s", error)
+        return CANNOT
+    except Exception as error:
+        log.error("the server cannot start: %s", describe(error))
+        log.debug("it failed here", exc_info=True)
         return CANNOT
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
@@ -135,6 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def describe(error: Exception) -> str:
+    """An error that nobody expected: its kind, its text and the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {reason(error)[:300]} ({frame.filename}:{frame.lineno})"
+
+
 def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
@@ -146,7 +162,10 @@ def _run_file(path: Path) -> None:
     spec = importlib.util.spec_from_file_location("fmoe_server_custom_module", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(f"--custom_module_path {path} is no Python file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:
+        raise SystemExit(f"--custom_module_path {path} failed: {describe(error)}") from None
 
 
 if __name__ == "__main__":

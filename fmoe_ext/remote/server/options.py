@@ -133,6 +133,11 @@ class Options:
     )
     max_waiting: int = flag(4096, "calls in the queue", type=POSITIVE_INT)
     max_message_bytes: int = flag(256 << 20, type=POSITIVE_INT)
+    max_bytes_in_flight: int | None = flag(
+        None,
+        "of calls under way, over all peers; none: an eighth of the memory of the machine or of its cgroups",
+        type=POSITIVE_INT,
+    )
     http_on: str | None = flag(
         None, "host:port of the status page and the metrics", type=endpoint, group=NETWORK
     )

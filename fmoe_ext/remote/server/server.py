@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import grpc
 
+from fmoe_ext.memory import limits
 from fmoe_ext.remote import loop, protocol
 from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged
-from fmoe_ext.remote.server.fair_queue import FairQueue
+from fmoe_ext.remote.server.fair_queue import ByteBudget, FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.options import Options
@@ -27,6 +28,7 @@ from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
 CHECK_SECONDS = 600.0  # between two readings of all checkpoints
+SHARE_IN_FLIGHT = 8  # the part of the memory that calls may hold; one takes up to five times its bytes
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
 
 
@@ -56,10 +58,12 @@ class Server:
         )
         self.compute = ComputeThread(self.host, self.queue)
         self.metrics = Metrics()
-        limits = Limits(max_message_bytes=options.max_message_bytes)
-        self.service = ExpertService(self.compute, Guard(options.security), self.metrics, limits)
+        call = Limits(max_message_bytes=options.max_message_bytes)
+        self.service = ExpertService(self.compute, Guard(options.security), self.metrics, call)
         self.service.max_rows = options.max_rows
         self.service.describe = self.describe
+        if (most := options.max_bytes_in_flight or _bytes_in_flight()) is not None:
+            self.service.budget = ByteBudget(most, options.max_waiting)
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.saver = (
             Saver(self.checkpoints, self.host, self.metrics, self.read_state) if self.checkpoints else None
@@ -72,6 +76,7 @@ class Server:
         self._grpc: grpc.aio.Server | None = None
         self.metrics.gauge("experts", lambda: len(self.host.experts))
         self.metrics.gauge("waiting_calls", lambda: len(self.queue))
+        self.metrics.gauge("bytes_in_flight", lambda: self.service.budget.num_bytes)
         self.metrics.gauge("batches", lambda: self.compute.num_batches)
         self.metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
         self.metrics.gauge("updates_refused", self._count_refused)
@@ -285,6 +290,12 @@ class Server:
 
     def _count_refused(self) -> int:
         return sum(expert.num_refused for expert in list(self.host.experts.values()))
+
+
+def _bytes_in_flight() -> int | None:
+    """The default of --max_bytes_in_flight; None where the size of the memory is unknown."""
+    sizes = [limit.num_bytes for limit in limits()]
+    return max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None
 
 
 def announced(listen_on: str, port: int) -> str:

@@ -16,7 +16,7 @@ import grpc
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.schema import SchemaError, check_finite
 from fmoe_ext.remote.security import Denied, Guard
-from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
+from fmoe_ext.remote.server.fair_queue import ByteBudget, DeadlinePassed, FairQueue, Held, Job, QueueFull
 from fmoe_ext.remote.server.host import Answer, ExpertHost, ExpertMissing, StaleGradient
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.pages import Metrics
@@ -33,6 +33,7 @@ from fmoe_ext.remote.wire import (
     decompress,
     encode,
     encode_parts,
+    unpacked_bytes,
 )
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class ComputeThread:
                 self.num_batches += 1
                 self.num_jobs += len(work)
                 self._run_batch(work)
+            del work  # or the last batch stays in memory until the next one comes
 
     def _run_batch(self, batch: list[Job]) -> None:
         try:
@@ -134,6 +136,8 @@ def _seconds(request: Message) -> float | None:
 
 
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
+CALLS_IN_FLIGHT = 8  # of the largest size, where no other bound is set
+SHARE_FOR_ROOM = 0.5  # of a call's time, after which it is refused if there is no room for it
 MAX_SHOWN_PEERS = 100
 Code = grpc.StatusCode
 
@@ -155,6 +159,7 @@ class ExpertService:
     def __init__(self, compute: ComputeThread, guard: Guard, metrics: Metrics, limits: Limits):
         self.compute, self.guard, self.metrics, self.limits = compute, guard, metrics, limits
         self.max_rows: int | None = None  # of one call
+        self.budget = ByteBudget(CALLS_IN_FLIGHT * limits.max_message_bytes)
         self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
         self.may_step: Callable[[str], None] = lambda uid: None
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
@@ -166,40 +171,46 @@ class ExpertService:
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
 
     def handlers(self) -> grpc.GenericRpcHandler:
+        """The methods. Each reads its one message itself, when there is memory for it."""
         unary = {"Info": self._info, "Forward": self._forward, "Backward": self._backward}
         methods = {
-            name: grpc.unary_unary_rpc_method_handler(self._method(name.lower(), call))
+            name: grpc.stream_unary_rpc_method_handler(self._method(name.lower(), call))
             for name, call in unary.items()
         }
-        methods["State"] = grpc.unary_stream_rpc_method_handler(self._state_in_parts)
+        methods["State"] = grpc.stream_stream_rpc_method_handler(self._state_in_parts)
         return grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
 
     def _method(
         self, name: str, call: Callable[[Message, str, float], Awaitable[bytes]]
     ) -> Callable[..., Any]:
-        async def method(data: bytes, context: Any) -> bytes:
-            async with self._answering(name, data, context) as (message, peer, deadline):
+        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
+            async with self._answering(name, requests, context) as (message, peer, deadline):
                 return await call(message, peer, deadline)
             raise AssertionError("abort() does not return")
 
         return method
 
-    async def _state_in_parts(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
-        async with self._answering("state", data, context) as (message, _, _):
+    async def _state_in_parts(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async with self._answering("state", requests, context) as (message, _, _):
             for part in encode_parts(await self._state(message), self._part_bytes):
                 yield part
 
     @contextlib.asynccontextmanager
     async def _answering(
-        self, name: str, data: bytes, context: Any
+        self, name: str, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[tuple[Message, str, float]]:
         """The message of a call, its peer and deadline; ends the call with a status code if the block raises."""
         begin, code = time.monotonic(), Code.OK
         try:
-            peer = self.guard.admit(context, len(data), gradient=name == "backward")
-            message = decode(data, self.limits)
+            announced = _announced(context)
+            peer = self.guard.admit(context, announced or 0, gradient=name == "backward")
+            seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
+            room = self._room_for(announced)
+            held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
+            context.add_done_callback(lambda _: held.release())  # when the reply is on its way
+            message = await self._read(requests, held, announced or 0)
             self._note_peer(peer, message)
-            yield message, peer, begin + min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
+            yield message, peer, begin + seconds
         except Denied as error:
             code = error.code
             await context.abort(code, str(error))
@@ -212,6 +223,27 @@ class ExpertService:
         finally:
             self.metrics.add("calls_total", method=name, code=code.name)
             self.metrics.time("call_seconds", time.monotonic() - begin, method=name)
+
+    def _room_for(self, announced: int | None) -> int:
+        """The bytes to keep free for a call before it is read."""
+        if announced is None:
+            return min(self.limits.max_message_bytes, self.budget.limit)
+        if announced > self.budget.limit:
+            raise WireError(
+                f"a call of {announced} bytes is more than this server takes at a time, {self.budget.limit} "
+                "(--max_bytes_in_flight): send fewer rows a call"
+            )
+        return announced
+
+    async def _read(self, requests: AsyncIterator[bytes], held: Held, announced: int) -> Message:
+        """The one message of a call."""
+        async for data in requests:
+            self.guard.charge(held.peer, len(data) - announced)
+            held.resize(len(data))
+            message = decode(data, self.limits)
+            held.resize(max(len(data), unpacked_bytes(message)))
+            return message
+        raise WireError("the call has no message")
 
     def _note_peer(self, peer: str, message: Message) -> None:
         loss = message.meta.get(protocol.LOSS) or self.peers.pop(peer, (0.0, ""))[1]
@@ -323,6 +355,12 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
         loop.call_soon_threadsafe(settle, result)
 
     return settle_soon
+
+
+def _announced(context: Any) -> int | None:
+    """The bytes that a call says it has; None if it says nothing that makes sense."""
+    text = str(dict(context.invocation_metadata() or ()).get(protocol.BYTES, ""))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 12 else None
 
 
 def _text(message: Message, key: str) -> str:

@@ -2,10 +2,16 @@
 
 import asyncio
 
+import pytest
+import torch
 from simulation import Network, close, endpoint_of
 
+from fmoe_ext.remote.beam_search import beam_search
+from fmoe_ext.remote.dht import messages, storage
 from fmoe_ext.remote.dht.clock import NetworkClock
-from fmoe_ext.remote.dht.storage import Refusal
+from fmoe_ext.remote.dht.messages import Answer, Found, Header
+from fmoe_ext.remote.dht.records import Identity, prefix_key
+from fmoe_ext.remote.dht.storage import RecordStore, Refusal
 
 TTL = 100.0
 
@@ -90,6 +96,70 @@ def test_node_that_repeats_its_record_has_one_vote():
     granted, again, answers = asyncio.run(run())
     assert granted == again == {"expert.0"}
     assert answers == [["owner:1"]] * 6
+
+
+@pytest.fixture
+def room_for_eight(monkeypatch):
+    for module in ("storage", "discovery"):
+        monkeypatch.setattr(f"fmoe_ext.remote.dht.{module}.MAX_UNDER_PREFIX", 8)
+
+
+def test_key_with_many_claims_leaves_each_other_key_its_share_of_a_prefix(room_for_eight):
+    """New experts were granted and found by name, but no beam search saw them."""
+
+    async def run():
+        network = Network(seed=11)
+        nodes = await network.nodes(5)
+        crowd = await nodes[0].declare([f"expert.{n}" for n in range(12)], "crowd:1", TTL)
+        mine = ["expert.20", "expert.21", "expert.22"]
+        granted = await nodes[1].declare(mine, "owner:1", TTL)
+        seen = [await d.successors(["expert"]) for d in nodes]
+        beam = await beam_search(nodes[2], "expert", [torch.arange(30.0).reshape(1, 30)], 3)
+        again = await nodes[0].declare([f"expert.{n}" for n in range(12)], "crowd:1", TTL)
+        await close(nodes)
+        return crowd, granted, seen, beam, again
+
+    crowd, granted, seen, beam, again = asyncio.run(run())
+    assert granted.found_at == {"expert.20": 5, "expert.21": 5, "expert.22": 5}
+    assert all({20, 21, 22} < found["expert"] and len(found["expert"]) == 8 for found in seen)
+    assert [record.uid for record in beam.records] == ["expert.20", "expert.21", "expert.22"]
+    assert [sorted(claims.found_at.values()) for claims in (crowd, again)] == [
+        [0] * 4 + [5] * 8,
+        [0] * 7 + [5] * 5,
+    ]
+
+
+def test_claims_that_one_node_makes_up_leave_the_others_their_share_of_a_search(room_for_eight):
+    async def run():
+        network = Network(seed=12)
+        nodes = await network.nodes(5)
+        await nodes[1].declare(["expert.20", "expert.21"], "owner:1", TTL)
+        liar = await network.node(nodes[0])
+        made_up = [
+            liar.identity.sign(f"expert.{n}", "evil:1", 1, 1, network.seconds + TTL) for n in range(20)
+        ]
+        liar.node.store.find = lambda key, now: made_up
+        found = await nodes[3].successors(["expert"])
+        await close([*nodes, liar])
+        return found["expert"]
+
+    found = asyncio.run(run())
+    assert {20, 21} < found and len(found) == 8
+
+
+def test_answer_about_a_prefix_has_room_for_the_largest_records():
+    """Records of 2,048 characters made an answer that nobody takes, so that a prefix could not be read."""
+    store, crowd, one = RecordStore(), Identity(bytes(32)), Identity(bytes([1]) * 32)
+    metadata = {str(n): "\\" * 200 for n in range(4)}
+    claims = [
+        crowd.sign(f"expert.{n}", "a:1", 1, 1, 150.0, metadata) for n in range(storage.MAX_UNDER_PREFIX)
+    ]
+    for claim in [*claims[:-1], one.sign("expert.9999", "b:1", 1, 1, 150.0)]:
+        assert store.put(prefix_key("expert"), claim, 100.0) is None
+    found = store.find(prefix_key("expert"), 100.0)
+    answer = messages.encode_answer(Answer(Header(1, 100.0), {1: Found((), found)}))
+    assert 4 << 20 < len(answer) < messages.MAX_ANSWER_BYTES - messages.FULL_ANSWER_BYTES
+    assert "expert.9999" in {record.uid for record in found}
 
 
 def test_node_with_the_key_of_another_is_not_believed():

@@ -145,6 +145,56 @@ def test_of_two_claims_at_the_same_moment_one_holds(seed):
     assert answers == [[owner]] * len(answers)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_servers_with_one_key_the_later_one_gives_up_at_its_renewal(first, caplog):
+    """Both were granted the uid for as long as they lived."""
+
+    async def run():
+        network = Network(seed=7)
+        nodes = await network.nodes(6)
+        nodes[1].identity = nodes[0].identity  # on another machine, where no lock is seen
+        servers = [(nodes[n], ["expert.0"], f"host{n}:1", 30.0) for n in (first, 1 - first)]
+        granted = []
+        for _ in range(4):
+            now = []
+            for discovery, *claim in servers:
+                network.seconds += 5
+                now.append(bool(await discovery.declare(*claim)))
+            granted.append(now)
+        answers = endpoints(await nodes[4].get(["expert.0"]))
+        network.kill(servers[0][0])
+        network.seconds += 31  # the earlier one has died
+        granted.append(bool(await servers[1][0].declare(*servers[1][1:])))
+        await close(nodes)
+        return granted, answers
+
+    granted, answers = asyncio.run(run())
+    assert granted == [[True, True], *[[True, False]] * 3, True]
+    assert answers == [f"host{first}:1"]
+    texts = [record.message for record in caplog.records if "two servers have one identity" in record.message]
+    assert len(texts) == 2
+    assert f"claimed at host{first}:1, by the one that began earlier and keeps it" in texts[1]
+
+
+def test_server_that_died_and_starts_again_has_its_uids_at_once():
+    async def run():
+        network = Network(seed=7)
+        nodes = await network.nodes(4)
+        await nodes[0].declare(["expert.0"], "before:1", 30.0)
+        network.kill(nodes[0])
+        network.seconds += 5
+        again = await network.node(nodes[1])
+        again.identity = nodes[0].identity
+        granted = []
+        for _ in range(3):
+            granted.append(await again.declare(["expert.0"], "after:1", 30.0))
+            network.seconds += 10
+        await close([*nodes, again])
+        return granted
+
+    assert asyncio.run(run()) == [{"expert.0"}] * 3
+
+
 @pytest.mark.parametrize("skews", [(0, 600), (0, 0, 900, 0), (-300, 0, 0, 500, 0)])
 def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
     async def run():

@@ -1,5 +1,10 @@
 // What happens to a tile before it leaves the cache, and the row sums around the products; for one
 // instruction set.
+#pragma once
+
+#include "multiply.h"
+
+#include "isa_begin.h"
 
 // For x <= 0, relative error below 2^-23. 0 for x < -86.4, from where on GELU would be denormal: products
 // with denormal numbers take many times as long, and weights that diverge make half of all activations such.
@@ -277,10 +282,13 @@ template <class T>
 inline void stream_two(T* p, VecOf<T> first, VecOf<T> second) {
   if constexpr (sizeof(T) == 2) {
     VH halves[2];
-    if constexpr (std::is_same_v<T, BF16>)
-      halves[0] = narrow_bf16(first), halves[1] = narrow_bf16(second);
-    else
-      halves[0] = narrow_half(first), halves[1] = narrow_half(second);
+    if constexpr (std::is_same_v<T, BF16>) {
+      halves[0] = narrow_bf16(first);
+      halves[1] = narrow_bf16(second);
+    } else {
+      halves[0] = narrow_half(first);
+      halves[1] = narrow_half(second);
+    }
     const __m512i low = _mm512_castsi256_si512((__m256i)halves[0]);
     _mm512_stream_si512((__m512i*)p, _mm512_inserti64x4(low, (__m256i)halves[1], 1));
   } else {
@@ -365,3 +373,5 @@ void dot(const void* x, const void* y, int64_t n, void* out) {
     total += load_n((const T*)x + j, n - j) * load_n((const T*)y + j, n - j);
   *(AccOf<T>*)out = sum_lanes(total);
 }
+
+#include "isa_end.h"

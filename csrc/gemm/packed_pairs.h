@@ -1,5 +1,12 @@
 // Products of few rows of bfloat16 with packed columns, by dot products of pairs. The values of codes are
 // exact in bfloat16 (NF4's are the sum of two); the scale multiplies the sum of its block, in float.
+#pragma once
+
+#include "packed_rows.h"
+
+#include "isa_begin.h"
+
+#if defined(FMOE_BF16_DOT) && FMOE_BYTES == 64
 
 constexpr int64_t kPairsDepth = 4096;  // columns of A that are put in order at once
 constexpr int kMostBlocks = kPairsDepth / kGroup;
@@ -288,7 +295,8 @@ inline void deinterleave(__m512i& first, __m512i& second) {
                                                      44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
   const __m512i even = load_pairs(kEven), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
   const __m512i low = first, high = second;
-  first = _mm512_permutex2var_epi16(low, even, high), second = _mm512_permutex2var_epi16(low, odd, high);
+  first = _mm512_permutex2var_epi16(low, even, high);
+  second = _mm512_permutex2var_epi16(low, odd, high);
 }
 
 // Each 128 columns in the order of the codes in 32 words: those of the lowest four bits first. Formats that
@@ -378,3 +386,7 @@ inline void multiply_packed_pairs(int64_t m, int64_t k, const void* a, int64_t s
     }
   });
 }
+
+#endif
+
+#include "isa_end.h"

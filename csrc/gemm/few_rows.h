@@ -1,5 +1,10 @@
 // Products with few rows of A, straight from the weights: packing B would take longer than multiplying with
 // it.
+#pragma once
+
+#include "multiply.h"
+
+#include "isa_begin.h"
 
 constexpr int kRowsAtOnce = kRegisters / 4;
 constexpr int kFewRows = 16;            // up to which a product is computed here
@@ -139,16 +144,19 @@ inline auto load_two(const T* rows, int64_t ld, int64_t rows_left) {
     decltype(load_units(rows, 0)) first, second;
   } two;
   if constexpr (U::k_step == 1) {
-    two.first = load(rows), two.second = load(rows + kLanes<T>);
+    two.first = load(rows);
+    two.second = load(rows + kLanes<T>);
   } else {
 #if defined(FMOE_BF16_DOT) && defined(FMOE_NEON)
     const auto low = load_bytes<uint16x8_t>(rows);
     const auto high = rows_left > 1 ? load_bytes<uint16x8_t>(rows + ld) : uint16x8_t{};
-    two.first = (VU)vzip1q_u16(low, high), two.second = (VU)vzip2q_u16(low, high);
+    two.first = (VU)vzip1q_u16(low, high);
+    two.second = (VU)vzip2q_u16(low, high);
 #elif defined(FMOE_BF16_DOT)
     const __m512i low = (__m512i)load_bytes<VU>(rows);
     const __m512i high = rows_left > 1 ? (__m512i)load_bytes<VU>(rows + ld) : _mm512_setzero_si512();
-    two.first = (VU)_mm512_unpacklo_epi16(low, high), two.second = (VU)_mm512_unpackhi_epi16(low, high);
+    two.first = (VU)_mm512_unpacklo_epi16(low, high);
+    two.second = (VU)_mm512_unpackhi_epi16(low, high);
 #endif
   }
   return two;
@@ -160,7 +168,8 @@ inline void natural_order(Sum& first, Sum& second) {
   if constexpr (U::k_step == 2) {
     const __m512 low = _mm512_shuffle_f32x4((__m512)first, (__m512)second, 0x44);
     const __m512 high = _mm512_shuffle_f32x4((__m512)first, (__m512)second, 0xee);
-    first = (VF)_mm512_shuffle_f32x4(low, low, 0xd8), second = (VF)_mm512_shuffle_f32x4(high, high, 0xd8);
+    first = (VF)_mm512_shuffle_f32x4(low, low, 0xd8);
+    second = (VF)_mm512_shuffle_f32x4(high, high, 0xd8);
   }
 #endif
 }
@@ -180,8 +189,10 @@ void add_rows(int64_t begin, int64_t end, int64_t k, const OperandOf<T>* a, int6
   typename U::Sum sum[M][2] = {};
   if (begin > 0) {
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-      sum[m][0] = load(tile + m * NR<U>), sum[m][1] = load(tile + m * NR<U> + lanes);
+    for (int m = 0; m < M; ++m) {
+      sum[m][0] = load(tile + m * NR<U>);
+      sum[m][1] = load(tile + m * NR<U> + lanes);
+    }
   }
   const auto add = [&](int64_t i) __attribute__((always_inline)) {
     const T* row = b + (i - begin) * ld;
@@ -192,7 +203,7 @@ void add_rows(int64_t begin, int64_t end, int64_t k, const OperandOf<T>* a, int6
       units = load_two(row, ld, k - i);
     } else {
       const T* rows[2] = {row, row + (k - i > 1 ? ld : 0)};
-      units.first = gather_units<U>(rows, k - i, 0, n),
+      units.first = gather_units<U>(rows, k - i, 0, n);
       units.second = gather_units<U>(rows, k - i, lanes, n - lanes);
     }
 #pragma GCC unroll 8
@@ -240,3 +251,5 @@ void multiply_rows_of(int64_t m, int64_t first, int64_t last, int64_t k, const v
     }
   }
 }
+
+#include "isa_end.h"

@@ -1,4 +1,9 @@
 // The clamped gated activations between two products, where they do not run in the tiles of expert_mlp.
+#pragma once
+
+#include "epilogue.h"
+
+#include "isa_begin.h"
 
 // x sigmoid(alpha x).
 inline Point<VF> scaled_silu(VF x, float alpha) {
@@ -10,7 +15,8 @@ inline Point<VD> scaled_silu(VD x, double alpha) {
   Point<VD> result;
   for (int i = 0; i < WD; ++i) {
     const double s = 1 / (1 + std::exp(-alpha * x[i]));
-    result.value[i] = x[i] * s, result.slope[i] = s * (1 + alpha * x[i] * (1 - s));
+    result.value[i] = x[i] * s;
+    result.slope[i] = s * (1 + alpha * x[i] * (1 - s));
   }
   return result;
 }
@@ -33,7 +39,8 @@ struct GateAndUp {
     if (!glu.interleaved) return;
     const T* turns = (const T*)h + 2 * first;
     for (int64_t j = 0; j < n; ++j) gates[j] = turns[2 * j], ups[j] = turns[2 * j + 1];
-    gate = gates, up = ups;
+    gate = gates;
+    up = ups;
   }
 };
 
@@ -97,3 +104,5 @@ void clamped_glu_backward(const ClampedGlu& glu, const void* grad, const void* h
     for (int64_t j = 0; j < m; ++j) turns[2 * j] = grad_gates[j], turns[2 * j + 1] = grad_ups[j];
   }
 }
+
+#include "isa_end.h"

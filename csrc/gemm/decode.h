@@ -1,5 +1,10 @@
 // Decoding packed weights, 32 columns at a time, for one instruction set; see packed.h. Every set decodes to
 // the same bits: in float, each rounding of it named by the format.
+#pragma once
+
+#include "multiply.h"
+
+#include "isa_begin.h"
 
 typedef uint8_t B16 __attribute__((vector_size(16)));
 typedef float F8 __attribute__((vector_size(32)));
@@ -46,8 +51,10 @@ inline void widen_bytes(B16 bytes, VI* out) {
   out[1] = (VI)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8));
 #elif defined(FMOE_NEON)
   const uint16x8_t low = vmovl_u8(vget_low_u8((uint8x16_t)bytes)), high = vmovl_high_u8((uint8x16_t)bytes);
-  out[0] = (VI)vmovl_u16(vget_low_u16(low)), out[1] = (VI)vmovl_high_u16(low);
-  out[2] = (VI)vmovl_u16(vget_low_u16(high)), out[3] = (VI)vmovl_high_u16(high);
+  out[0] = (VI)vmovl_u16(vget_low_u16(low));
+  out[1] = (VI)vmovl_high_u16(low);
+  out[2] = (VI)vmovl_u16(vget_low_u16(high));
+  out[3] = (VI)vmovl_high_u16(high);
 #else
   for (int i = 0; i < 16; ++i) out[i / W][i % W] = bytes[i];
 #endif
@@ -112,7 +119,8 @@ inline float e8m0(uint8_t e) {
 // The low four bits of 16 bytes, then the high ones, as they alternate.
 inline void alternate(B16 bytes, B16& first, B16& second) {
   const B16 low = bytes & 15, high = bytes >> 4;
-  first = interleave_low(low, high), second = interleave_high(low, high);
+  first = interleave_low(low, high);
+  second = interleave_high(low, high);
 }
 
 alignas(64) constexpr float kCounting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -162,7 +170,8 @@ struct Decoder<PackedFormat::mxfp4> {
   B16 bytes = {};
 
   __attribute__((always_inline)) void open(int64_t b) {
-    half_scale = 0.5f * e8m0(row.scale[b]), bytes = load_bytes<B16>(row.data + 16 * b);
+    half_scale = 0.5f * e8m0(row.scale[b]);
+    bytes = load_bytes<B16>(row.data + 16 * b);
   }
   Decoded group(int) const {
     const B16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
@@ -215,7 +224,8 @@ struct Decoder<PackedFormat::int4> {
 
   __attribute__((always_inline)) void open(int64_t b) {
     const int64_t group = b * kGroup / row.group;
-    scale = scale_at(row, group), bytes = load_bytes<B16>(row.data + 16 * b);
+    scale = scale_at(row, group);
+    bytes = load_bytes<B16>(row.data + 16 * b);
     zero = row.zero ? uint32_t(row.zero[group]) >> row.zero_shift & 15 : 8;
   }
   Decoded group(int) const {
@@ -265,7 +275,8 @@ struct Decoder<PackedFormat::q4_k> {
     const uint32_t minima[2] = {middle & 0x3f3f3f3fu,
                                 (high >> 4 & 0x0f0f0f0fu) | (middle >> 2 & 0x30303030u)};
     widen_eight(scales, scale), widen_eight(minima, minimum);
-    scale *= d, minimum *= -dmin;
+    scale *= d;
+    minimum *= -dmin;
     codes = block + 16;
   }
   Decoded group(int s) const {
@@ -293,7 +304,8 @@ struct Decoder<PackedFormat::q6_k> {
   const uint8_t* block = nullptr;
 
   __attribute__((always_inline)) void open(int64_t b) {
-    block = row.data + 210 * b, d = half_at(block + 208);
+    block = row.data + 210 * b;
+    d = half_at(block + 208);
   }
   Decoded group(int s) const {
     const int half = s / 4, quarter = s % 4;
@@ -319,7 +331,8 @@ struct Decoder<PackedFormat::nf4> {
   B16 bytes = {};
 
   __attribute__((always_inline)) void open(int64_t b) {
-    scale = scale_at(row, b * kGroup / row.group), bytes = load_bytes<B16>(row.data + 16 * b);
+    scale = scale_at(row, b * kGroup / row.group);
+    bytes = load_bytes<B16>(row.data + 16 * b);
   }
   Decoded group(int) const {
     const B16 low = bytes & 15, high = bytes >> 4;  // the high one is first
@@ -394,3 +407,5 @@ void decode(const PackedRow& row, int64_t begin, int64_t n, void* dst) {
     }
   });
 }
+
+#include "isa_end.h"

@@ -1,4 +1,9 @@
 // Packing and the tile products of one instruction set; see kernels.h for the layouts.
+#pragma once
+
+#include "vec.h"
+
+#include "isa_begin.h"
 
 // What is multiplied: a unit of k_step elements as it lies in packed memory, and its product into sums.
 struct FloatUnit {
@@ -262,8 +267,10 @@ inline void transpose(Words (&r)[4]) {
   const auto odd = [](Words a, Words b) { return vreinterpretq_u64_u32(vtrn2q_u32(a, b)); };
   const auto even = [](Words a, Words b) { return vreinterpretq_u64_u32(vtrn1q_u32(a, b)); };
   const uint64x2_t t0 = even(r[0], r[1]), t1 = odd(r[0], r[1]), t2 = even(r[2], r[3]), t3 = odd(r[2], r[3]);
-  r[0] = vreinterpretq_u32_u64(vtrn1q_u64(t0, t2)), r[1] = vreinterpretq_u32_u64(vtrn1q_u64(t1, t3));
-  r[2] = vreinterpretq_u32_u64(vtrn2q_u64(t0, t2)), r[3] = vreinterpretq_u32_u64(vtrn2q_u64(t1, t3));
+  r[0] = vreinterpretq_u32_u64(vtrn1q_u64(t0, t2));
+  r[1] = vreinterpretq_u32_u64(vtrn1q_u64(t1, t3));
+  r[2] = vreinterpretq_u32_u64(vtrn2q_u64(t0, t2));
+  r[3] = vreinterpretq_u32_u64(vtrn2q_u64(t1, t3));
 }
 #endif
 
@@ -350,3 +357,5 @@ void pack_operand_rows(const void* const* rows, int64_t k, int64_t col0, int64_t
   using U = typename UnitOf<T>::type;
   pack_lanes<U, typename U::Operand>(rows, k, col0, n, lanes, dst, panel_stride);
 }
+
+#include "isa_end.h"

@@ -1,4 +1,7 @@
 // Vectors of one instruction set.
+#pragma once
+
+#include "isa_begin.h"
 
 constexpr int kBytes = FMOE_BYTES;
 constexpr int W = kBytes / 4;
@@ -178,3 +181,5 @@ inline auto sum_lanes(V v) {
   for (size_t i = 1; i < sizeof(V) / sizeof(sum); ++i) sum += v[i];
   return sum;
 }
+
+#include "isa_end.h"

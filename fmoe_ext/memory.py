@@ -1,4 +1,4 @@
-"""The argument memory= of stream(): a number of bytes, or what the machine and the memory cgroups leave."""
+"""Bytes of memory: sizes as text, and what the machine and the memory cgroups leave this process."""
 
 from __future__ import annotations
 

@@ -1,54 +1,31 @@
-// Every kernel of one instruction set, and its tables. Included once by each <isa>.cpp, which defines
-//   FMOE_BYTES     the width of a register,
-//   FMOE_MR        the rows of a tile,
-//   FMOE_TARGET    the instruction sets beyond the compiler's default, if any,
-//   FMOE_NEON      where the registers are those of 64-bit Arm,
-//   FMOE_BF16_DOT  where the set multiplies pairs of bfloat16.
-// All of it lies in an unnamed namespace: no function here may be visible to code for another set.
+// Every kernel of one instruction set, and its tables, for <isa>.cpp; isa_begin.h has what that defines.
+#pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <type_traits>
+#include "clamped_glu.h"
+#include "decode.h"
+#include "epilogue.h"
+#include "few_rows.h"
+#include "integer_rows.h"
+#include "multiply.h"
+#include "packed_pairs.h"
+#include "packed_rows.h"
 
-#include "isa.h"
+#include "isa_begin.h"
 
-#if defined(FMOE_NEON)
-#include <arm_neon.h>
-#elif defined(FMOE_TARGET)
-#include <immintrin.h>
-#endif
-
-#ifdef FMOE_TARGET
-#define FMOE_PRAGMA(...) _Pragma(#__VA_ARGS__)
-#define FMOE_PRAGMA_OF(...) FMOE_PRAGMA(__VA_ARGS__)
-#if defined(__clang__)
-FMOE_PRAGMA_OF(clang attribute push(__attribute__((target(FMOE_TARGET))), apply_to = function))
+// Rows up to which integers are faster, as measured on Zen 5.
+#if defined(FMOE_BF16_DOT) && defined(FMOE_VNNI)
+constexpr int64_t kMostIntegerRows = 16;
+#elif defined(FMOE_VNNI)
+constexpr int64_t kMostIntegerRows = 64;
 #else
-#pragma GCC push_options
-FMOE_PRAGMA_OF(GCC target(FMOE_TARGET))
-// gcc's own AVX-512 headers (bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
+constexpr int64_t kMostIntegerRows = FMOE_BYTES == 64 ? 32 : INT64_MAX;
 #endif
-#endif
+template <class T>
+constexpr IntegerKernels make_integer_kernels() {
+  return {sizeof(AccOf<T>) == 8 ? 0 : kMostIntegerRows, round_rows<T>, multiply_integers<T>};
+}
 
-namespace fmoe_ext::gemm {
-namespace {
-
-// clang-format off: each file builds on those before it
-#include "vec.inc"
-#include "multiply.inc"
-#include "few_rows.inc"
-#include "decode.inc"
-#include "packed_rows.inc"
-#if defined(FMOE_BF16_DOT) && FMOE_BYTES == 64
-#include "packed_pairs.inc"
-#endif
-#include "epilogue.inc"
-#include "integer_rows.inc"
-#include "clamped_glu.inc"
-// clang-format on
-
+#ifndef FMOE_INTEGERS
 template <class T>
 constexpr Kernels make_kernels() {
   using U = typename UnitOf<T>::type;
@@ -77,10 +54,7 @@ constexpr Kernels make_kernels() {
 #else
   kernels.multiply_packed = multiply_packed<T>;
 #endif
-  kernels.integer_rows = sizeof(typename U::Acc) == 4 ? FMOE_BYTES == 64 ? 32 : INT64_MAX : 0;
-  if (FMOE_BYTES == 64 && U::k_step > 1) kernels.integer_rows = 0;  // pairs of bfloat16 are as fast
-  kernels.round_rows = round_rows<T>;
-  kernels.multiply_integers = multiply_integers<T>;
+  kernels.integers = make_integer_kernels<T>();
   kernels.store = store_tile<T>;
   kernels.add = add_tile<T>;
   kernels.stream = stream_tile<T>;
@@ -96,25 +70,26 @@ constexpr Kernels make_kernels() {
   kernels.dot = dot<T>;
   return kernels;
 }
+#endif
 
+#ifdef FMOE_INTEGERS
+constexpr IntegerKernels kFloat32 = make_integer_kernels<float>(), kFloat16 = make_integer_kernels<F16>();
+constexpr IntegerKernels kBfloat16 = make_integer_kernels<BF16>();
+#else
 #ifndef FMOE_BF16_DOT
 constexpr Kernels kFloat32 = make_kernels<float>(), kFloat64 = make_kernels<double>();
 constexpr Kernels kFloat16 = make_kernels<F16>();
 #endif
 constexpr Kernels kBfloat16 = make_kernels<BF16>();
-
-}  // namespace
-}  // namespace fmoe_ext::gemm
-
-#if defined(FMOE_TARGET) && defined(__clang__)
-#pragma clang attribute pop
-#elif defined(FMOE_TARGET)
-#pragma GCC pop_options
 #endif
+
+#include "isa_end.h"
 
 namespace fmoe_ext::gemm {
 namespace {
-#ifdef FMOE_BF16_DOT
+#if defined(FMOE_INTEGERS)
+constexpr IntegerKernelSet kIntegers = {kFloat32, kBfloat16, kFloat16};
+#elif defined(FMOE_BF16_DOT)
 constexpr KernelSet kBfloat16Only = {nullptr, nullptr, &kBfloat16, nullptr};
 #else
 constexpr KernelSet kAllTypes = {&kFloat32, &kFloat64, &kBfloat16, &kFloat16};

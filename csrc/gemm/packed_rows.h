@@ -1,4 +1,10 @@
 // Products of few rows of A with packed columns, decoded in registers; for one instruction set.
+#pragma once
+
+#include "decode.h"
+#include "few_rows.h"
+
+#include "isa_begin.h"
 
 constexpr int kPackedRows = 4;          // rows of A for which a weight is decoded once
 constexpr int64_t kPackedDepth = 2048;  // columns of A that are turned into float at once
@@ -90,9 +96,11 @@ inline void multiply_alternating(const PackedRow& row, int64_t begin, int64_t co
     VF even = high_first ? high : low, odd = high_first ? low : high;
     if constexpr (is_int4) {
       const VF zero = broadcast(zeros[b]);
-      even -= zero, odd -= zero;
+      even -= zero;
+      odd -= zero;
     }
-    even *= scales[b], odd *= scales[b];
+    even *= scales[b];
+    odd *= scales[b];
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const float* x = a + m * stride + b * kGroup;
@@ -185,3 +193,5 @@ void multiply_packed(int64_t m, int64_t k, const void* a, int64_t stride, const 
     }
   }
 }
+
+#include "isa_end.h"

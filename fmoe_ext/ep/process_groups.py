@@ -1,0 +1,148 @@
+"""Process groups by name, and what their ranks must agree on.
+
+An operator names its group by a string, so that it can stand in a compiled graph; register_group() says which it is.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# by name; an entry lives as long as the group does
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+# what was said of a group's timeout
+_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
+# groups whose timeout a communicator has taken over
+_timeouts_in_use: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+# the numbers of the layers of each group
+_layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+# the layouts of layers that the ranks of each group have found to be the same
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+
+
+# How callers name a group; None is the default group.
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
+
+
+def register_group(group: Group = None, timeout: timedelta | None = None) -> str:
+    """The name by which operators find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
+
+    None is the default group. Any number of groups may be registered, each any number of times.
+    timeout: after which an exchange over a communicator of our own (builds with USE_NCCL=1) is aborted and raises on
+    every rank. By default that of init_process_group(), or of the store that it was given; torch does not tell that of
+    new_group(), so say it here, on all ranks and before the group's first exchange.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "expert parallelism needs torch.distributed.init_process_group() to be called first"
+        )
+    group = group or dist.group.WORLD
+    assert group is not None  # there is a default group
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
+    if timeout is not None:
+        _set_timeout(group, timeout)
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
+    if group in _timeouts_in_use and timeout != timeout_of(group):
+        raise RuntimeError(
+            f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since its "
+            f"first exchange, and cannot become {timeout}: register the group with it earlier"
+        )
+    _timeouts[group] = timeout
+
+
+def use_timeout(group: dist.ProcessGroup) -> timedelta:
+    """timeout_of() for a communicator that keeps it: from now on it cannot change."""
+    _timeouts_in_use.add(group)
+    return timeout_of(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of an exchange in a group: that of register_group(), or else of init_process_group()."""
+    return _timeouts.get(group) or group.get_group_store().timeout  # type: ignore[attr-defined]  # not in its stubs
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The group that register_group() returned this name for."""
+    try:
+        return _groups[name]
+    except KeyError:
+        raise RuntimeError(
+            f"no process group {name!r}: call fmoe_ext.ep.exchange.register_group(group) in this process, "
+            "and do not destroy the group while layers use it"
+        ) from None
+
+
+def size_of(group: Group = None) -> int:
+    """The number of ranks of a group, which it registers."""
+    return dist.get_world_size(find_group(register_group(group)))
+
+
+def next_layer_index(name: str) -> int:
+    """A number for a new layer on the group of this name: the same on all ranks that make their layers in one order."""
+    return next(_layers.setdefault(find_group(name), itertools.count()))
+
+
+def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
+
+    value is a tuple, list or string of plain values; this is a collective call.
+    """
+    texts = [str(v) for v in gather_values(value, group)]
+    expected = max(dict.fromkeys(texts), key=texts.count)
+    ranks = dist.get_process_group_ranks(group)
+    odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}
+    if odd:
+        differences = "; ".join(f"rank {rank} has {text}" for rank, text in odd.items())
+        raise ValueError(
+            f"{what} must be the same on ranks {ranks}: {differences}, the others have {expected}"
+        )
+
+
+def check_agreement(layout: str, name: str) -> None:
+    """Raises ValueError on every rank if layout, a layer's, is not the same on all; collective at its first call."""
+    group = find_group(name)
+    agreed = _agreed.setdefault(group, set())
+    if layout and layout not in agreed:
+        check_same(
+            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange)",
+            layout,
+            group,
+        )
+        agreed.add(layout)
+
+
+def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """A picklable value of every rank of the group, in the order of ranks; a collective call."""
+    values = [None] * dist.get_world_size(group)
+    with explained(group):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextmanager
+def explained(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """A RuntimeError in the block says which exchange failed, and why one does."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: the exchange in the group of ranks {dist.get_process_group_ranks(group)} failed: "
+            "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. (Over gloo "
+            "a rank that is a step behind may end another by SIGABRT, without a traceback: look for the rank that "
+            "failed first.) "
+            f"{error}"
+        ) from error

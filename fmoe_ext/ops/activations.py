@@ -1,0 +1,102 @@
+"""The activations of expert_mlp: the one list from which every other in Python is made.
+
+tests/ops/test_activations.py compares it with csrc/activation.h and fmoe_ext/include/fmoe/ops.h.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+CLAMPED = "clamped_silu"  # the curve of GPT-OSS; its up is clamped to [-7, 7], and 1 is added
+
+
+class Curve(NamedTuple):
+    """A function of one number, and backward(grad, h): grad times its derivative at h."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+
+
+def _gelu_tanh(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
+
+
+def _clamped_silu(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=7.0)
+    s = torch.sigmoid(1.702 * clamped)
+    return grad * (s * (1 + 1.702 * clamped * (1 - s)) * (gate <= 7.0))
+
+
+# By the name in CurveKind of csrc/activation.h.
+CURVES: Mapping[str, Curve] = MappingProxyType(
+    {
+        "gelu": Curve(F.gelu, aten.gelu_backward),
+        "gelu_tanh": Curve(_gelu_tanh, lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh")),
+        "relu": Curve(F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
+        "silu": Curve(F.silu, aten.silu_backward),
+        "relu2": Curve(lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h))),
+        CLAMPED: Curve(_clamped_silu, _clamped_silu_backward),
+    }
+)
+
+
+class Kind(NamedTuple):
+    """An activation of its curve; gated: h is [gate, up], and the result curve(gate) * up."""
+
+    name: str
+    curve: str
+    gated: bool
+
+
+# An operator takes an activation by its place here.
+KINDS = (
+    Kind("gelu", "gelu", gated=False),
+    Kind("gelu_tanh", "gelu_tanh", gated=False),
+    Kind("relu", "relu", gated=False),
+    Kind("silu", "silu", gated=False),
+    Kind("swiglu", "silu", gated=True),
+    Kind("geglu", "gelu", gated=True),
+    Kind("geglu_tanh", "gelu_tanh", gated=True),
+    Kind("relu2", "relu2", gated=False),
+    Kind("clamped_swiglu", CLAMPED, gated=True),
+)
+
+
+def _function(kind: Kind) -> Callable[..., Tensor]:
+    forward = CURVES[kind.curve].forward
+    if not kind.gated:
+        return forward
+    if kind.curve == CLAMPED:
+        return _clamped_swiglu
+    return lambda h: forward(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+
+
+def _clamped_swiglu(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+FUNCTIONS = tuple(_function(kind) for kind in KINDS)
+ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {kind.name: function for kind, function in zip(KINDS, FUNCTIONS, strict=True)}
+)
+GATED_ACTIVATIONS = tuple(kind.name for kind in KINDS if kind.gated)
+_NAMES = tuple(ACTIVATIONS)  # torch.compile breaks the graph at a mapping proxy
+
+
+def activation_number(name: str) -> int:
+    """Number of an activation in the operators' schemas; RuntimeError for a name that is not in ACTIVATIONS."""
+    if name not in _NAMES:
+        raise RuntimeError(f'unknown activation "{name}": known are {", ".join(_NAMES)}')
+    return _NAMES.index(name)

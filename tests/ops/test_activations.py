@@ -1,0 +1,31 @@
+"""The lists of activations in C++ against that of Python."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import fmoe_ext
+from fmoe_ext.ops.activations import CURVES, KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_operators_have_the_curves_in_the_order_of_python():
+    text = (ROOT / "csrc/activation.h").read_text(encoding="utf-8")
+    found = re.findall(r"\{CurveKind::(\w+), (true|false)\}", text)
+    assert found == [(kind.curve, "true" if kind.gated else "false") for kind in KINDS]
+
+
+def test_headers_have_the_names_in_the_order_of_python():
+    text = (Path(fmoe_ext.__file__).parent / "include/fmoe/ops.h").read_text(encoding="utf-8")
+    found = re.findall(r'\{"(\w+)", (true|false)\}', text)
+    assert found == [(kind.name, "true" if kind.gated else "false") for kind in KINDS]
+
+
+def test_curves_have_the_gradient_of_autograd():
+    h = torch.linspace(-9, 9, 37, dtype=torch.float64, requires_grad=True)
+    grad = torch.linspace(1, 2, 37, dtype=torch.float64)
+    for name, curve in CURVES.items():
+        (expected,) = torch.autograd.grad(curve.forward(h), h, grad)
+        torch.testing.assert_close(curve.backward(grad, h.detach()), expected, msg=name)
