@@ -1,4 +1,4 @@
-"""`fmoe prune FOLDER`: a model without the experts that a text needs least (docs/tutorials/shrink.md)."""
+"""`fmoe prune FOLDER`: a model without the experts that a text needs least (docs/compress.md)."""
 
 from __future__ import annotations
 
