@@ -114,7 +114,7 @@ def test_trainer_resumes_a_stopped_epoch(tmp_path):
             num_train_epochs=1,
         )
         data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
-        model = with_adapters(streamed(folder))
+        model = with_adapters(streamed(folder, adapters=2**20))
         trainer = transformers.Trainer(model, arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume)
         return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

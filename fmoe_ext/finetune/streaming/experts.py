@@ -42,10 +42,11 @@ class Streamed:
         is_backward = is_repeated()
         if self.index == 0 and not is_backward:
             steps.begin()
-        out = self._forward(experts, hidden_states, top_k_index, top_k_weights)
-        num_tokens = top_k_index.shape[0]
-        steps.after(self.index, num_tokens, is_backward=is_backward, is_training=experts.training)
-        return out
+        try:
+            return self._forward(experts, hidden_states, top_k_index, top_k_weights)
+        finally:  # torch ends a recomputation by an exception when it has all that the backward needs
+            num_tokens = top_k_index.shape[0]
+            steps.after(self.index, num_tokens, is_backward=is_backward, is_training=experts.training)
 
     def _forward(
         self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
