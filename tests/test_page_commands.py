@@ -23,6 +23,7 @@ COVERED = MappingProxyType(
         r"python -m fmoe_ext.info": "tests/test_commands.py",
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
+        r"fmoe prune ": "tests/compress/test_prune_command.py",
         r"make finetune$": "tests/integrations/test_example_finetune.py",
         r"make train-ep": "tests/distributed/test_train_ep.py",
         r"make train-pipeline": "tests/test_example_pipeline_lm.py",
