@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.module_tracker import ModuleTracker
 
 from fmoe_ext.routing import Nest, leaves_of
@@ -54,13 +53,6 @@ def can_be_repeated(without_graph: bool) -> bool:
             return False
     except RuntimeError:
         return True
-
-
-def is_selective() -> bool:
-    """True inside a selective checkpoint of torch, which must see the same operators in both forwards."""
-    return any(
-        type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()
-    )
 
 
 @dataclass(eq=False)

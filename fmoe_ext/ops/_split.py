@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fmoe_ext.ops._autograd import no_forward_mode
 
@@ -66,6 +67,7 @@ def differentiate(product: Product, inputs: Tensors, weights: Tensors) -> torch.
             "trace under torch.no_grad(), or use torch.export or torch.compile"
         )
     may_be_split = "torch.distributed.pipelining" in sys.modules and learns(inputs) and learns(weights)
+    may_be_split = may_be_split and not is_selective()  # which refuses that _Join marks what it keeps
     if may_be_split or product.once_differentiable:
         return _in_two(product, inputs, weights)
     return _Whole.apply(product, len(inputs), *inputs, *weights)
@@ -88,6 +90,13 @@ def _in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor
 
 def needed(tensors: Tensors) -> list[bool]:
     return [t is not None and t.requires_grad for t in tensors]
+
+
+def is_selective() -> bool:
+    """True inside a selective checkpoint of torch, which must see the same operators in both forwards."""
+    return any(
+        type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def learns(tensors: Tensors) -> bool:
