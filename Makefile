@@ -111,7 +111,7 @@ format: $(VENV)/.complete
 
 ## make docs     the documentation's site in out/docs (open index.html); a warning or a dead link is an error
 docs: $(VENV)/.docs
-	rm -rf out/docs/_modules  # Sphinx keeps old pages there, with old links
+	rm -rf out/docs out/doctrees  # Sphinx keeps old pages, and does not see that a docstring has changed
 	$(PY) -m sphinx -q -W --keep-going -d out/doctrees docs out/docs
 	$(PY) docs/check_links.py out/docs
 	@echo 'open out/docs/index.html'

@@ -2,20 +2,28 @@
 
 A blank line ends a paragraph. Indented paragraphs are code. A line that begins with "name: ", "->", "Raises",
 "Returns", "Equivalent to" or "*" begins a paragraph of its own; further lines belong to it. Arguments become a list
-with the types of the signature.
+with the types of the signature. Names of the API become links.
 """
 
 import ast
+import collections
+import functools
+import importlib
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 NAMES = re.compile(r"([a-z_]\w*(?:(?:, | and )[a-z_]\w*)*)((?: \[[^\]]*\])*(?:: | > ))")
 FURTHER = re.compile(
     rf"(?<=[.);] ){NAMES.pattern}"
 )  # "num_expert: experts of this rank. d_model: width of a token."
 # `code`, and words with an underscore where reStructuredText allows a mark before and behind them
-CODE = re.compile(r"(`[^`]+`|(?:(?<=[\s(])|^)[A-Za-z][\w.]*_[\w.]*\w(?:\(\))?(?=[\s,.;:)]|$))")
+# or a point inside, or two capitals
+CODE = re.compile(
+    r"(`[^`]+`|(?:(?<=[\s(])|^)(?:[A-Za-z][\w.]*_[\w.]*\w|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+|[A-Z]\w*[a-z]\w*[A-Z]\w*"
+    r"|FMoE)(?:\(\))?(?=[\s,.;:)]|$))"
+)
 STARTS = re.compile(rf"->|Raises |Returns |Equivalent|FastMoE: |\* |{NAMES.pattern}")
 # the words, the code up to a sentence that follows it, that sentence
 EQUIVALENT = re.compile(r"(Equivalent[^:]*): (.*?)\.?(?:(?<=\.) ([A-Z]\w* .*|FastMoE: .*))?$", re.DOTALL)
@@ -49,13 +57,49 @@ def items(paragraph):
     return joined
 
 
-def escape(text):
-    """Text with `code` in it, as reStructuredText that shows the same; d_model is code too."""
-    parts = CODE.split(text)
-    return "".join(
-        f"``{part.strip('`')}``" if number % 2 else re.sub(r"([\\*_|`])", r"\\\1", part)
-        for number, part in enumerate(parts)
+def public_names(module):
+    """As automodule finds them: __all__, or what the module itself defines."""
+    own = (
+        n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", "") == module.__name__
     )
+    return getattr(module, "__all__", None) or list(own)
+
+
+@functools.cache
+def places():
+    """{name, or its last parts: where the API's pages describe it}; what two things are called is left out."""
+    pages = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("api/*.md")))
+    full = re.findall(r"auto(?:class|function):: ([\w.]+)", pages)
+    for module in re.findall(r"automodule:: (fmoe_ext\S*)", pages):
+        full += [f"{module}.{name}" for name in public_names(importlib.import_module(module))]
+    found = collections.defaultdict(dict)  # {name: {id of the object: its place}}
+    for place in sorted(full, key=len, reverse=True):
+        module, _, last = place.rpartition(".")
+        target = id(getattr(importlib.import_module(module), last))
+        parts = place.split(".")
+        shortest = 2 if ".compat" in module else 1  # FMoE is ours, compat.FMoE FastMoE's
+        for count in range(shortest, len(parts) + 1):
+            found[".".join(parts[-count:])][target] = place
+    unique = {name: next(iter(those.values())) for name, those in found.items() if len(those) == 1}
+    return {f"fmoe_ext.{name}": place for name, place in unique.items()} | unique
+
+
+def plain(text):
+    return re.sub(r"([\\*_|`])", r"\\\1", text)
+
+
+def code(word):
+    """A link where the API has the word; else as code, if it has an underscore or was marked."""
+    name = word.strip("`")
+    place = places().get(name.removesuffix("()"))
+    if place is not None:
+        return f":py:obj:`{name} <{place}>`"
+    return f"``{name}``" if "_" in name or name != word else plain(word)
+
+
+def escape(text):
+    """Text with `code` in it, as reStructuredText that shows the same; d_model is code too, names are links."""
+    return "".join(code(part) if number % 2 else plain(part) for number, part in enumerate(CODE.split(text)))
 
 
 def markup(item):

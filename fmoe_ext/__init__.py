@@ -85,8 +85,19 @@ __all__ = [
 
 # Rooms, imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
 _ROOMS = (
-    *("audit", "balance", "checkpoint", "compat", "compress", "cpu", "finetune", "formats", "frozen", "gpu"),
-    *("huggingface", "lora", "megatron", "optim", "pipeline", "planning", "remote", "testing"),
+    *("audit", "balance", "checkpoint", "compat", "compress", "cpu", "doctor", "finetune", "formats"),
+    *(
+        "frozen",
+        "gpu",
+        "huggingface",
+        "lora",
+        "megatron",
+        "optim",
+        "pipeline",
+        "planning",
+        "remote",
+        "testing",
+    ),
 )
 _OF_ROOMS = MappingProxyType(
     {

@@ -30,6 +30,11 @@ def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
     Raises ValueError for another max_bytes than 0 to 2^31 - 1, which is what glibc takes, NotImplementedError where the
     C library is not glibc (macOS, Windows, musl).
     The same from outside: MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=<max_bytes> MALLOC_TOP_PAD_=67108864.
+
+    Example:
+
+        >>> keep_memory()  # once, before the training loop
+        >>> fmoe_ext.cpu.give_memory_back()
     """
     if max_bytes is not None and not 0 <= max_bytes <= MAX_BOUND:
         raise ValueError(f"max_bytes must be 0 to {MAX_BOUND}, or None for no bound, but got {max_bytes}")

@@ -142,6 +142,13 @@ class FusedExperts(nn.Module):
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
     rank: which of the ranks that share the experts this is, for their draw (FMoELinear), device, dtype likewise.
     A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
+
+    Example:
+
+        >>> from fmoe_ext.experts import FusedExperts
+        >>> experts = FusedExperts(num_experts=4, d_model=8, d_hidden=16, activation="swiglu")
+        >>> experts.htoh4.weight.shape, experts.h4toh.weight.shape
+        (torch.Size([4, 32, 8]), torch.Size([4, 8, 16]))
     """
 
     def __init__(

@@ -53,15 +53,18 @@ class FMoETransformerMLP(FMoE):
       "clamped_swiglu" (ClampedSwiGLU), the modules and functions of PyTorch for the first four, or any callable
       (slower, see FusedExperts).
     expert_dp_comm: tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored.
-    top_k: experts of a token. gate: a class, a function, a name in gates.GATES or a module (FMoE).
+    top_k: experts of a token. gate: a name in gates.GATES ("naive", "softmax", "sigmoid", "switch", ...), a class, a
+      function called as gate(d_model, num_expert, world_size, top_k), or a module: x [T, d_model] -> topk_idx,
+      topk_weights [T, top_k].
     bias: of the experts' linear layers.
-    parallel: how the layer is spread over ranks (ParallelLayout); its fields are also keywords, as in FastMoE.
+    parallel: how the layer is spread over ranks (ParallelLayout). Its fields are also keywords, as in FastMoE: the
+      world_size ranks of moe_group share num_expert * world_size experts.
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
       computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts.
     latent_size: width of the experts' input and output, between projections of their own (experts.LatentProjections).
     gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts).
     device, dtype: of the parameters.
-    options: gate_hook, mask, mask_dict, gate_bias, renormalize (FMoE), and the keywords of parallel.
+    options: gate_hook, mask, mask_dict, gate_bias, renormalize (FMoE), and the fields of parallel.
 
     Example:
 

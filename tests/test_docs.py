@@ -213,20 +213,57 @@ def test_public_names_have_docstrings(name):
 
 
 WITH_EXAMPLES = (
+    "balance.log_choices",
+    "balance.read_log",
+    "balance.watch",
+    "batch_invariant",
+    "checkpoint.export_safetensors",
+    "checkpoint.load",
+    "checkpoint.save",
+    "cpu.keep_memory",
+    "distributed.clip_grad_norm_",
+    "distributed.DistributedGroupedDataParallel",
+    "distributed.init_groups",
+    "doctor.check",
+    "experts.FusedExperts",
     "FMoE",
+    "fmoefy",
     "FMoELinear",
     "FMoETransformerMLP",
+    "frozen.quantize",
+    "gates.all_forwards_first",
+    "gates.balance_loss",
+    "gates.ExpertChoiceGate",
+    "gates.GShardGate",
+    "gates.NaiveGate",
+    "gates.SwitchGate",
+    "gates.total_loss",
+    "gates.WholeBatch",
+    "HashGate",
+    "ops.count_tokens",
+    "ops.expert_mlp",
+    "ops.grouped_gemm",
+    "ops.permute",
+    "ops.sort_tokens",
+    "ops.topk_gate",
+    "ops.unpermute",
+    "optim.Muon",
+    "packed_sequences",
+    "ParallelLayout",
+    "pipeline.Pipe",
+    "pipeline.split",
+    "RoutingReplay",
     "SigmoidGate",
     "SoftmaxGate",
-    "batch_invariant",
-    "fmoefy",
-    "gates.total_loss",
-    "packed_sequences",
+    "token_ids",
     "valid_tokens",
 )
+OF_TRANSFORMERS = ("import_model", "export", "stream", "huggingface.use")
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [*WITH_EXAMPLES, *(pytest.param(name, marks=pytest.mark.long) for name in OF_TRANSFORMERS)]
+)
 def test_example_in_docstring_runs(name, clean_state):
     """The names that a program needs first."""
     value = operator.attrgetter(name)(fmoe_ext)
@@ -236,6 +273,17 @@ def test_example_in_docstring_runs(name, clean_state):
     said = []
     result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
     assert result.failed == 0, "".join(said)
+
+
+def test_names_in_docstrings_are_links():
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    assert docstrings.escape("FMoE, see valid_tokens() and d_model; e.g. FastMoE's") == (
+        ":py:obj:`FMoE <fmoe_ext.FMoE>`, see :py:obj:`valid_tokens() <fmoe_ext.tokens.valid_tokens>` and ``d_model``;"
+        " e.g. FastMoE's"
+    )
+    assert "compat" in docstrings.places()["compat.FMoE"] and len(docstrings.places()) > 500
 
 
 OPERATORS = (

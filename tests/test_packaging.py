@@ -340,8 +340,8 @@ def test_modules_need_no_import_of_their_own():
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr
     expected = (
-        "audit balance checkpoint compat compress cpu finetune formats frozen gpu huggingface lora megatron optim "
-        "pipeline planning remote testing"
+        "audit balance checkpoint compat compress cpu doctor finetune formats frozen gpu huggingface lora megatron "
+        "optim pipeline planning remote testing"
     )
     assert out.stdout.split() == expected.split()
 

@@ -210,13 +210,19 @@ def log_choices(
 ) -> ChoiceLog:
     """Begins to log every choice of a model's gates in training to a file -> ChoiceLog, a context manager.
 
-        with balance.log_choices(model, "out/choices.log", every=10) as log:
-            for step, batch in enumerate(batches):
-                train(model, batch)
-                log.end_step(step, batch["input_ids"])
-
     A rank logs its own tokens: give each a path of its own; the report takes several. Raises ValueError for a model
     without gates, and for max_bytes that hold no record.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> with log_choices(mlp, "choices.log", every=10) as log:
+        ...     for step in range(20):
+        ...         y = mlp(torch.randn(10, 8))
+        ...         log.end_step(step)
+        >>> gates, records = fmoe_ext.balance.read_log("choices.log")
+        >>> [record.step for record in records]
+        [0, 10]
     """
     return ChoiceLog(model, path, every, max_bytes)
 
@@ -226,6 +232,16 @@ def read_log(path: str | Path, *, allow_truncated: bool = False) -> tuple[list[G
 
     Raises BadLog for what is no log, and, when they are reached, for a damaged record and for one that is cut off;
     allow_truncated ends there instead, as a run that was killed leaves it.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> with fmoe_ext.balance.log_choices(mlp, "choices.log") as log:
+        ...     y = mlp(torch.randn(10, 8))
+        ...     log.end_step(0)
+        >>> gates, records = read_log("choices.log")
+        >>> [(step, topk_idx.shape) for step, gate, topk_idx in records]
+        [(0, torch.Size([10, 2]))]
     """
     gates, records = _read(Path(path), allow_truncated)
     return gates, (record for record, _ in records)

@@ -151,6 +151,15 @@ def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
     """Begins to count the tokens of every expert of a model -> LoadMonitor.
 
     warn_after: collect() warns about experts without a token for so many steps. ValueError for a model without gates.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> monitor = watch(mlp)
+        >>> y = mlp(torch.randn(10, 8))
+        >>> record = monitor.collect(step=1)
+        >>> sum(record["layers"]["gate"]["tokens_per_expert"])  # 10 tokens, 2 choices each
+        20
     """
     return LoadMonitor(model, warn_after)
 

@@ -27,18 +27,24 @@ class RoutingReplay:
     """Records which experts the gates of a model choose, and makes them choose the same again.
 
     For reinforcement learning, where the policy is evaluated with the experts that its rollout used ("routing replay"
-    of GSPO, 2025), for distillation, and to compare precisions or kernels without the noise of other choices:
-
-        replay = RoutingReplay(model)
-        with replay.record():
-            old = model(batch)
-        with replay.play():
-            new = model(batch)  # weights and gradients are those of the present logits
+    of GSPO, 2025), for distillation, and to compare precisions or kernels without the noise of other choices.
 
     The gates are ours, or the routers of Transformers 5 and Megatron-core (docs/telemetry.md); of the latter remove()
     takes the hooks away again. choices: {name of the gate: one Choices for each forward}, in order; play() goes through
     them, and around. A forward that activation checkpointing repeats chooses what the first one chose. choices may be
     saved and loaded; balance.load_routed_experts() puts there what an inference engine chose.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> x = torch.randn(10, 8)
+        >>> replay = RoutingReplay(mlp)
+        >>> with replay.record():
+        ...     old = mlp(x)
+        >>> with replay.play():
+        ...     new = mlp(x)  # weights and gradients are those of the present logits
+        >>> torch.allclose(new, old)
+        True
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -46,6 +46,14 @@ def save(
 
     Raises CheckpointError, with the same text on every rank, if one fails.
     Equivalent, in one process: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path).
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> optimizer = torch.optim.AdamW(mlp.parameters())
+        >>> folder = save("out", mlp, optimizer, step=100)
+        >>> fmoe_ext.checkpoint.load("out", mlp, optimizer).step
+        100
     """
     record = None
     with together("saving", process_group):
@@ -91,6 +99,14 @@ def load(
 
     Raises CheckpointError, with the same text on every rank and before anything is changed, for damaged files, missing
     or extra tensors, other shapes and dtypes, other numbers of experts.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> folder = fmoe_ext.checkpoint.save("out", mlp, step=100, extra={"loss": 2.5})
+        >>> manifest = load("out", mlp)
+        >>> manifest.step, manifest.extra
+        (100, {'loss': 2.5})
     """
     path = gather(Path(path), process_group)[0]
     with together(f"loading {path}", process_group):
@@ -137,6 +153,12 @@ def export_safetensors(
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
     metadata of the file: "fmoe_ext" with version and layers (number of experts, widths), "sha256".
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> export_safetensors("model.safetensors", mlp)
+        >>> manifest = fmoe_ext.checkpoint.load("model.safetensors", mlp)
     """
     path = Path(path)
     with gathered(path, model, process_group) as whole:

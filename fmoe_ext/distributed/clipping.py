@@ -21,6 +21,17 @@ def clip_grad_norm_(
     Each parameter counts once, on however many ranks it has copies or shards (DTensor). Call it on all ranks, after the
     reduction; one that auto_allreduce has begun is ended first.
     Returns the norm before scaling. Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
+
+    Example:
+
+        >>> store = torch.distributed.HashStore()  # torchrun makes one; then init_process_group() needs no arguments
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = fmoe_ext.DistributedGroupedDataParallel(torch.nn.Linear(4, 1), auto_allreduce=True)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> clip_grad_norm_(model, max_norm=1.0)  # 5 gradients of 1
+        tensor(2.2361)
+        >>> model.module.weight.grad.norm() < 1
+        tensor(True)
     """
     if not isinstance(module, DistributedGroupedDataParallel):
         raise TypeError(f"module must be a DistributedGroupedDataParallel, but got {type(module).__name__}")

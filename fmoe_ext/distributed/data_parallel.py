@@ -66,6 +66,15 @@ class DistributedGroupedDataParallel(nn.Module):
 
     broadcast_buffers=True sends the first rank's buffers to the others before each forward in training.
     share_overflow=True makes a non-finite gradient of one rank's experts seen by every rank's GradScaler.
+
+    Example:
+
+        >>> store = torch.distributed.HashStore()  # torchrun makes one; then init_process_group() needs no arguments
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> groups = fmoe_ext.distributed.init_groups(ep=1)
+        >>> mlp = fmoe_ext.FMoETransformerMLP(4, 8, 16, moe_group=groups.ep, expert_dp_comm="moe")
+        >>> model = DistributedGroupedDataParallel(mlp, auto_allreduce=True, **groups.data_parallel_kwargs())
+        >>> model(torch.randn(10, 8)).sum().backward()
     """
 
     def __init__(

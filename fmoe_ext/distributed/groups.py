@@ -39,6 +39,14 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
 
     ep ranks share the experts of a layer, dp such sets hold copies of them, slice ranks work on the same input.
     Of ep and dp one may be left out. Raises ValueError on every rank, naming the rank, where ranks disagree.
+
+    Example:
+
+        >>> store = torch.distributed.HashStore()  # torchrun makes one; then init_process_group() needs no arguments
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> groups = init_groups(ep=1)  # the ranks of a layer's experts; all others are copies
+        >>> groups.ep.size(), groups.data.size()
+        (1, 1)
     """
     world_size = dist.get_world_size()
     check_same("init_groups(ep, dp, slice)", (ep, dp, slice), dist.group.WORLD)

@@ -50,6 +50,14 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
     model: an nn.Module with the batch that it takes (a tensor, or keyword arguments), or a Subject. parts: other
     fields of Subject. Copies in float64 are examined on the model's device; the model stays as it is. Raises
     AuditError if the model has no MoE layer.
+
+    Example:
+
+        >>> from fmoe_ext import doctor
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> report = doctor.check(mlp, torch.randn(32, 8))
+        >>> report.ok
+        True
     """
     began = time.perf_counter()
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()

@@ -44,6 +44,13 @@ class ParallelLayout:
       sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
       If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
       ep.static.check_max_rows(model) raises.
+
+    Example:
+
+        >>> layout = ParallelLayout(exchange="token", overlap_degree="auto")
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, parallel=layout)
+        >>> mlp(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     world_size: int | None = None

@@ -67,6 +67,15 @@ def import_model(source: Any, **options: Any) -> Any:
     Raises CheckpointError for other models, for files that are truncated, damaged or outside of the folder, for
     tensors that are missing and for a folder of a PEFT adapter.
     Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = import_model(MixtralForCausalLM(config))
+        >>> isinstance(model.model.layers[0].mlp, fmoe_ext.FMoETransformerMLP)
+        True
     """
     model: Any = source
     if not isinstance(source, nn.Module):

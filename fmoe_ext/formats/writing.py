@@ -57,6 +57,16 @@ def export(
     speed of the bias, parallel layouts) is not in the files. Raises CheckpointError, on every rank and before anything
     is written, for what the format cannot say: another model, gate, activation, bias, scale, capacity.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder) has the logits of model.
+
+    Example:
+
+        >>> from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = fmoe_ext.import_model(MixtralForCausalLM(config))
+        >>> folder = export(model, "mixtral", format="mixtral")
+        >>> type(AutoModelForCausalLM.from_pretrained(folder)).__name__
+        'MixtralForCausalLM'
     """
     folder = Path(folder)
     with together(f"export to {folder}", process_group):

@@ -136,6 +136,12 @@ def quantize(weight: torch.Tensor, format: str) -> Quantized:
 
     No calibration: each scale comes from the largest magnitude of its block. int4 has groups of 32, symmetric; nf4
     blocks of 64, without nested scales. Raises ValueError for an unknown format, and for rows that are no whole blocks.
+
+    Example:
+
+        >>> packed = quantize(torch.randn(4, 16, 32), "mxfp4")
+        >>> packed.dequantize(torch.float32).shape
+        torch.Size([4, 16, 32])
     """
     if format not in FORMATS:
         raise ValueError(f'unknown format "{format}": known are {", ".join(FORMATS)}')

@@ -26,20 +26,24 @@ from fmoe_ext.step import forward_of_layer, uncounted
 class WholeBatch:
     """Makes the gates' loss of every microbatch that of the whole batch, in two passes.
 
-        whole = WholeBatch(model)
-        with whole.first_pass():
-            for x in microbatches:
-                model(x)
-        with whole.second_pass():
-            for x in microbatches:
-                loss = loss_of(model(x)) + weight * total_loss(model)
-                (loss / len(microbatches)).backward()
-
     The gradient is such that the mean over the microbatches, which training takes, has that of the whole batch; so too
     under data and expert parallelism. Both passes have the same microbatches in one order. Gates that draw noise draw
     anew in the second, which then counts for its own microbatch and the first for the others. The first runs without
     gradients, and neither bias updates nor load counters see it. Capacities stay those of a microbatch.
     Raises ValueError for a model without a gate that sums over tokens, RuntimeError for more forwards than counted.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> microbatches = torch.randn(2, 10, 8)
+        >>> whole = WholeBatch(mlp)
+        >>> with whole.first_pass():
+        ...     for x in microbatches:
+        ...         y = mlp(x)
+        >>> with whole.second_pass():
+        ...     for x in microbatches:
+        ...         loss = mlp(x).square().mean() + 0.01 * fmoe_ext.gates.total_loss(mlp)
+        ...         (loss / len(microbatches)).backward()
     """
 
     def __init__(self, model: nn.Module):
@@ -70,11 +74,14 @@ class WholeBatch:
 def all_forwards_first(model: nn.Module) -> Iterator[None]:
     """Makes the gates' loss that of all forwards inside the block so far; after the last one, of the whole batch.
 
-        with all_forwards_first(model):
-            outs = [model(x) for x in microbatches]
-            (loss_of(torch.cat(outs)) + weight * total_loss(model)).backward()
-
     One loss, one backward, exact in one pass: the graphs of all microbatches are alive until then.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> with all_forwards_first(mlp):
+        ...     y = torch.cat([mlp(x) for x in torch.randn(2, 10, 8)])
+        ...     (y.square().mean() + 0.01 * fmoe_ext.gates.total_loss(mlp)).backward()
     """
     with _in_place({gate: _SoFar(gate.ranks) for gate in _summing_gates(model)}):
         yield

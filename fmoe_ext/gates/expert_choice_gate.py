@@ -16,6 +16,13 @@ class ExpertChoiceGate(GateOverRanks):
 
     Not for causal language models: whether an expert takes a token depends on later tokens of the batch, which training
     leaks and generation does not have. For encoders, vision and diffusion models.
+
+    Example:
+
+        >>> gate = ExpertChoiceGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(10, 8))
+        >>> fmoe_ext.ops.count_tokens(topk_idx, 4)  # 10 tokens, 2 experts each on average, over 4 experts
+        tensor([5, 5, 5, 5])
     """
 
     def __init__(

@@ -20,6 +20,13 @@ class GShardGate(GateOverRanks):
       that are given up have taken their place in the capacity, as in the paper.
     FastMoE counts capacity over local tokens, the loss over local experts, and drops second choices in
     evaluation too.
+
+    Example:
+
+        >>> gate = partial(GShardGate, capacity=(1.25, 2.0))
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate=gate)
+        >>> mlp(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     def __init__(

@@ -24,6 +24,12 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ON
     Shazeer et al. 2017 and the Switch Transformer (2021), with K > 1 as in Qwen3; over the global batch instead of each
     rank's part: "Demons in the Detail" (2025).
     Equivalent to: E * (topk_idx.flatten().bincount(minlength=E) / topk_idx.numel() * scores.mean(0)).sum().
+
+    Example:
+
+        >>> scores = torch.full((4, 2), 0.5)  # 4 tokens, 2 experts
+        >>> balance_loss(scores, topk_idx=torch.tensor([[0], [1], [0], [1]]))
+        tensor(1.)
     """
     return balance_of_sums(*sum_over_ranks(scores, topk_idx, ranks))
 

@@ -13,6 +13,13 @@ class NaiveGate(BaseGate):
     With top_k=1 that softmax is always 1 and the gate learns nothing; normalize=False gives the probability
     among all experts instead. Scores are computed in float32 (float64 for float64 input), whatever the dtype
     of input, parameters and autocast. The loss is zero: nothing evens out the load of the experts.
+
+    Example:
+
+        >>> gate = NaiveGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(10, 8))
+        >>> topk_idx.shape, torch.allclose(topk_weights.sum(1), torch.ones(10))
+        (torch.Size([10, 2]), True)
     """
 
     def __init__(

@@ -18,6 +18,12 @@ class SwitchGate(GateOverRanks):
       probability over all tokens. 1 when balanced.
     additive_noise=True adds the noise to the logits, fastmoe_loss=True computes f_e from the choices that
     were kept and divides p_e by their number, both as FastMoE does.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, top_k=1, gate=SwitchGate)
+        >>> mlp(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     def __init__(

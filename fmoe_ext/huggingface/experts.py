@@ -76,6 +76,15 @@ def use(model: Any) -> Any:
 
     Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
     SwitchTransformers and JetMoe among them.
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = use(MixtralForCausalLM(config))
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
     """
     register()
     model.set_experts_implementation(NAME)

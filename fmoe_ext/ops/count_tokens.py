@@ -10,6 +10,11 @@ def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts) -> tokens_per_expert [E] int64.
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
     Equivalent to: torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts). FastMoE: expert_count.
+
+    Example:
+
+        >>> count_tokens(torch.tensor([[2, 0], [1, 2], [0, -1]]), num_experts=3)
+        tensor([2, 1, 2])
     """
     if debug.wanted(topk_idx):
         debug.check(torch.ops.fmoe_ext.count_tokens, topk_idx, num_experts)

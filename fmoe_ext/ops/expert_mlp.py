@@ -53,6 +53,14 @@ def expert_mlp(
     the graph here, and refuses with fullgraph=True.
     Raises RuntimeError for an unknown activation, other shapes or dtypes, and on the CPU for bad indices.
     Equivalent to: unpermute(F.linear(act(F.linear(permute(x), w1[e], b1[e])), w2[e], b2[e]), topk_weights).
+
+    Example:
+
+        >>> x, w1, w2 = torch.randn(3, 8), torch.randn(4, 16, 8), torch.randn(4, 8, 16)
+        >>> topk_idx, topk_weights = fmoe_ext.ops.topk_gate(torch.randn(3, 4), top_k=2)
+        >>> _, offs, row_idx, inverse = fmoe_ext.ops.sort_tokens(topk_idx, num_experts=4)
+        >>> expert_mlp(x, row_idx, inverse, offs, w1, None, w2, None, topk_weights, "gelu").shape
+        torch.Size([3, 8])
     """
     number = activation_number(activation)
     chooser.before(x)

@@ -39,6 +39,13 @@ def grouped_gemm(
     Rows at or after offs[-1] are ignored and give zeros; an expert without rows gets zero gradients.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
+
+    Example:
+
+        >>> x, weight = torch.ones(5, 8), torch.ones(3, 4, 8)
+        >>> y = grouped_gemm(x, weight, offs=torch.tensor([2, 2, 5], dtype=torch.int32))  # 2, 0 and 3 rows
+        >>> y.shape, y[0, 0]
+        (torch.Size([5, 4]), tensor(8.))
     """
     chooser.before(x)
     if torch.is_grad_enabled() and is_transformed(x, weight, bias):

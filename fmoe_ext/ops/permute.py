@@ -12,6 +12,13 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     x [T, D] of any dtype; row_idx [R] int32 and inverse [T, K] int32 as sort_tokens returns them -> [R, D].
     Raises RuntimeError for entries of row_idx outside [-1, T * K).
     Equivalent to: x[row_idx // K]. Its gradient is unpermute without weights. FastMoE: local_scatter.
+
+    Example:
+
+        >>> topk_idx = torch.tensor([[2, 0], [1, 2], [0, 2]])  # 3 tokens, 2 of 3 experts each
+        >>> _, _, row_idx, inverse = fmoe_ext.ops.sort_tokens(topk_idx, num_experts=3)
+        >>> permute(torch.tensor([[0.0], [1.0], [2.0]]), row_idx, inverse).flatten()
+        tensor([0., 2., 1., 0., 1., 2.])
     """
     if debug.wanted(x):
         debug.check(torch.ops.fmoe_ext.permute, x, row_idx, inverse, cut=(x,))
@@ -29,6 +36,14 @@ def unpermute(
     -> [T, D], summed in float32 (float64 for float64) in the order of k.
     Raises RuntimeError for entries of inverse outside [-1, R).
     Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather, weighted.
+
+    Example:
+
+        >>> topk_idx = torch.tensor([[2, 0], [1, 2], [0, 2]])  # 3 tokens, 2 of 3 experts each
+        >>> _, _, row_idx, inverse = fmoe_ext.ops.sort_tokens(topk_idx, num_experts=3)
+        >>> rows = torch.ones(6, 1)
+        >>> unpermute(rows, row_idx, inverse, topk_weights=torch.full((3, 2), 0.5)).flatten()
+        tensor([1., 1., 1.])
     """
     if debug.wanted(y):
         debug.check(torch.ops.fmoe_ext.unpermute, y, row_idx, inverse, None, cut=(y,))

@@ -23,6 +23,15 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
     Equivalent to: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse = torch.argsort(row_idx).
     FastMoE: assign_pos.
+
+    Example:
+
+        >>> topk_idx = torch.tensor([[2, 0], [1, 2], [0, 2]])  # 3 tokens, 2 of 3 experts each
+        >>> tokens_per_expert, offs, row_idx, inverse = sort_tokens(topk_idx, num_experts=3)
+        >>> tokens_per_expert, offs
+        (tensor([2, 1, 3]), tensor([2, 3, 6], dtype=torch.int32))
+        >>> row_idx // 2  # the tokens of expert 0, 1 and 2
+        tensor([0, 2, 1, 0, 1, 2], dtype=torch.int32)
     """
     if debug.wanted(topk_idx):
         debug.check(torch.ops.fmoe_ext.count_tokens, topk_idx, num_experts)

@@ -42,6 +42,12 @@ def topk_gate(
     (biased) scores.
     Raises RuntimeError unless 1 <= top_k <= the experts in the kept groups and num_groups divides E.
     Equivalent to: values, topk_idx = logits.topk(top_k); topk_weights = values.softmax(-1).
+
+    Example:
+
+        >>> topk_idx, topk_weights = topk_gate(torch.tensor([[0.0, 2.0, 2.0]]), top_k=2)
+        >>> topk_idx, topk_weights
+        (tensor([[1, 2]]), tensor([[0.5000, 0.5000]]))
     """
     if score not in SCORES:
         raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')

@@ -26,6 +26,14 @@ class Muon(Optimizer):
     options, and in step() for a parameter whose gradient is in main_grad. Muon: Jordan et al. 2024; learning rates:
     "Muon is Scalable for LLM Training" (2025).
     Equivalent to: torch.optim.Muon over one parameter [M / matrices, N] a matrix.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(4, 8, 16, activation="swiglu", bias=False)
+        >>> gate_and_up = {"params": [mlp.experts.htoh4.weight], "matrices": 2}
+        >>> optimizer = Muon([gate_and_up, {"params": [mlp.experts.h4toh.weight]}], lr=0.02)
+        >>> mlp(torch.randn(10, 8)).square().mean().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

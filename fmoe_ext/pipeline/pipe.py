@@ -43,6 +43,13 @@ class Pipe(nn.Module):
     between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe;
     fmoe_ext.pipeline.compat has that of torch.distributed.pipeline.sync.Pipe.
     Equivalent to: module(batch) on one device.
+
+    Example:
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        >>> model = Pipe(layers, balance=[2, 1], devices=["cpu", "cpu"], chunks=4)
+        >>> model(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     balance: list[int]

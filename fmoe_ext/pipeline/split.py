@@ -51,6 +51,13 @@ def split(
 
     Where torch.distributed is initialized all ranks call it, and the first rank's cut is everybody's.
     Raises ValueError for a wrong number of stages or an unknown `by`, TypeError for stages that is no int.
+
+    Example:
+
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        >>> stages = split(layers, 2, torch.randn(4, 8), by=[2, 1])
+        >>> len(stages)
+        2
     """
     layers = layers_of(model)
     _check(layers, stages, sample, by, load)

@@ -60,6 +60,16 @@ def stream(
     and if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself or does not fit
     its config.json, ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
+
+    Example:
+
+        >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+        >>> config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        ...     num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        >>> Qwen3MoeForCausalLM(config).save_pretrained("model")
+        >>> model = stream("model")
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 64])
     """
     huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
