@@ -1,3 +1,5 @@
+"""FastMoE's names for attributes that this package calls otherwise."""
+
 from typing import Any
 
 

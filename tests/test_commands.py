@@ -122,6 +122,8 @@ def test_help_of_a_command_exits_with_0(name, capsys):
         (("simulate", "--ranks", "0"), "argument --ranks: 0 is not a positive number"),
         (("balance", "report", "nofile"), "error: nofile does not exist"),
         (("checkpoint", "inspect", "nofile"), "error: nofile does not exist"),
+        (("adapter", "check", "nofile"), "error: nofile does not exist"),
+        (("prune", "nofile", "--keep", "0.5", "--text", "none", "--dry-run"), "error: none does not exist"),
         (
             ("pipeline", "plan", "--ranks", "2", "--model", "nofile.json"),
             "error: --model: nofile.json does not exist",

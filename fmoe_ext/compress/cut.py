@@ -25,10 +25,8 @@ from fmoe_ext.compress.merge import Shares, merged, mixed
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
 PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-BEHIND = (
-    "n_shared_experts",
-    "zero_expert_num",
-)  # of Inkling, LongCat: entries of a router behind the experts
+# Entries of a router behind those of experts, in Inkling and LongCat.
+BEHIND = ("n_shared_experts", "zero_expert_num")
 PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 

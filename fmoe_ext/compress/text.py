@@ -52,6 +52,11 @@ def tokenize(file: Path, folder: Path) -> Tensor:
             "ids, or --tokenizer, another folder"
         ) from error
     ids: Any = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+    if text and not ids:  # of a folder without a tokenizer's files Transformers makes one without words
+        raise CheckpointError(
+            f"the tokenizer of {folder} finds no token in {file}: give --tokens, a file of ids, or --tokenizer, "
+            "another folder"
+        )
     return torch.tensor(ids, dtype=torch.int64)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils import _python_dispatch as python_dispatch
 
 from fmoe_ext.ops._autograd import no_forward_mode
 
@@ -94,9 +94,9 @@ def needed(tensors: Tensors) -> list[bool]:
 
 def is_selective() -> bool:
     """True inside a selective checkpoint of torch, which must see the same operators in both forwards."""
-    return any(
-        type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()
-    )
+    # torch has no public way to ask; without this one, selective checkpoints raise torch's own errors.
+    modes = getattr(python_dispatch, "_get_current_dispatch_mode_stack", list)
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes())
 
 
 def learns(tensors: Tensors) -> bool:

@@ -76,6 +76,14 @@ def test_text_is_read_by_the_tokenizer_of_the_folder(given, tmp_path, capsys):
     assert "tokenizer.json" in contents(tmp_path / "out")
 
 
+def test_folder_without_a_tokenizer_is_refused(given, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words")
+    at = given.index("--tokens")
+    with pytest.raises(SystemExit, match="give --tokens, a file of ids"):
+        main([*given[:at], "--text", str(tmp_path / "text.txt"), *given[at + 2 :], "--keep", "0.5"])
+    assert not (tmp_path / "out").exists()
+
+
 def test_dry_run_prints_the_report_alone(given, tmp_path, capsys):
     at = given.index("-o")
     assert main([*given[:at], *given[at + 2 :], "--keep", "0.5", "--dry-run"]) == 0

@@ -93,6 +93,8 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     other options) is in its `refused`.
     """
     folder = Path(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist")
     if not (folder / WEIGHTS).exists():
         raise CheckpointError(
             f"{folder} has no {WEIGHTS}: give PEFT's folder; pickles (.bin, .pt) are not read, save them as safetensors"
