@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import free_ports
 
 from tests.pages import ROOT, blocks, run_python
+from tests.remote.conftest import free_ports
 
 PAGE = ROOT / "docs/remote.md"
 PROGRAMS = Path(sys.executable).parent
