@@ -1,6 +1,7 @@
 """torchtitan's MoE layer with our experts, against its own and over ranks; needs torchtitan (docs/torchtitan.md)."""
 # ruff: noqa: E402  # imported only where it is installed, for the CPU
 
+import contextlib
 import functools
 
 import pytest
@@ -19,8 +20,9 @@ from torchtitan.tools import utils  # isort: skip
 utils.device_type = "cpu"  # before others read it: torchtitan takes CUDA where it finds no device
 
 import spmd_types as spmd
-from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.config import CompileConfig, OverrideConfig, apply_overrides
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.distributed.utils import set_spmd_backend
@@ -173,6 +175,35 @@ def on_ranks(ep, tp, recompute):
     moe.parallelize(dims)
     with set_current_spmd_mesh(dims.spmd_dense_mesh()):
         return step(moe, part(tokens(torch.float64), rank, size, tp), recompute)
+
+
+def compiled_block(ep=1, tp=1):
+    """The output, gradient of x and gradients of a block by torchtitan's apply_compile, and those of eager."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    dims = ParallelDims(dp_replicate=1, dp_shard=size // tp, cp=1, tp=tp, pp=1, ep=ep, world_size=size)
+    found = []
+    for compiled in (False, True):
+        moe = build(config(ep=ep, tp=tp), torch.float64, compute="input")
+        stack, inside = Stack(moe), contextlib.nullcontext()
+        if size > 1:
+            dims.build_mesh()
+            moe.parallelize(dims)
+            inside = set_current_spmd_mesh(dims.spmd_dense_mesh())
+        if compiled:
+            options = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+            apply_compile(stack, compile_config=options, parallel_dims=dims)
+        with inside:
+            y, gx, gradients = step(stack, part(tokens(torch.float64), rank, size, tp))
+        found.append([y, gx, *(grad for grad in gradients.values() if grad is not None)])
+    return found
+
+
+@pytest.mark.parametrize(("size", "ep", "tp"), [(1, 1, 1), (2, 2, 1), (4, 2, 2)])
+def test_block_that_torchtitan_compiles_has_the_bits_of_eager(size, ep, tp):
+    results = [compiled_block()] if size == 1 else run_distributed(compiled_block, size, ep, tp)
+    for eager, compiled in results:
+        assert len(eager) == len(compiled) == 9
+        assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
 def under_fsdp(ep, recompute):
