@@ -93,9 +93,8 @@ void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, co
 // out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r]; zero for an expert without
 // rows, which is left alone when accumulating
 struct WeightGrad {
-  void* data;       // of the dtype, or float
-  bool is_float;    // float32 whatever the dtype, as main gradients are kept; double for f64
-  bool accumulate;  // adds to what is there; needs is_float
+  void* data;       // of the dtype
+  bool accumulate;  // adds to what is there: a main gradient, float32 whatever the dtype, or double for f64
 };
 // A weight [num_experts, rows, columns] in MXFP4: data uint8 [num_experts, rows, columns / 2] begins at a
 // multiple of 16 bytes, scale uint8 [num_experts, rows, columns / 32]; columns is a multiple of 32, rows *

@@ -98,8 +98,7 @@ class Products {
   // out[e] = a^T b over the rows of expert e; or main_grad, if given, is increased by it.
   void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out,
                    const std::optional<Tensor>& main_grad) {
-    const WeightGrad grad{main_grad ? data(*main_grad) : data(out), main_grad.has_value(),
-                          main_grad.has_value()};
+    const WeightGrad grad{data(main_grad ? *main_grad : out), main_grad.has_value()};
     Task task = task_of(Product::grad_weight);
     task.matrices.push_back(grad.data);
     task.shared_tiles = ((b.index ? b : a).width - 1) / kWeightTileGathered + 1;

@@ -3,19 +3,19 @@
 // gathers it by cp.async; the other comes by TMA, but for the last rows of an expert, which cp.async fills up
 // with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The blocks of a cluster share
 // the tile that comes by TMA, which is the wide one: tiles are 128 x 256 where a is gathered and 256 x 128
-// where b is, and those of a cluster follow one another along the gathered operand.
+// where b is, and those of a cluster follow one another along the gathered operand. TMA stores the results,
+// or adds them to float32 main gradients: one addition an element, so that the bits depend on no order.
 #include "sm90_host.cuh"
 
 namespace fmoe_ext {
 namespace {
 
 constexpr int kGathered = kWeightTileGathered, kPlain = 2 * kGathered;  // columns of a tile
-constexpr int kStagedColumns = 128;
 
 template <class T, bool kGatherA>
 struct alignas(1024) Shared {
   Ring<T, kGatherA ? kGathered : kPlain, kGatherA ? kPlain : kGathered> ring;
-  alignas(1024) T c[2][64 * kStagedColumns];
+  alignas(1024) T c[2][2][64 * kBlockColumns];  // of a warpgroup two buffers, of a warp 16 rows of each
 };
 template <class T>
 constexpr size_t kSharedBytes = sizeof(Shared<T, true>) + kSharedAlignment;
@@ -34,7 +34,6 @@ struct GradWeight {
   int64_t num_rows;
   int M, N, tiles_m, tiles_n;
   Cluster cluster;
-  bool accumulate;
 
   __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }  // of a cluster
   // The experts as `order` has them: those with most rows, whose tiles take longest, first. Their tiles as
@@ -121,56 +120,88 @@ __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMa
   }
 }
 
-// 64 rows of a warpgroup's accumulators to out, of the operands' type, by way of shared memory.
-template <class T, int kCount>
-__device__ __forceinline__ void store(T* staged, const float (&acc)[kCount], T* out, int64_t stride, int rows,
-                                      int columns, bool) {
+// The rows of a warp on their way to out, 16 rows of 128 bytes at a time: TMA reads one buffer while the warp
+// fills the other. What lies outside out is not written.
+template <class T, class Out>
+struct Results {
+  static constexpr bool kAdds = std::is_same_v<Out, float>;  // a main gradient
+  static constexpr int kColumns = 128 / sizeof(Out);
+  T* const staged;  // both buffers of the warpgroup
+  int buffer = 0;
+
+  // The accumulators of columns first .. first + kColumns - 1.
+  template <int kCount>
+  __device__ __forceinline__ void stage(const float (&acc)[kCount], int first) const {
+    T* const tile = staged + buffer * (64 * kBlockColumns);
+    if constexpr (kAdds) {
+      const int lane = threadIdx.x % 32, row = lane / 4;
+      const bool odd = row & 1;  // columns in another order than in even rows, or both would meet in a bank
+      const uint32_t dst =
+          ptx::shared_address(tile) + (threadIdx.x % 128 / 32 * 16 + row) * 128 + lane % 2 * 8;
 #pragma unroll
-  for (int first = 0; first < 2 * kCount; first += kStagedColumns) {
-    stage_rows<kStagedColumns>(
-        staged, [&](int i, bool lower) { return packed_accumulators<T>(acc, first / 8 + i, lower); });
-    __syncwarp();
-    store_rows<T, kStagedColumns>(staged, out + first, stride, rows, columns - first);
-    __syncwarp();
-  }
-}
-// Or to float32, straight: the pairs of four threads are a 32-byte sector.
-template <class T, int kCount>
-__device__ __forceinline__ void store(T*, const float (&acc)[kCount], float* out, int64_t stride, int rows,
-                                      int columns, bool accumulate) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+      for (int i = 0; i < kColumns / 8; ++i) {
+        const int piece = (2 * i + lane % 4 / 2) ^ row ^ (odd ? 4 : 0), even = first / 2 + 4 * i,
+                  other = first / 2 + 4 * (i ^ 2);
 #pragma unroll
-  for (int lower = 0; lower < 2; ++lower) {
-    const int row = first + 8 * lower;
-    float* p = out + row * stride + lane % 4 * 2;
-    if (row >= rows) continue;
-#pragma unroll
-    for (int piece = 0; piece < kCount / 4; ++piece) {
-      if (piece * 8 >= columns) continue;
-      float2 v{acc[piece * 4 + lower * 2], acc[piece * 4 + lower * 2 + 1]};
-      float2& there = *reinterpret_cast<float2*>(p + piece * 8);
-      if (accumulate) {
-        const float2 old = there;
-        v = {v.x + old.x, v.y + old.y};
+        for (int lower = 0; lower < 2; ++lower) {
+          const int j = 2 * lower;
+          ptx::st_shared8(dst + lower * 1024 + piece * 16, {odd ? acc[other + j] : acc[even + j],
+                                                            odd ? acc[other + j + 1] : acc[even + j + 1]});
+        }
       }
-      there = v;
+    } else {
+      stage_rows<kColumns>(
+          tile, [&](int i, bool lower) { return packed_accumulators<T>(acc, first / 8 + i, lower); });
     }
   }
-}
+  // 64 rows of a warpgroup, of which the first has the coordinates {column, row, expert}.
+  template <int kCount>
+  __device__ __forceinline__ void store(const CUtensorMap& out, const float (&acc)[kCount], int column,
+                                        int row, int expert, const GradWeight<T>& p) {
+    const int warp = __shfl_sync(kFullMask, threadIdx.x % 128 / 32, 0);
+    const bool issues = threadIdx.x % 32 == 0;
+    row += warp * 16;
+    if (row >= p.M) return;
+#pragma unroll
+    for (int first = 0; first < 2 * kCount; first += kColumns) {
+      if (column + first >= p.N) return;
+      if (issues) ptx::bulk_wait_read<1>();  // TMA has read this buffer, perhaps not yet the other
+      __syncwarp();
+      stage(acc, first);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (issues) {
+        const uint32_t src = ptx::shared_address(staged) + buffer * kBlockBytes + warp * 2048;
+        if constexpr (kAdds)
+          ptx::tma_add(&out, src, column + first, row, expert);
+        else
+          ptx::tma_store(&out, src, column + first, row, expert);
+        ptx::bulk_commit();
+      }
+      buffer ^= 1;
+    }
+  }
+  __device__ __forceinline__ static void finish() {
+    if (threadIdx.x % 32 == 0) ptx::bulk_wait_read<0>();
+  }
+};
 
 template <class T, class Out, bool kGatherA>
-__device__ __forceinline__ void consume(Shared<T, kGatherA>& s, Out* out, const GradWeight<T>& p, int group) {
+__device__ __forceinline__ void consume(Shared<T, kGatherA>& s, const CUtensorMap& out_map, Out* out,
+                                        const GradWeight<T>& p, int group) {
   constexpr int kHalves = decltype(s.ring)::kM / 128, kN = decltype(s.ring)::kN;
   const Cluster cluster = p.cluster;
+  Results<T, Out> results{s.c[group][0]};
   uint32_t count = 0;
   for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
     const WeightTile tile = p.template at<kGatherA>(index);
     const int m = tile.m + group * (kHalves * 64), rows = p.M - m, columns = min(p.N - tile.n, kN);
-    Out* place = out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n;
     const int steps = static_cast<int>(ceil_div(tile.rows.end - tile.rows.begin, kBlockColumns));
     const bool inside = rows > 0 && columns > 0;
     if (steps == 0) {
-      if (inside && !p.accumulate) store_zeros(place, p.N, min(rows, kHalves * 64), columns);
+      if (inside && !results.kAdds)
+        store_zeros(out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n, p.N,
+                    min(rows, kHalves * 64), columns);
       continue;
     }
     float acc[kHalves][kN / 2];
@@ -178,14 +209,15 @@ __device__ __forceinline__ void consume(Shared<T, kGatherA>& s, Out* out, const 
     if (!inside) continue;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
-      store(s.c[group], acc[half], place + half * 64 * static_cast<int64_t>(p.N), p.N, rows - half * 64,
-            columns, p.accumulate);
+      results.store(out_map, acc[half], tile.n, m + half * 64, tile.expert, p);
   }
+  results.finish();
 }
 
 template <class T, class Out, bool kGatherA>
 __global__ void __launch_bounds__(kSm90Threads, 1)
-    grad_weight_kernel(const __grid_constant__ CUtensorMap plain_map, Out* out,
+    grad_weight_kernel(const __grid_constant__ CUtensorMap plain_map,
+                       const __grid_constant__ CUtensorMap out_map, Out* out,
                        const __grid_constant__ GradWeight<T> p) {
 #ifdef FMOE_SM90A
   FMOE_DYNAMIC_SHARED(raw);
@@ -202,7 +234,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     produce<T, kGatherA>(s, plain_map, p);
   } else {
     ptx::setmaxnreg_inc<224>();
-    consume<T, Out, kGatherA>(s, out, p, group);
+    consume<T, Out, kGatherA>(s, out_map, out, p, group);
   }
   cluster.sync();
 #endif
@@ -216,8 +248,6 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
   if (num_experts == 0) return;
   if (a.index && b.index)
     throw std::runtime_error("fmoe_ext: launch_grad_weight_sm90 gathers one of its operands, not both");
-  if (out.accumulate && !out.is_float)
-    throw std::runtime_error("fmoe_ext: launch_grad_weight_sm90 accumulates into float32 only");
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
     const bool gather_a = !b.index;
@@ -238,19 +268,17 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
                                static_cast<int>(b.width),
                                static_cast<int>(ceil_div(a.width, gather_a ? pair : kPlain)),
                                static_cast<int>(ceil_div(b.width, gather_a ? kPlain : pair)),
-                               {grid.cluster - 1},
-                               out.accumulate};
-    const auto start = [&](auto kernel, auto* data) {
-      launch_sm90(kernel, grid, kSharedBytes<T>, stream, map, data, params);
+                               {grid.cluster - 1}};
+    const auto start = [&](auto* data) {
+      using Out = std::remove_pointer_t<decltype(data)>;
+      const uint64_t m = a.width, n = b.width, experts = num_experts;
+      CUtensorMap out_map;
+      encode_tensor_map<Out>(&out_map, data,
+                             {3, {n, m, experts}, {n, m * n}, {Results<T, Out>::kColumns, 16, 1}});
+      launch_sm90(gather_a ? grad_weight_kernel<T, Out, true> : grad_weight_kernel<T, Out, false>, grid,
+                  kSharedBytes<T>, stream, map, out_map, data, params);
     };
-    if (out.is_float) {
-      float* const data = static_cast<float*>(out.data);
-      gather_a ? start(grad_weight_kernel<T, float, true>, data)
-               : start(grad_weight_kernel<T, float, false>, data);
-    } else {
-      T* const data = static_cast<T*>(out.data);
-      gather_a ? start(grad_weight_kernel<T, T, true>, data) : start(grad_weight_kernel<T, T, false>, data);
-    }
+    out.accumulate ? start(static_cast<float*>(out.data)) : start(static_cast<T*>(out.data));
   });
 }
 

@@ -50,8 +50,8 @@ inline void ensure_context() {
 using emu::ensure_context;
 #endif
 
-// Encodes the map of a 16-bit tensor with the 128-byte swizzle; throws when the driver refuses. Strides in
-// elements.
+// Encodes the map of a tensor of 16 bits or float with the 128-byte swizzle; throws when the driver refuses.
+// Strides in elements.
 struct TensorMapShape {
   int rank;
   uint64_t dims[5], strides[4];
@@ -66,8 +66,9 @@ void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMapShape&
   constexpr auto encode = emu::encode_tiled;
 #endif
   ensure_context();
-  constexpr auto kType =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr auto kType = std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                         : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   cuuint64_t dims[5], strides[4];
   cuuint32_t box[5];
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};

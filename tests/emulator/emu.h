@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -62,6 +63,8 @@ void* static_shared(const void* tag, size_t bytes, size_t align);
 uint32_t shared_address(const void* p);
 uint4 ld_shared16(uint32_t address);
 void st_shared16(uint32_t address, const uint4& v);
+void st_shared8(uint32_t address, const float2& v);
+inline float flushed(float v) { return std::fabs(v) < 0x1p-126f ? v * 0.f : v; }
 void label_shared(const void* p, const char* label);  // a name for reports
 
 // ---- threads, warps, clusters
@@ -125,7 +128,7 @@ void cp_async_commit();
 void cp_async_wait(int pending);  // < 0: everything
 void tma_load(uint32_t dst, const CUtensorMap*, uint32_t bar, int rank, const int* coordinates,
               int multicast = -1);  // blocks of the cluster by bit; -1: its own only
-void tma_store(const CUtensorMap*, uint32_t src, int rank, const int* coordinates);
+void tma_store(const CUtensorMap*, uint32_t src, int rank, const int* coordinates, bool add);
 void bulk_commit();
 void bulk_wait(int pending);
 void fence_proxy_async();

@@ -15,14 +15,12 @@ void cp_async_wait() {
 }
 inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
 
-namespace detail {
-inline float flushed(float v) { return std::fabs(v) < 0x1p-126f ? v * 0.f : v; }
-}  // namespace detail
-inline float ex2_ftz(float v) { return detail::flushed(std::exp2(detail::flushed(v))); }
-inline float rcp_ftz(float v) { return detail::flushed(1.f / detail::flushed(v)); }
+inline float ex2_ftz(float v) { return emu::flushed(std::exp2(emu::flushed(v))); }
+inline float rcp_ftz(float v) { return emu::flushed(1.f / emu::flushed(v)); }
 
 inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
 inline void st_shared16(uint32_t p, const uint4& v) { emu::st_shared16(p, v); }
+inline void st_shared8(uint32_t p, const float2& v) { emu::st_shared8(p, v); }
 inline void st_global16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 
 namespace detail {
@@ -74,9 +72,13 @@ void tma_load_multicast(uint32_t dst, const CUtensorMap* map, uint32_t bar, uint
   const int c[] = {coordinates...};
   emu::tma_load(dst, map, bar, sizeof...(C), c, blocks);
 }
-inline void tma_store(const CUtensorMap* map, uint32_t src, int c0, int c1) {
-  const int c[] = {c0, c1};
-  emu::tma_store(map, src, 2, c);
+inline void tma_store(const CUtensorMap* map, uint32_t src, int c0, int c1, int c2) {
+  const int c[] = {c0, c1, c2};
+  emu::tma_store(map, src, 3, c, false);
+}
+inline void tma_add(const CUtensorMap* map, uint32_t src, int c0, int c1, int c2) {
+  const int c[] = {c0, c1, c2};
+  emu::tma_store(map, src, 3, c, true);
 }
 inline void bulk_commit() { emu::bulk_commit(); }
 template <int kPending>

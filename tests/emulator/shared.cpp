@@ -45,18 +45,22 @@ uint4 ld_shared16(uint32_t address) {
   return v;
 }
 
-void st_shared16(uint32_t address, const uint4& v) {
+namespace {
+void st_shared(uint32_t address, const void* v, uint32_t bytes) {
   Inside inside;
   maybe_preempt();
-  Location l = locate(address, 16, 16);
-  if (copy_in_flight(l.cta, l.offset, 16))
+  Location l = locate(address, bytes, bytes);
+  if (copy_in_flight(l.cta, l.offset, bytes))
     fail("st.shared writes %s during an asynchronous copy", place(l.cta, l.offset).c_str());
-  check_async_destination(l.cta, l.offset, 16, "st.shared");
-  check_lane_order(l, true, self(), "st.shared");
-  note_write(self(), l.pointer(), 16);
-  note_generic_write(l.cta, l.offset, 16, self());
-  copy_bytes(l.pointer(), &v, 16);
+  check_async_destination(l.cta, l.offset, bytes, "st.shared");
+  check_lane_order(l, true, self(), "st.shared", bytes == 16);
+  note_write(self(), l.pointer(), bytes);
+  note_generic_write(l.cta, l.offset, bytes, self());
+  copy_bytes(l.pointer(), v, bytes);
 }
+}  // namespace
+void st_shared16(uint32_t address, const uint4& v) { st_shared(address, &v, 16); }
+void st_shared8(uint32_t address, const float2& v) { st_shared(address, &v, 8); }
 
 void label_shared(const void* p, const char* label) {
   Inside inside;
@@ -129,13 +133,15 @@ void note_generic_read(Cta* cta, uint32_t offset, uint32_t bytes, Fiber* reader)
     c.reader = reader;
   });
 }
-// Of one warp: an access to what another lane wrote, or overwriting what it read, since they last met.
-void check_lane_order(const Location& l, bool write, Fiber* who, const char* what) {
+// Of one warp: an access to what another lane wrote, or overwriting what it read, since they last met. Of a
+// write that is not `whole` another lane may write the rest of the 16 bytes.
+void check_lane_order(const Location& l, bool write, Fiber* who, const char* what, bool whole) {
   const Chunk& c = l.cta->chunks[l.offset / 16];
   const auto unordered = [&](uint64_t time, const Fiber* other) {
     return time > who->ordered && other && other != who && other->warp == who->warp;
   };
-  if (unordered(c.written, c.copied ? nullptr : c.writer) || (write && unordered(c.read, c.reader)))
+  if ((whole && unordered(c.written, c.copied ? nullptr : c.writer)) ||
+      (write && unordered(c.read, c.reader)))
     fail("%s touches %s, which another lane of the warp used without __syncwarp in between", what,
          place(l.cta, l.offset).c_str());
 }

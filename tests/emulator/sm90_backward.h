@@ -79,10 +79,11 @@ void run_hidden(const Case& c, const HiddenForm& form) {
   }
 }
 
-// out[e] = sum over the rows of e of a^T b, with a gathered, or b, or neither.
+// out[e] = sum over the rows of e of a^T b, or is increased by it; with a gathered, or b, or neither.
 enum class Gathered { a, b, none };
 template <class T, class Out>
-void run_weight(const Case& c, Gathered gathered, bool accumulate) {
+void run_weight(const Case& c, Gathered gathered) {
+  constexpr bool accumulate = std::is_same_v<Out, float>;  // into a main gradient
   std::mt19937 random(13);
   const Routing routing(c, random);
   const auto& [E, offs, row_idx, expert] = routing;
@@ -119,7 +120,7 @@ void run_weight(const Case& c, Gathered gathered, bool accumulate) {
   Buffer<int> order(E);
   launch_heaviest_first(offs.data(), E, R, order.data, nullptr);
   launch_grad_weight_sm90(kDtype<T>, rows(a, M, index_a), rows(b, N, index_b), offs.data(), order.data, E, R,
-                          {out.data, std::is_same_v<Out, float>, accumulate}, c.grid(), nullptr);
+                          {out.data, accumulate}, c.grid(), nullptr);
   for (size_t i = 0; i < out.size; ++i)
     check_value<Out>("grad_weight", out.at(i), expected[i], i / N, i % N, size[i] / 100);
 }

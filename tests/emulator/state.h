@@ -66,7 +66,7 @@ struct TensorMap {
   char* base;
   uint64_t dims[5], strides[4];
   uint16_t box[5];
-  uint8_t rank, element_bytes, swizzle;
+  uint8_t rank, element_bytes, swizzle, type;
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 struct TmaCopy {
@@ -74,6 +74,7 @@ struct TmaCopy {
   int coordinates[5] = {};
   uint32_t shared = 0, bar = 0;
   int multicast = -1;
+  bool add = false;     // a store that adds
   bool commit = false;  // marks the end of a bulk group instead
   Cta* cta = nullptr;
   Fiber* issuer = nullptr;
@@ -228,7 +229,7 @@ void note_generic_write(Cta*, uint32_t offset, uint32_t bytes, Fiber* writer, bo
 void note_async_write(Cta*, uint32_t offset, uint32_t bytes);
 void note_generic_read(Cta*, uint32_t offset, uint32_t bytes, Fiber* reader);
 bool written_without_fence(Cta*, uint32_t offset, uint64_t reader_fence);
-void check_lane_order(const Location&, bool write, Fiber* who, const char* what);
+void check_lane_order(const Location&, bool write, Fiber* who, const char* what, bool whole = true);
 bool used_without_fence(Cta*, uint32_t offset, uint64_t overwriter_fence);  // written or read
 void check_async_destination(Cta*, uint32_t offset, uint32_t bytes, const char* who);
 uint32_t swizzle(uint32_t address, uint32_t span);

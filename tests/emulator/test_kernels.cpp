@@ -169,13 +169,13 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
                         {weights.data(), row_idx.data(), R}, y.data(), nullptr);
   launch_rows_by_weight(dtype, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {}, dx.data(),
                         nullptr);
-  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {dw.data(), false, false}, nullptr);
+  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {dw.data(), false}, nullptr);
   const auto main_values = random_values<acc_t<T>>(E * N * D);
   std::vector<acc_t<T>, BeforeGuardPage<acc_t<T>>> main_dw(main_values.begin(), main_values.end());
   for (int e = 0; e < E; ++e)  // -0 + 0 would be 0: without rows there is no addition
     if (counts[e] == 0) std::fill_n(&main_dw[e * N * D], N * D, -acc_t<T>(0));
   const auto main_before = main_dw;
-  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {main_dw.data(), true, true}, nullptr);
+  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {main_dw.data(), true}, nullptr);
   launch_sum_rows(dtype, dy_rows, offs.data(), E, R, {}, db.data(), nullptr);
   const auto at = [](const std::vector<T>& v, int64_t i) { return static_cast<double>(to_acc(v[i])); };
   for (int r = 0; r < R; ++r) {

@@ -99,7 +99,8 @@ void test_diagnostics() {
 }
 
 // ---- a TMA load into memory that was used through the generic proxy
-CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows);
+CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows,
+                     int rank = 2);
 enum class Used { fenced, written, stored, read };
 void reuse_kernel(const CUtensorMap map, Used used) {
   FMOE_DYNAMIC_SHARED(raw);
@@ -255,12 +256,13 @@ float d_float[64 * 128];
 struct Form {
   bool a_mn, b_mn, a_regs, skip_fence, skip_init_fence;
 };
-CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows) {
+CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows,
+                     int rank) {
   emu::ensure_context();
   CUtensorMap map;
-  const cuuint64_t dims[] = {columns, rows}, strides[] = {columns * 2};
-  const cuuint32_t box[] = {box_columns, box_rows}, ones[] = {1, 1};
-  CHECK(emu::encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, p, dims, strides, box, ones,
+  const cuuint64_t dims[] = {columns, rows, 1}, strides[] = {columns * 2, columns * rows * 2};
+  const cuuint32_t box[] = {box_columns, box_rows, 1}, ones[] = {1, 1, 1};
+  CHECK(emu::encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, p, dims, strides, box, ones,
                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                           CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS,
         "encode");
@@ -308,8 +310,8 @@ void wgmma_kernel(const CUtensorMap map_a, const CUtensorMap map_b, const CUtens
   if (!form.skip_fence) ptx::fence_proxy_async();
   __syncthreads();
   if (t != 0) return;
-  ptx::tma_store(&map_d, d, 0, 0);
-  ptx::tma_store(&map_d, d + 8192, 64, 0);
+  ptx::tma_store(&map_d, d, 0, 0, 0);
+  ptx::tma_store(&map_d, d + 8192, 64, 0, 0);
   ptx::bulk_commit();
   ptx::bulk_wait_read<0>();
 }
@@ -325,7 +327,8 @@ void run_wgmma(Form form) {
   for (int n = 0; n < 128; ++n)
     for (int k = 0; k < 64; ++k) draw(b_global[form.b_mn ? k * 128 + n : n * 64 + k], b[n * 64 + k]);
   std::fill(d_float, d_float + 64 * 128, -1.f);
-  const CUtensorMap map_a = make_map(a_global, 64, 64, 64, 64), map_d = make_map(d_global, 128, 64, 64, 64);
+  const CUtensorMap map_a = make_map(a_global, 64, 64, 64, 64),
+                    map_d = make_map(d_global, 128, 64, 64, 64, 3);
   const CUtensorMap map_b =
       form.b_mn ? make_map(b_global, 128, 64, 64, 64) : make_map(b_global, 64, 128, 64, 128);
   launch(wgmma_kernel, 1, 128, 48 * 1024, nullptr, map_a, map_b, map_d, form);

@@ -98,7 +98,7 @@ void run(const Drawn& drawn) {
       return run_input<T>(c);
     case Product::grad_weight: {
       const Gathered gathered = flags[0] ? Gathered::a : flags[1] ? Gathered::b : Gathered::none;
-      return flags[2] ? run_weight<T, float>(c, gathered, flags[1]) : run_weight<T, T>(c, gathered, false);
+      return flags[2] ? run_weight<T, float>(c, gathered) : run_weight<T, T>(c, gathered);
     }
     case Product::rows_by_mxfp4:
       return run_mxfp4(c, {false, flags[0] && c.H % 2 == 0, flags[1]}, false, flags[2]);

@@ -13,8 +13,7 @@ void test_order() {
   a.fill(random, 1);
   b.fill(random, 1);
   const GroupedRows rows_a{a.data, 8, nullptr, 1, 0}, rows_b{b.data, 8, nullptr, 1, 0};
-  launch_grad_weight_sm90(Dtype::bf16, rows_a, rows_b, offs, order, 2, 2, {out.data, false, false}, {1},
-                          nullptr);
+  launch_grad_weight_sm90(Dtype::bf16, rows_a, rows_b, offs, order, 2, 2, {out.data, false}, {1}, nullptr);
   for (size_t i = 0; i < 64; ++i) {
     CHECK(std::isnan(out.at(i)), "an expert that is not in the order was written");
     check_value<__nv_bfloat16>("grad_weight", out.at(64 + i), a.at(8 + i / 8) * b.at(8 + i % 8), i / 8,
@@ -35,7 +34,7 @@ void test_garbage_offs() {
     launch_grad_input_sm90(Dtype::bf16, dh.data, offs.data(), w1.data, R, 3, D, F, dx.data, {4, 2}, nullptr);
     for (size_t i = 0; i < dx.size; ++i) CHECK(!std::isnan(dx.at(i)), "row %zu was not written", i / D);
     launch_grad_weight_sm90(Dtype::bf16, {dx.data, D, nullptr, 1, 0}, {dh.data, F, nullptr, 1, 0},
-                            offs.data(), order, 3, R, {dw1.data, false, false}, {4, 2}, nullptr);
+                            offs.data(), order, 3, R, {dw1.data, false}, {4, 2}, nullptr);
     for (size_t i = 0; i < dw1.size; ++i) CHECK(!std::isnan(dw1.at(i)), "sum %zu was not written", i);
   }
 }
@@ -55,7 +54,6 @@ void test_refusals() {
   const int index[] = {0};
   refuses("bfloat16 or float16", Dtype::f32, nullptr, {});
   refuses("not both", Dtype::bf16, index, {});
-  refuses("into float32 only", Dtype::bf16, nullptr, {nullptr, false, true});
 }
 
 }  // namespace
@@ -92,8 +90,8 @@ int main(int argc, char** argv) {
     for (const Case& c : cases) {
       run_hidden<bf16>(c, {CurveKind::silu, true, true, true, false});
       run_input<bf16>(c);
-      run_weight<bf16, bf16>(c, Gathered::a, false);
-      run_weight<bf16, float>(c, Gathered::b, true);
+      run_weight<bf16, bf16>(c, Gathered::a);
+      run_weight<bf16, float>(c, Gathered::b);
     }
     for (const CurveKind curve : {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu,
                                   CurveKind::relu2, CurveKind::clamped_silu}) {
@@ -102,19 +100,19 @@ int main(int argc, char** argv) {
     }
     // More row tiles of an expert, or tiles of m, than go through all columns together.
     run_hidden<bf16>({{2100}, 0, 8, 136, 5}, {CurveKind::silu, false, true, false, false});
-    run_weight<bf16, bf16>({{5}, 0, 2056, 264, 7}, Gathered::a, false);
+    run_weight<bf16, bf16>({{5}, 0, 2056, 264, 7}, Gathered::a);
     // A warpgroup that has no rows of any tile, while the stages go round.
-    run_weight<bf16, bf16>({{130, 270}, 0, 40, 520, 1}, Gathered::b, false);
+    run_weight<bf16, bf16>({{130, 270}, 0, 40, 520, 1}, Gathered::b);
     for (const Case& c : cases_of_pairs) {
       run_input<bf16>(c);
-      run_weight<bf16, bf16>(c, Gathered::a, false);
-      run_weight<bf16, float>(c, Gathered::b, true);
+      run_weight<bf16, bf16>(c, Gathered::a);
+      run_weight<bf16, float>(c, Gathered::b);
     }
-    run_weight<bf16, bf16>(few_rows_each, Gathered::a, false);
-    run_weight<bf16, bf16>(three_weight_tiles, Gathered::a, false);
-    run_weight<bf16, bf16>(three_weight_tiles, Gathered::b, false);
+    run_weight<bf16, bf16>(few_rows_each, Gathered::a);
+    run_weight<bf16, bf16>(three_weight_tiles, Gathered::a);
+    run_weight<bf16, bf16>(three_weight_tiles, Gathered::b);
     run_hidden<__half>({{5, 0, 257, 1, 64}, 140, 72, 40, 7}, {CurveKind::gelu, false, false, true, true});
-    run_weight<__half, float>(cases_of_pairs[1], Gathered::none, true);
+    run_weight<__half, float>(cases_of_pairs[1], Gathered::none);
     run_input<__half>({{2100}, 0, 200, 8, 6, 2});  // more pairs of row tiles than go through together
     for (const Case& c : cases_of_64_rows) run_input<bf16>(c);
     for (Case c : cases_of_256_columns) {
@@ -128,8 +126,8 @@ int main(int argc, char** argv) {
     run_input<__half>(cases_of_64_rows[1]);
     const Case& c = cases[1];
     run_input<__half>(c);
-    run_weight<__half, __half>(c, Gathered::b, false);
-    run_weight<__half, float>(c, Gathered::none, false);
+    run_weight<__half, __half>(c, Gathered::b);
+    run_weight<__half, float>(c, Gathered::none);
     test_order();
     test_garbage_offs();
   });

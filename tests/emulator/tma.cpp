@@ -50,6 +50,15 @@ void for_box(const TmaCopy& copy, Fn fn) {
   }
 }
 
+// As red.add.f32 does in global memory.
+void add_float(char* sum, const char* term) {
+  float a, b;
+  copy_bytes(&a, sum, sizeof a);
+  copy_bytes(&b, term, sizeof b);
+  a = flushed(flushed(a) + flushed(b));
+  copy_bytes(sum, &a, sizeof a);
+}
+
 TmaCopy new_copy(const CUtensorMap* encoded, int rank, const int* coordinates) {
   TmaCopy copy;
   copy.map = decode(encoded, rank);
@@ -122,11 +131,14 @@ void land_tma_load(TmaCopy& copy) {
   }
 }
 
-void tma_store(const CUtensorMap* map, uint32_t src, int rank, const int* coordinates) {
+void tma_store(const CUtensorMap* map, uint32_t src, int rank, const int* coordinates, bool add) {
   Inside inside;
   maybe_preempt();
   Fiber* f = self();
   TmaCopy copy = new_copy(map, rank, coordinates);
+  copy.add = add;
+  if (add && copy.map.type != CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
+    fail("TMA adds to float32 here, but the tensor map has type %d", copy.map.type);
   const uint32_t bytes = box_bytes(copy.map);
   Location l = locate(src, bytes, 128);
   copy.cta = l.cta;
@@ -159,7 +171,10 @@ void land_bulk_stores(Fiber* f) {
       }
       if (global == nullptr) return;
       note_write(nullptr, global, copy.map.element_bytes);
-      copy_bytes(global, src, copy.map.element_bytes);
+      if (copy.add)
+        add_float(global, src);
+      else
+        copy_bytes(global, src, copy.map.element_bytes);
     });
     mark_stores(copy.cta, copy.shared, box_bytes(copy.map), -1);
   }
@@ -186,6 +201,7 @@ CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t ran
   map.rank = rank;
   map.element_bytes = kElementBytes[type];
   map.swizzle = swizzle_mode;
+  map.type = type;
   for (uint32_t i = 0; i < rank; ++i) {
     map.dims[i] = dims[i];
     map.box[i] = box[i];
