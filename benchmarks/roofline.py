@@ -295,7 +295,7 @@ CHANGES = (
     ),
     (
         "B2 and B5 store by TMA",
-        "stores of 2,900 instructions a tile become 16 rows of 128 bytes a warp, which TMA writes during the next product",
+        "a warp's stores of a tile become 4 to 8 TMA stores, the last of them beside the next product",
         "Qwen3 0.66 and 1.32",
         "0.62 to 0.66 and 1.24 to 1.32",
         "",
