@@ -5,6 +5,7 @@
     python -m benchmarks.bench_gpu_kernels --dry-run           the same steps on the CPU, tiny, without times
 
 Times are those of torch's profiler, medians over the calls of all rounds; results in results/gpu_kernels.json.
+Weight gradients are timed as bfloat16 tensors and as sums in float32 main gradients.
 Products with frozen weights in MXFP4 (--frozen) are timed by events: by the kernels that decode, and by decoding in
 memory and grouped_gemm or torch's grouped_mm; interleaved.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bench_gpu_layer, common, gpu_peers, gpu_timing, roofline
+from benchmarks import bench_gpu_layer, bench_gpu_main_grads, common, gpu_peers, gpu_timing, roofline
 from fmoe_ext import frozen, ops
 from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
 
@@ -26,6 +27,7 @@ SHAPES = (
 )
 FROZEN = "GPT-OSS:16384,GPT-OSS:256,Qwen:4096"
 CALLS, ROUNDS = 4, 3
+MAIN = " into main gradients"
 WORKS = {  # part of a kernel's name: the works of benchmarks/roofline.py that it does, in the order of its launches
     "up_kernel": ("F1 up",),
     "up_turns": ("F1 up",),
@@ -88,20 +90,30 @@ def measure(device, shape, T, ceilings, once=False):
     """A row of results for each kernel; with once, one step and no rows."""
     (inputs, *_), w1, w2 = bench_gpu_layer.make_inputs(device, shape, T, torch.bfloat16, seed=T)
     grad = torch.empty_like(inputs[0]).normal_()
-    layer = gpu_peers.makers(shape.gated)["fmoe_ext"](w1, w2)
+    layers = {
+        "": gpu_peers.makers(shape.gated)["fmoe_ext"](w1, w2),
+        MAIN: bench_gpu_main_grads.layers_of(shape.gated, w1, w2, False)["fmoe_ext"],
+    }
+    seconds = {}
+    for suffix, layer in layers.items():
 
-    def step():
-        return bench_gpu_layer.step_of(layer, inputs, grad)
+        def step(layer=layer):
+            return bench_gpu_layer.step_of(layer, inputs, grad)
 
-    step()
+        step()
+        if once:
+            continue
+        for _ in range(ROUNDS):
+            for work, times in kernel_seconds(device, step).items():
+                if not suffix or "grad_weight" in work:
+                    seconds.setdefault(work + suffix, []).extend(times)
     if once:
         device.synchronize()
         return []
-    seconds = {}
-    for _ in range(ROUNDS):
-        for work, times in kernel_seconds(device, step).items():
-            seconds.setdefault(work, []).extend(times)
     works = {work.name: work for part in roofline.kernels(shape, T) for work in part}
+    for name, weight in (("B2 grad_weight of w2", w2), ("B5 grad_weight of w1", w1)):
+        read_and_written = works[name].bytes + weight.numel() * (2 * 4 - roofline.BYTES)
+        works[name + MAIN] = replace(works[name], name=name + MAIN, bytes=read_and_written)
     rows = []
     for name, times in sorted(seconds.items(), key=lambda item: [*works, item[0]].index(item[0])):
         row = {"shape": shape.name, "T": T, "kernel": name, "seconds": common.summary(times)}

@@ -2,6 +2,7 @@
 # Everything that needs a GPU: one command of at most 540 seconds, and a second of at most 170 for SonicMoE.
 #
 #   benchmarks/run_gpu.sh             proof, tests, layers, kernels, main gradients, host time, NCCL
+#   benchmarks/run_gpu.sh --main-grads  proof, main gradients and kernels of Qwen3 and Mixtral, 200 seconds
 #   benchmarks/run_gpu.sh --peers     layers of Qwen3 and OLMoE beside SonicMoE, which compiles for a minute
 #   --dry-run                         the same steps where there is no GPU, in two minutes: their arguments, and the
 #                                     benchmarks on the CPU with tiny shapes
@@ -15,11 +16,12 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-dry_run=0 peers=0 out=benchmarks/results archive=
+dry_run=0 part=everything out=benchmarks/results archive=
 while (($#)); do
   case $1 in
     --dry-run) dry_run=1 ;;
-    --peers) peers=1 ;;
+    --main-grads) part=main_grads ;;
+    --peers) part=beside_sonicmoe ;;
     --out) shift; out=${1:?"--out needs a folder"} ;;
     --archive) shift; archive=${1:?"--archive needs a file"} ;;
     *) echo "unknown argument $1: see the head of $0" >&2; exit 2 ;;
@@ -65,8 +67,7 @@ assert torch.version.cuda is None or ops.cuda_module_missing is None, ops.cuda_m
   fi
 }
 
-everything() {
-  local pytest=("$python" -m pytest -q -p no:cacheprovider)
+prove() {
   if ((dry_run)); then
     step prove 40 "$python" -m fmoe_ext.gpu prove --help
   else
@@ -74,6 +75,16 @@ everything() {
     step prove 130 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 110
     mkdir -p "$out/proof" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json "$out/proof/"
   fi
+}
+main_grads() {
+  prove
+  bench gpu_main_grads 45 bench_gpu_main_grads
+  bench gpu_kernels 45 bench_gpu_kernels --shapes "Qwen:16384,Mixtral:16384" --frozen Qwen:256
+}
+
+everything() {
+  local pytest=("$python" -m pytest -q -p no:cacheprovider)
+  prove
   step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
   bench gpu 180 bench_gpu_layer --tokens 16384 --budget 150 --shapes "Qwen,OLMoE,Mixtral,GPT-OSS,DeepSeek,E64,E96" \
     --only "compiled grouped_mm,grouped_mm by hand,transformers grouped_mm"
@@ -96,7 +107,7 @@ beside_sonicmoe() {
 }
 
 build
-if ((peers)); then beside_sonicmoe; else everything; fi
+"$part"
 echo "== $SECONDS s in all; results in $out"
 ((dry_run)) && rm -r "$out"
 if ((${#failed[@]})); then
