@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 4
 
 
-class Stopwatch:
+class _Stopwatch:
     """The times of some forwards of a layer."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Tuner:
         self.group = group_name
         self.layer_index = layer_index
         self.tunes_overlap = tunes_overlap
-        self.watches = {name: Stopwatch() for name in exchanges}
+        self.watches = {name: _Stopwatch() for name in exchanges}
         self.is_done = False
 
     @property
@@ -122,7 +122,7 @@ def timed(kind: type[Exchange]) -> type[_Timed]:
 class _Timed(Exchange):
     """An Exchange whose phases say to a stopwatch when they end."""
 
-    def __init__(self, watch: Stopwatch, *args: Any):
+    def __init__(self, watch: _Stopwatch, *args: Any):
         super().__init__(*args)
         self._watch = watch
         watch.begin(self._topk_idx.device)
