@@ -119,6 +119,10 @@ class Family:
     returns_scores: bool = False
     gguf: Gguf | None = None
 
+    def variant(self, name: str, **changes: Any) -> "Family":
+        """Another model type, whose MoE layers differ in the changes alone; it holds its own type."""
+        return replace(self, **{"name": name, "holds": (name,), **changes})
+
     @property
     def in_modules(self) -> Layout:
         """The tensors in Transformers' modules."""
