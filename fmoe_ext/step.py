@@ -37,10 +37,10 @@ class Step:
     before_exchange: what the ranks sum up before they exchange tokens.
     """
 
-    __slots__ = (
-        *("x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange"),
-        *("_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts"),
-    )
+    __slots__ = (  # noqa: RUF023 - by use, not by name
+        "x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange",
+        "_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts",
+    )  # fmt: skip
 
     def __init__(self, batch: Batch, forward: Forward | None, is_repeated: bool, is_counted: bool):
         self.x: Nest = None

@@ -270,9 +270,9 @@ def _nothing(machine: _Machine, _: Any) -> None:
 
 CONSTANTS = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
 LITERALS = (
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
-)
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
+)  # fmt: skip
 INSTRUCTIONS: MappingProxyType[str, Callable[[_Machine, Any], None]] = MappingProxyType(
     {
         "PROTO": _nothing,

@@ -103,8 +103,8 @@ class Tuner:
         num_chunks = best_overlap(exchange, compute, latency, max_chunks)
         self._say(
             'overlap_degree="auto" is %d (exchange %.3g ms, compute %.3g ms, %.3g ms for a small message)',
-            *(num_chunks, 1e3 * exchange, 1e3 * compute, 1e3 * latency),
-        )
+            num_chunks, 1e3 * exchange, 1e3 * compute, 1e3 * latency,
+        )  # fmt: skip
         return num_chunks
 
     def _say(self, text: str, *values: object) -> None:

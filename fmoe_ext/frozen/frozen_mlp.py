@@ -66,9 +66,9 @@ def frozen_mlp(
     x, *weights = tensors[:5]
     options = [number, int(combine), int(save or transformed), *packing1[2:], packing2[2]]
     arguments = (
-        *(x, [row_idx, inverse, offs], weights, [*packing1[:2], *packing2[:2]]),
-        *(*tensors[5:], [scale1, scale2], topk_weights, options),
-    )
+        x, [row_idx, inverse, offs], weights, [*packing1[:2], *packing2[:2]],
+        *tensors[5:], [scale1, scale2], topk_weights, options,
+    )  # fmt: skip
     if transformed:
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
         return y
@@ -186,9 +186,9 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     needs = [ctx.needs_input_grad[place] for place in PLACES]
     computed = call(
         "fmoe_ext::frozen_mlp_backward",
-        *(grad_y, x, routing, weights, packing, *lora, ctx.lora_scales, topk_weights),
-        *(kept, ctx.options, needs),
-    )
+        grad_y, x, routing, weights, packing, *lora, ctx.lora_scales, topk_weights,
+        kept, ctx.options, needs,
+    )  # fmt: skip
     for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
         grads[place] = grad if wanted else None
     return tuple(grads)

@@ -47,9 +47,14 @@ def install(dispatch_key: str) -> torch.library.Library:
     """Makes these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
     library = torch.library.Library("fmoe_ext", "IMPL")
     for kernel in (
-        *(grouped_gemm, grouped_gemm_backward, grouped_gemm_backward_accumulate),
-        *(expert_mlp, expert_mlp_backward, expert_mlp_backward_accumulate),
-        *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
+        grouped_gemm,
+        grouped_gemm_backward,
+        grouped_gemm_backward_accumulate,
+        expert_mlp,
+        expert_mlp_backward,
+        expert_mlp_backward_accumulate,
+        expert_mlp_backward_inputs,
+        expert_mlp_backward_weights,
     ):
         with warnings.catch_warnings():
             # that it takes a kernel's place
@@ -64,8 +69,10 @@ TORCH_OPERATORS = MappingProxyType(
         "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
         "expert_mlp": ("expert_mlp",),
         "expert_mlp_backward": (
-            *("expert_mlp_backward", "expert_mlp_backward_accumulate"),
-            *("expert_mlp_backward_inputs", "expert_mlp_backward_weights"),
+            "expert_mlp_backward",
+            "expert_mlp_backward_accumulate",
+            "expert_mlp_backward_inputs",
+            "expert_mlp_backward_weights",
         ),
     }
 )
@@ -382,7 +389,7 @@ def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
     dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(*arguments[:13])
     dweights = expert_mlp_backward_weights(
-        *(*a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2)
+        *a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2
     )
     return dx, *dweights, dtopk_weights
 

@@ -46,10 +46,10 @@ FORMATS: Mapping[str, str | None] = MappingProxyType(
 GROUP = frozenset(("targets", "weights", "format", "input_activations", "output_activations"))
 WEIGHTS = frozenset(
     [
-        *("num_bits", "strategy", "actorder", "symmetric", "group_size", "block_structure", "type"),
-        *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+        "num_bits", "strategy", "actorder", "symmetric", "group_size", "block_structure", "type",
+        "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
     ]
-)
+)  # fmt: skip
 NVFP4_BLOCK = 16
 PACKED, PLAIN = ".weight_packed", ".weight"
 
@@ -227,11 +227,11 @@ COMPRESSED_TENSORS = Kind(
     (PACKED, PLAIN),
     ".weight_scale",
     (
-        *(".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
-        *(".k_scale", ".v_scale", ".input_scale", ".input_global_scale", ".input_zero_point"),
+        ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx",
+        ".k_scale", ".v_scale", ".input_scale", ".input_global_scale", ".input_zero_point",
     ),
     KNOWN,
     _check,
     _matrix,
     _refusals,
-)
+)  # fmt: skip
