@@ -16,8 +16,8 @@ from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.formats import gguf as written
 from fmoe_ext.formats import gguf_keys
-from tests.integrations.test_formats import make
-from tests.integrations.test_gguf import GGUF, llama_cpp_or_skip
+from tests.formats.test_formats import make
+from tests.formats.test_gguf import GGUF, llama_cpp_or_skip
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf", reason="pip install gguf")

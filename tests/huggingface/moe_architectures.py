@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from tests.integrations.tiny_architectures import TINY
+from tests.huggingface.tiny_architectures import TINY
 
 MAPPINGS = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 EXPERTS = (

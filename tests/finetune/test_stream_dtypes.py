@@ -10,8 +10,7 @@ import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.finetune.streaming import reader
-from tests.integrations.huggingface_models import make_ids
-from tests.integrations.streamed_models import (
+from tests.finetune.streamed_models import (
     WIDE,
     bytes_of_adapters,
     of_values,
@@ -20,6 +19,7 @@ from tests.integrations.streamed_models import (
     streamed,
     with_adapters,
 )
+from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext import fmoefy
 from fmoe_ext.checkpoint import CheckpointError
-from tests.integrations.test_formats import (
+from tests.formats.test_formats import (
     HEADS,
     assert_equal_logits,
     llama,
@@ -53,7 +53,7 @@ def test_no_room(format, tmp_path):
 KILLED = """
 import os, signal, sys
 from fmoe_ext.formats import writing
-from tests.integrations.test_formats import llama
+from tests.formats.test_formats import llama
 import fmoe_ext
 
 write = writing.write_model_files
@@ -177,7 +177,7 @@ MEMORY = """
 import sys
 import fmoe_ext
 from fmoe_ext import fmoefy
-from tests.integrations.test_formats import make
+from tests.formats.test_formats import make
 
 def kilobytes(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1])

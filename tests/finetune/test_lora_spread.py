@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fmoe_ext import huggingface, lora
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from tests.integrations.huggingface_models import make_ids, make_model
+from tests.huggingface.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, gates
 from fmoe_ext.linear import FMoELinear
-from tests.integrations.huggingface_models import experts_of, make_ids, make_model
+from tests.huggingface.huggingface_models import experts_of, make_ids, make_model
 
 T, D, H = 11, 32, 64
 MODELS = {

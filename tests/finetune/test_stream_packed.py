@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.finetune.adapters import cli
 from tests import published_packings
-from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import (
+from tests.finetune.streamed_models import (
     WIDE,
     bytes_of_adapters,
     checkpoint_layers,
@@ -24,6 +23,7 @@ from tests.integrations.streamed_models import (
     with_adapters,
     write_gguf,
 )
+from tests.huggingface.huggingface_models import make_ids, step
 from tests.packed_layouts import CONFIGS
 
 pytest.importorskip("transformers")

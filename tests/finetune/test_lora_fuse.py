@@ -8,8 +8,7 @@ import torch
 import fmoe_ext
 from fmoe_ext import lora
 from fmoe_ext.finetune import peft_lora
-from tests.integrations.huggingface_models import make_ids, make_model
-from tests.integrations.test_peft import (
+from tests.finetune.test_peft import (
     MOE_PARAMETERS,
     TARGETS,
     assert_same,
@@ -18,6 +17,7 @@ from tests.integrations.test_peft import (
     tokens,
     with_adapters,
 )
+from tests.huggingface.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")
 

@@ -11,12 +11,12 @@ import fmoe_ext
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from tests.integrations.format_models import MODELS
-from tests.integrations.huggingface_models import make_ids
+from tests.formats.format_models import MODELS
+from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
 
-from tests.integrations.moe_architectures import tiny_model  # noqa: E402
+from tests.huggingface.moe_architectures import tiny_model  # noqa: E402
 
 CLASSES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",

@@ -10,7 +10,7 @@ import torch
 from fmoe_ext import huggingface
 from fmoe_ext.huggingface.glu import apply_gate, glu_options
 from fmoe_ext.testing import assert_close
-from tests.integrations.huggingface_models import ARCHITECTURES, experts_of, make_ids, make_model, step
+from tests.huggingface.huggingface_models import ARCHITECTURES, experts_of, make_ids, make_model, step
 
 transformers = pytest.importorskip("transformers")
 

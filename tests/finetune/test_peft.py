@@ -12,7 +12,7 @@ from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.gates import SoftmaxGate, total_loss
-from tests.integrations.huggingface_models import make_ids, make_model
+from tests.huggingface.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")
 

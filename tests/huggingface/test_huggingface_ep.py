@@ -10,7 +10,7 @@ from fmoe_ext import huggingface
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 from fmoe_ext.ep.shadowing import update_shadows
 from fmoe_ext.planning.placement import rebalance
-from tests.integrations.huggingface_models import experts_of, make_ids, make_model
+from tests.huggingface.huggingface_models import experts_of, make_ids, make_model
 
 transformers = pytest.importorskip("transformers")
 

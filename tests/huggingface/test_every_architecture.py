@@ -11,7 +11,7 @@ from fmoe_ext import fmoefy
 transformers = pytest.importorskip("transformers")
 
 from fmoe_ext.huggingface import from_pretrained  # noqa: E402
-from tests.integrations.tiny_architectures import architectures, tiny_model  # noqa: E402
+from tests.huggingface.tiny_architectures import architectures, tiny_model  # noqa: E402
 
 # their files have split, merged or renamed tensors, infinities, positions that are not saved ...
 CONVERTED = (

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fmoe_ext import fmoefy, huggingface
 from fmoe_ext.testing import DistributedPool
-from tests.integrations.huggingface_models import make_ids, make_model, step
+from tests.huggingface.huggingface_models import make_ids, make_model, step
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,9 +15,9 @@ peft = pytest.importorskip("peft")
 
 from transformers.models.auto import modeling_auto  # noqa: E402
 
-from tests.integrations.huggingface_models import make_ids  # noqa: E402
-from tests.integrations.moe_architectures import architectures, tiny_model  # noqa: E402
-from tests.integrations.streamed_models import with_adapters  # noqa: E402
+from tests.finetune.streamed_models import with_adapters  # noqa: E402
+from tests.huggingface.huggingface_models import make_ids  # noqa: E402
+from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
 
 SHORT = (
     "AriaTextForCausalLM",  # names and order of its own in files

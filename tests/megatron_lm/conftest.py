@@ -4,15 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.testing import DistributedPool
-
-
-@pytest.fixture(scope="session")
-def pool():
-    """Two ranks that stay, because each of them imports Transformers, which takes it longer than most tests."""
-    with DistributedPool(2) as pool:
-        yield pool
-
 
 @pytest.fixture(scope="module")
 def one_megatron_rank(tmp_path_factory):

@@ -7,14 +7,14 @@ from safetensors.torch import save_file
 import fmoe_ext
 from benchmarks.packed_folders import write_packed
 from fmoe_ext.checkpoint import CheckpointError
-from tests.integrations.huggingface_models import make_ids
-from tests.integrations.streamed_models import (
+from tests.finetune.streamed_models import (
     bytes_of_adapters,
     checkpoint_layers,
     save,
     streamed,
     with_adapters,
 )
+from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")

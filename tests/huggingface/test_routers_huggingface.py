@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from fmoe_ext import RoutingReplay, balance, valid_tokens
 from fmoe_ext.balance import load_routed_experts, routed_experts
 from fmoe_ext.gates import SqrtSoftplusGate
-from tests.integrations.huggingface_models import make_ids, make_model, step
+from tests.huggingface.huggingface_models import make_ids, make_model, step
 
 NAMES = (
     "MixtralForCausalLM",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fmoe_ext
-from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import EXPERTS, resident, save, streamed, with_adapters
+from tests.finetune.streamed_models import EXPERTS, resident, save, streamed, with_adapters
+from tests.huggingface.huggingface_models import make_ids, step
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -9,8 +9,7 @@ import fmoe_ext
 from fmoe_ext.finetune.streaming import pool
 from fmoe_ext.finetune.streaming.budget import bytes_of_state
 from fmoe_ext.memory import limits, memory_of
-from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import (
+from tests.finetune.streamed_models import (
     bytes_of_adapters,
     resident,
     save,
@@ -18,6 +17,7 @@ from tests.integrations.streamed_models import (
     train,
     with_adapters,
 )
+from tests.huggingface.huggingface_models import make_ids, step
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -7,7 +7,7 @@ import torch
 
 from fmoe_ext import fmoefy, huggingface
 from fmoe_ext.gates import total_loss
-from tests.integrations.test_balance_callback import (
+from tests.huggingface.test_balance_callback import (
     VOCAB,
     WEIGHT,
     assert_balance_gradient,

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.huggingface import register
-from tests.integrations.huggingface_models import make_ids
-from tests.integrations.streamed_models import pack, save, streamed
+from tests.finetune.streamed_models import pack, save, streamed
+from tests.huggingface.huggingface_models import make_ids
 
 pytest.importorskip("transformers")
 BIG = 2**30

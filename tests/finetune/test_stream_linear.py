@@ -12,8 +12,7 @@ from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
-from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import (
+from tests.finetune.streamed_models import (
     WIDE,
     checkpoint_layers,
     of_values,
@@ -22,7 +21,8 @@ from tests.integrations.streamed_models import (
     streamed,
     write_gguf,
 )
-from tests.integrations.test_stream_packed import error
+from tests.finetune.test_stream_packed import error
+from tests.huggingface.huggingface_models import make_ids, step
 from tests.packed_layouts import CONFIGS
 
 pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ import torch
 import fmoe_ext
 from fmoe_ext import SoftmaxGate, fmoefy
 from fmoe_ext.checkpoint import CheckpointError
-from tests.integrations.test_formats import (
+from tests.formats.test_formats import (
     HEADS,
     MODELS,
     llama,
@@ -158,7 +158,7 @@ def assert_llama_cpp_agrees(model, folder, tolerance, **options):
 def llama_cpp_or_skip():
     pytest.importorskip("gguf", reason="pip install gguf")
     pytest.importorskip("xllamacpp", reason="pip install xllamacpp, which has llama.cpp inside")
-    from tests.integrations import llama_cpp
+    from tests.formats import llama_cpp
 
     return llama_cpp
 

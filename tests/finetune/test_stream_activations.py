@@ -8,8 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fmoe_ext.finetune.streaming.activations import ActivationFile
-from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import checkpoint_layers, save, streamed, with_adapters
+from tests.finetune.streamed_models import checkpoint_layers, save, streamed, with_adapters
+from tests.huggingface.huggingface_models import make_ids, step
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -9,7 +9,7 @@ import fmoe_ext
 from fmoe_ext import frozen, huggingface
 from fmoe_ext.finetune.streaming import pool
 from tests import packed_layouts
-from tests.integrations.huggingface_models import make_ids, make_model
+from tests.huggingface.huggingface_models import make_ids, make_model
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CHANGES = {"num_hidden_layers": 5}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, fmoefy
 from fmoe_ext.checkpoint import CheckpointError
-from tests.integrations.format_models import (
+from tests.formats.format_models import (
     DENSE,
     HEADS,
     MODELS,

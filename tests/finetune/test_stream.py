@@ -12,8 +12,7 @@ from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.testing import assert_close
 from tests import fake_deepspeed
-from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import (
+from tests.finetune.streamed_models import (
     bytes_of_adapters,
     checkpoint_layers,
     resident,
@@ -22,6 +21,7 @@ from tests.integrations.streamed_models import (
     train,
     with_adapters,
 )
+from tests.huggingface.huggingface_models import make_ids, step
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
