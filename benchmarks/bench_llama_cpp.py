@@ -23,7 +23,7 @@ from benchmarks.bench_stream import SHAPE
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.formats.gguf import write_facts
-from tests.integrations import llama_cpp
+from tests.formats import llama_cpp
 
 OUTSIDE = ("q4_k", "q8_0", "bf16")
 

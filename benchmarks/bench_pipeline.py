@@ -240,7 +240,7 @@ def measure_overlap(chunks, checkpoint, message, unit=None):
     layers = []
     for _ in range(8):
         moe = FMoE(
-            *(1, D, ranks, None, None, groups.ep, 1, UniformGate), expert=lambda _: Computation(clock, unit)
+            1, D, ranks, None, None, groups.ep, 1, UniformGate, expert=lambda _: Computation(clock, unit)
         )
         moe.mark_parallel_comm("moe")
         layers += [Computation(clock, unit), moe]
@@ -253,7 +253,8 @@ def measure_overlap(chunks, checkpoint, message, unit=None):
     ]:  # the first time does not count
         parts = split(model, 2, x[:rows], by=[8, 8])
         pipeline = Pipeline(
-            *(parts, squares),
+            parts,
+            squares,
             schedule="dualpipe_v",
             chunks=chunks,
             groups=groups,

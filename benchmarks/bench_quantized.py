@@ -173,15 +173,15 @@ def report(rows):
     head += ["LoRA step ms", "decoded step / step", "dense step / step", "bitsandbytes / step"]
     lines = [
         [
-            *(row["format"], row["tokens"], f"{row['packed']['median'] * 1e3:.2f}"),
-            *(ratio(row, "decoded", "packed"), ratio(row, "dense", "packed")),
-            *(f"{row['gb_per_s']:.1f}", f"{row['share_of_read']:.2f}" if row["tokens"] == 1 else ""),
+            row["format"], row["tokens"], f"{row['packed']['median'] * 1e3:.2f}",
+            ratio(row, "decoded", "packed"), ratio(row, "dense", "packed"),
+            f"{row['gb_per_s']:.1f}", f"{row['share_of_read']:.2f}" if row["tokens"] == 1 else "",
             f"{row['step']['median'] * 1e3:.1f}" if "step" in row else "",
-            *(ratio(row, "decoded step", "step"), ratio(row, "dense step", "step")),
+            ratio(row, "decoded step", "step"), ratio(row, "dense step", "step"),
             ratio(row, "bitsandbytes", "step"),
         ]
         for row in rows
-    ]
+    ]  # fmt: skip
     return common.table(head, [[str(cell) for cell in line] for line in lines])
 
 

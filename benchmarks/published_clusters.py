@@ -32,21 +32,21 @@ CLUSTERS = MappingProxyType(
     {
         # FasterMoE, PPoPP 2022. InfiniBand is shared by the GPUs of a node: 8 at 50 Gb/s, 4 at 100 Gb/s.
         "fastermoe-johnny": Cluster(
-            *(16, 16, 8192, 1024, 2048, 2, 50e9 / 8 / 8, 11.5e12, 4),
+            16, 16, 8192, 1024, 2048, 2, 50e9 / 8 / 8, 11.5e12, 4,
             gains="FasterMoE on johnny: shadowing up to 1.95x, smart schedule up to 1.40x, both up to 2.20x",
         ),
         "fastermoe-trevor": Cluster(
-            *(64, 64, 8192, 1024, 2048, 2, 100e9 / 8 / 4, 11.5e12, 4),
+            64, 64, 8192, 1024, 2048, 2, 100e9 / 8 / 4, 11.5e12, 4,
             gains="FasterMoE on trevor: shadowing up to 4.74x, smart schedule up to 1.40x, both up to 5.72x",
         ),
         # SmartMoE, ATC 2023: its artifact's logs of whole models, 200 iterations.
         "smartmoe-inky": Cluster(
-            *(16, 16, 8192, 2560, 10240, 2, 100e9 / 8, 150e12, 2),
+            16, 16, 8192, 2560, 10240, 2, 100e9 / 8, 150e12, 2,
             gains="SmartMoE on inky, whole model: FastMoE 1225 s, FasterMoE 1052 s (1.16x), SmartMoE 560 s (2.19x, "
             "1.88x over FasterMoE)",
         ),
     }
-)
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -68,7 +68,10 @@ struct ExpertRows {
     check_cpu(w2_, "w2");
     check_expert_mlp(x_, row_idx_, inverse_, offs, w1_, b1_, w2_, b2_, topk_weights_, activation);
     x = as_contiguous(x_);
-    if constexpr (std::is_same_v<Weight, Tensor>) w1 = as_contiguous(w1_), w2 = as_contiguous(w2_);
+    if constexpr (std::is_same_v<Weight, Tensor>) {
+      w1 = as_contiguous(w1_);
+      w2 = as_contiguous(w2_);
+    }
     if (b1_) b1 = as_contiguous(*b1_);
     if (b2_) b2 = as_contiguous(*b2_);
     if (topk_weights_) topk_weights = as_contiguous(*topk_weights_);

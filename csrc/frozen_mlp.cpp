@@ -40,16 +40,16 @@ class Forward {
     Tasks gathers, reduces1, ups, reduces2, downs;
     const StoredRows x = args_.rows_of(args_.x);
     gather(gathers, kernels_, chunk, args_.D, x_rows, [this, x](int64_t r) { return x.at(args_.token(r)); });
-    run(gathers);
+    gathers.run();
     if (adapters_.first) products_.reduce(reduces1, chunk, x_rows, *adapters_.first, thin1);
-    run(reduces1);
+    reduces1.run();
     multiply_w1(ups, chunk, x_rows, thin1.operands, a_rows);
-    run(ups);
+    ups.run();
     pad_depth(kernels_, a_rows, chunk.rows(), args_.H);
     if (adapters_.second) products_.reduce(reduces2, chunk, a_rows, *adapters_.second, thin2);
-    run(reduces2);
+    reduces2.run();
     multiply_w2(downs, chunk, a_rows, thin2.operands);
-    run(downs);
+    downs.run();
   }
 
   const char* bias(const std::optional<Tensor>& b, int64_t expert, int64_t column) const {

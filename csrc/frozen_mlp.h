@@ -51,12 +51,38 @@ struct ThinRows {
   }
 };
 
-// What threads do at the same time.
-using Tasks = std::vector<std::function<void()>>;
+// Jobs that threads do at the same time, in kinds that each have one function.
+class Tasks {
+ public:
+  // body(i) for i in [0, count).
+  template <class Body>
+  void add(int64_t count, const Body& body) {
+    kinds_.push_back({count_, body});
+    count_ += count;
+  }
+  // body(job) for each job.
+  template <class Body>
+  void add(std::vector<Job> jobs, const Body& body) {
+    const int64_t count = jobs.size();
+    add(count, [jobs = std::move(jobs), body](int64_t i) { body(jobs[i]); });
+  }
 
-inline void run(const Tasks& tasks) {
-  for_each_job(tasks.size(), [&](int64_t i) { tasks[i](); });
-}
+  void run() const {
+    for_each_job(count_, [&](int64_t i) {
+      auto kind = kinds_.rbegin();
+      while (i < kind->begin) ++kind;
+      kind->body(i - kind->begin);
+    });
+  }
+
+ private:
+  struct Kind {
+    int64_t begin;  // its first job
+    std::function<void(int64_t)> body;
+  };
+  std::vector<Kind> kinds_;
+  int64_t count_ = 0;
+};
 
 // What the forward and the backward share: products of a chunk's rows with a weight, the adapter's part
 // included.
@@ -64,7 +90,7 @@ class FrozenProducts {
  public:
   explicit FrozenProducts(const ExpertRows& args) : args_(args), kernels_(args.kernels) {}
 
-  // Each product adds its tasks to a list; what it is given lives until they have run.
+  // Each product adds its jobs to tasks; what it is given lives until they have run.
   // An epilogue is called with (segment, tile, row, m, column): tile [m, nr] of the rows from `row` on,
   // counted from the segment's first one, and of the columns from `column` on.
 
@@ -85,47 +111,46 @@ class FrozenProducts {
     const int64_t out = weight.size(1), in = weight.size(2);
     const int64_t width = gated ? kernels_.nr / 2 : kernels_.nr, count = gated ? out / 2 : out;
     const int64_t chunk_begin = chunk.begin;
-    for (const Job& job : panel_jobs(kernels_, chunk, divide_up(count, width), in))
-      tasks.push_back([=, this, &weight] {
-        const Segment& segment = *job.segment;
-        const int64_t first = segment.begin - chunk_begin;
-        const auto columns = [&](const Tensor& t, int64_t depth, int64_t column, const void** pointers) {
-          const char* rows_of_expert = args_.row_of(t, segment.expert * out, depth);
-          if (gated)
-            gated_columns(rows_of_expert, count, depth, column, pointers);
-          else
-            weight_columns(kernels_, rows_of_expert, count, depth, column, pointers);
-        };
-        Added added(kernels_, adapter, kPackedPanels);
-        const auto pack_factor = [&](int64_t p) {
-          if (!adapter) return;
-          const void* factor[kMaxPanelLanes];
-          columns(adapter->b, adapter->rank, p * width, factor);
-          kernels_.pack_columns(factor, adapter->rank, added.panel(p % kPackedPanels));
-        };
-        const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-          in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
-            if (adapter) part = added.to(part, p % kPackedPanels, thin.from(first + row + r), n);
-            epilogue(segment, part, row + r, n, p * width);
-          });
-        };
-        if constexpr (std::is_same_v<Weight, FrozenWeight>)
-          if (weight.is_packed())
-            return rows_by_packed(
-                kernels_, job, rows.from(first), in, weight.integers(),
-                [&](int64_t p, PackedRow* packed) {
-                  packed_columns(weight, segment.expert, gated, count, p * width, packed);
-                  pack_factor(p);
-                },
-                take);
-        rows_by_weight(
-            kernels_, job, rows.from(first), in,
-            [&](int64_t p, const void** pointers) {
-              columns(tensor_of(weight), in, p * width, pointers);
-              pack_factor(p);
-            },
-            take);
-      });
+    tasks.add(panel_jobs(kernels_, chunk, divide_up(count, width), in), [=, this, &weight](const Job& job) {
+      const Segment& segment = *job.segment;
+      const int64_t first = segment.begin - chunk_begin;
+      const auto columns = [&](const Tensor& t, int64_t depth, int64_t column, const void** pointers) {
+        const char* rows_of_expert = args_.row_of(t, segment.expert * out, depth);
+        if (gated)
+          gated_columns(rows_of_expert, count, depth, column, pointers);
+        else
+          weight_columns(kernels_, rows_of_expert, count, depth, column, pointers);
+      };
+      Added added(kernels_, adapter, kPackedPanels);
+      const auto pack_factor = [&](int64_t p) {
+        if (!adapter) return;
+        const void* factor[kMaxPanelLanes];
+        columns(adapter->b, adapter->rank, p * width, factor);
+        kernels_.pack_columns(factor, adapter->rank, added.panel(p % kPackedPanels));
+      };
+      const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+        in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
+          if (adapter) part = added.to(part, p % kPackedPanels, thin.from(first + row + r), n);
+          epilogue(segment, part, row + r, n, p * width);
+        });
+      };
+      if constexpr (std::is_same_v<Weight, FrozenWeight>)
+        if (weight.is_packed())
+          return rows_by_packed(
+              kernels_, job, rows.from(first), in, weight.integers(),
+              [&](int64_t p, PackedRow* packed) {
+                packed_columns(weight, segment.expert, gated, count, p * width, packed);
+                pack_factor(p);
+              },
+              take);
+      rows_by_weight(
+          kernels_, job, rows.from(first), in,
+          [&](int64_t p, const void** pointers) {
+            columns(tensor_of(weight), in, p * width, pointers);
+            pack_factor(p);
+          },
+          take);
+    });
   }
 
   // rows [.., out] times weight[e], weight [E, out, in].
@@ -134,33 +159,33 @@ class FrozenProducts {
                             const Adapter* adapter, const RowMajor& thin, const Epilogue& epilogue) const {
     const int64_t out = weight.size(1), in = weight.size(2);
     const int64_t chunk_begin = chunk.begin;
-    for (const Job& job : panel_jobs(kernels_, chunk, divide_up(in, kernels_.nr), out))
-      tasks.push_back([=, this, &weight] {
-        const Segment& segment = *job.segment;
-        const int64_t first = segment.begin - chunk_begin;
-        Added added(kernels_, adapter, job.end - job.begin);
-        if (adapter && job.begin < job.end)
-          pack_weight_rows(kernels_, args_.row_of(adapter->a, segment.expert * adapter->rank, in), in,
-                           adapter->rank, job.begin, job.end - job.begin, added.panels());
-        const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-          in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
-            if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
-            epilogue(segment, part, row + r, n, p * kernels_.nr);
-          });
-        };
-        if constexpr (std::is_same_v<Weight, FrozenWeight>)
-          if (weight.is_packed())
-            return rows_by_packed_transposed(
-                kernels_, job, rows.from(first), out,
-                [&](int64_t row) {
-                  PackedRow packed;
-                  weight.row(segment.expert, row, packed);
-                  return packed;
-                },
-                in, take);
-        rows_by_weight_transposed(kernels_, job, rows.from(first), out,
-                                  args_.row_of(tensor_of(weight), segment.expert * out, in), in, take);
-      });
+    tasks.add(
+        panel_jobs(kernels_, chunk, divide_up(in, kernels_.nr), out), [=, this, &weight](const Job& job) {
+          const Segment& segment = *job.segment;
+          const int64_t first = segment.begin - chunk_begin;
+          Added added(kernels_, adapter, job.end - job.begin);
+          if (adapter && job.begin < job.end)
+            pack_weight_rows(kernels_, args_.row_of(adapter->a, segment.expert * adapter->rank, in), in,
+                             adapter->rank, job.begin, job.end - job.begin, added.panels());
+          const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+            in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
+              if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
+              epilogue(segment, part, row + r, n, p * kernels_.nr);
+            });
+          };
+          if constexpr (std::is_same_v<Weight, FrozenWeight>)
+            if (weight.is_packed())
+              return rows_by_packed_transposed(
+                  kernels_, job, rows.from(first), out,
+                  [&](int64_t row) {
+                    PackedRow packed;
+                    weight.row(segment.expert, row, packed);
+                    return packed;
+                  },
+                  in, take);
+          rows_by_weight_transposed(kernels_, job, rows.from(first), out,
+                                    args_.row_of(tensor_of(weight), segment.expert * out, in), in, take);
+        });
   }
 
  private:
@@ -333,13 +358,12 @@ template <class Row>
 void gather(Tasks& tasks, const Kernels& kernels, const Chunk& chunk, int64_t columns, const RowMajor& block,
             const Row& row) {
   constexpr int64_t kSlice = 64;
-  for (int64_t begin = chunk.begin; begin < chunk.end; begin += kSlice)
-    tasks.push_back([=, &kernels, &chunk] {
-      const int64_t end = std::min(begin + kSlice, chunk.end);
-      const void* rows[kSlice];
-      for (int64_t r = begin; r < end; ++r) rows[r - begin] = row(r);
-      kernels.copy_rows(rows, end - begin, columns, block.at(begin - chunk.begin), block.stride);
-    });
+  tasks.add(divide_up(chunk.rows(), kSlice), [=, &kernels, &chunk](int64_t slice) {
+    const int64_t begin = chunk.begin + slice * kSlice, end = std::min(begin + kSlice, chunk.end);
+    const void* rows[kSlice];
+    for (int64_t r = begin; r < end; ++r) rows[r - begin] = row(r);
+    kernels.copy_rows(rows, end - begin, columns, block.at(begin - chunk.begin), block.stride);
+  });
 }
 
 // A depth that is not a multiple of k_step is padded with zeros.

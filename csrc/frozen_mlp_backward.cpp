@@ -87,22 +87,22 @@ class Backward {
                     blocks.next(r1),      blocks.next(r1),      blocks.next(r2),      blocks.next(r2)};
     Tasks gathers, reduces2, middle, reduces1, last;
     gather_rows(gathers, chunk, rows);
-    run(gathers);
+    gathers.run();
     if (adapters_.second)
       products_.reduce_transposed(reduces2, chunk, rows.dout, *adapters_.second, {t2_, rows.t2});
-    run(reduces2);
+    reduces2.run();
     activate(chunk, rows);
     pad_depth(kernels_, rows.dh, chunk.rows(), args_.F);
     if (adapters_.first && (needs_.dx || needs_.da1))
       products_.reduce_transposed(reduces1, chunk, rows.dh, *adapters_.first, {t1_, rows.t1});
-    run(reduces1);
+    reduces1.run();
     if (needs_.dx) multiply_w1(last, chunk, rows);
     if (needs_.da1) outer(last, chunk, rows.t1, r1, rows.x, args_.D, da1_);
     if (needs_.db1) outer(last, chunk, rows.dh, args_.F, rows.u1, r1, db1_);
     if (needs_.da2) outer(last, chunk, rows.t2, r2, rows.a, args_.H, da2_);
     if (needs_.db2) outer(last, chunk, rows.dout, args_.D, rows.u2, r2, db2_);
     for (ExpertGradient* sums : {&da1_, &db1_, &da2_, &db2_}) sums->begin(chunk);
-    run(last);
+    last.run();
     for (ExpertGradient* sums : {&da1_, &db1_, &da2_, &db2_}) sums->end(chunk);
   }
 
@@ -143,7 +143,7 @@ class Backward {
               .dscale = needs_scale ? partial.at(column / nr * chunk.rows() + in_chunk) : nullptr,
           });
         });
-    run(tasks);
+    tasks.run();
     if (needs_scale) scale_grads_.sum(chunk, partial, divide_up(H, nr));
   }
 
@@ -166,23 +166,22 @@ class Backward {
     std::vector<Job> jobs;
     for (const Segment& segment : chunk.segments)
       add_jobs(jobs, segment, divide_up(size, lanes), 2 * kernels_.mr * kernels_.nr, 0);
-    for (const Job& job : jobs)
-      tasks.push_back([=, this, &sums, begin = chunk.begin] {
-        const Segment& segment = *job.segment;
-        const int64_t first = job.begin * lanes, n = std::min(job.end * lanes, size) - first;
-        if (n <= 0) return;
-        const int64_t row0 = by_rows ? first : 0, column0 = by_rows ? 0 : first;
-        const int64_t num_rows = by_rows ? n : M, num_columns = by_rows ? N : n, depth = segment.rows();
-        const OwnPanels b(kernels_, right.from(segment.begin - begin), depth, column0, num_columns,
-                          kernels_.nr);
-        const RowMajor rows = left.from(segment.begin - begin);
-        std::vector<char> memory;
-        const Transposed a = columns_of(rows, depth, row0, num_rows, memory);
-        multiply_transposed(kernels_, a, num_rows, b.panels, num_columns, depth,
-                            [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
-                              sums.add(segment, tile, row0 + row, column0 + column, m, width);
-                            });
-      });
+    tasks.add(jobs, [=, this, &sums, begin = chunk.begin](const Job& job) {
+      const Segment& segment = *job.segment;
+      const int64_t first = job.begin * lanes, n = std::min(job.end * lanes, size) - first;
+      if (n <= 0) return;
+      const int64_t row0 = by_rows ? first : 0, column0 = by_rows ? 0 : first;
+      const int64_t num_rows = by_rows ? n : M, num_columns = by_rows ? N : n, depth = segment.rows();
+      const OwnPanels b(kernels_, right.from(segment.begin - begin), depth, column0, num_columns,
+                        kernels_.nr);
+      const RowMajor rows = left.from(segment.begin - begin);
+      std::vector<char> memory;
+      const Transposed a = columns_of(rows, depth, row0, num_rows, memory);
+      multiply_transposed(kernels_, a, num_rows, b.panels, num_columns, depth,
+                          [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                            sums.add(segment, tile, row0 + row, column0 + column, m, width);
+                          });
+    });
   }
 
   // Columns of rows, mr at a time: where they lie if the kernels can read them there, else packed in memory.

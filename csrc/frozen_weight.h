@@ -61,7 +61,7 @@ class FrozenWeight {
   // Rows [first, first + n) of an expert, counted with gates before ups; n > 0.
   void rows(int64_t expert, int64_t first, int64_t n, gemm::PackedRow* out) const {
     row(expert, first, out[0]);
-    const bool in_step = !packing_.interleaved && !zero_words_ && format_ != gemm::PackedFormat::fp8_block;
+    const bool in_step = !packing_.interleaved && !zero_words_ && !has_squares();
     const uint8_t* data = out[0].data;
     const char* scale = out[0].scale;
     for (int64_t j = 1; j < n; ++j) {
@@ -85,8 +85,8 @@ class FrozenWeight {
     out.zero = nullptr;
     out.zero_shift = 0;
     if (scale_bytes_) {
-      const bool is_block = format_ == gemm::PackedFormat::fp8_block;
-      out.scale = scale_bytes_ + (is_block ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;
+      out.scale =
+          scale_bytes_ + (has_squares() ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;
     }
     if (zero_words_) {
       out.zero = zero_words_ + (expert * ((sizes_[1] + 7) / 8) + at / 8) * (sizes_[2] / group_);
@@ -95,7 +95,9 @@ class FrozenWeight {
   }
 
  private:
-  static constexpr int64_t kBlock = 128;  // rows and columns of a scale of FP8
+  static constexpr int64_t kBlock = gemm::kScaledSquare;
+  const gemm::PackedLayout& layout() const { return gemm::layout_of(format_); }
+  bool has_squares() const { return layout().scaled == gemm::Scaled::square; }
   static int64_t blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
   int64_t stored(int64_t row) const {
     const int64_t half = sizes_[1] / 2;
@@ -105,23 +107,33 @@ class FrozenWeight {
     return row / part_rows_ * blocks(part_rows_) + row % part_rows_ / kBlock;
   }
 
-  const Tensor& scale(std::initializer_list<ScalarType> dtypes) {
+  static gemm::ScaleType scale_type_of(const Tensor& t) {
+    switch (t.scalar_type()) {
+      case ScalarType::Float:
+        return gemm::ScaleType::float32;
+      case ScalarType::BFloat16:
+        return gemm::ScaleType::bfloat16;
+      case ScalarType::Half:
+        return gemm::ScaleType::float16;
+      case ScalarType::Byte:
+        return gemm::ScaleType::e8m0;
+      default:
+        return gemm::ScaleType::none;
+    }
+  }
+  void check_scale() {
     STD_TORCH_CHECK(packing_.scale, name_, "_scale must be given: format ", packing_.format, " has scales");
     const Tensor& t = *packing_.scale;
     check_cpu(t, name_);
+    scale_type_ = scale_type_of(t);
     bool known = false;
-    for (const ScalarType dtype : dtypes) known |= t.scalar_type() == dtype;
+    for (const gemm::ScaleType type : layout().scale_types)
+      known |= type == scale_type_ && type != gemm::ScaleType::none;
     STD_TORCH_CHECK(known, name_, "_scale must have a dtype of format ", packing_.format, ", but got ",
                     dtype_text(t));
-    const int64_t dims = format_ == gemm::PackedFormat::fp8_block && t.dim() == 4 ? 4 : 3;
+    const int64_t dims = has_squares() && t.dim() == 4 ? 4 : 3;
     STD_TORCH_CHECK(t.dim() == dims && t.size(0) == sizes_[0], name_, "_scale must have shape [", sizes_[0],
                     ", rows, groups], but got shape ", shape_text(t));
-    using gemm::ScaleType;
-    scale_type_ = t.scalar_type() == ScalarType::Float      ? ScaleType::float32
-                  : t.scalar_type() == ScalarType::BFloat16 ? ScaleType::bfloat16
-                  : t.scalar_type() == ScalarType::Half     ? ScaleType::float16
-                                                            : ScaleType::e8m0;
-    return t;
   }
   void check_scale_shape(int64_t rows, int64_t columns) const {
     const Tensor& t = *packing_.scale;
@@ -129,10 +141,9 @@ class FrozenWeight {
                     ", ", rows, ", ", columns, "] for ", name_, " ", shape_text(data_), ", but got shape ",
                     shape_text(t));
   }
-  // Rows of two values a byte whose scales are for `group` columns each, a multiple of 32.
-  void check_groups(const Tensor& t) {
-    sizes_[2] = 2 * data_.size(2);
-    const int64_t groups = t.size(2);
+  // Scales are for `group` columns each, a multiple of 32.
+  void check_groups() {
+    const int64_t groups = packing_.scale->size(2);
     check_scale_shape(sizes_[1], groups);
     STD_TORCH_CHECK(groups > 0 && sizes_[2] % groups == 0 && sizes_[2] / groups % 32 == 0, name_,
                     "_scale must be for groups of a multiple of 32 columns, but ", name_, " has ", sizes_[2],
@@ -141,7 +152,8 @@ class FrozenWeight {
   }
   // Scales [E, rows, columns] of one matrix, or [E, parts, rows, columns] of parts that follow each other,
   // whose last blocks may be partial.
-  void check_blocks(const Tensor& t) {
+  void check_squares() {
+    const Tensor& t = *packing_.scale;
     const bool joined = t.dim() == 4;
     const int64_t parts = joined ? t.size(1) : 1;
     STD_TORCH_CHECK(parts > 0 && sizes_[1] % parts == 0, name_, " must have ", parts,
@@ -152,48 +164,34 @@ class FrozenWeight {
                     blocks(sizes_[1] / parts), ", ", blocks(sizes_[2]), "] for ", name_, " ",
                     shape_text(data_), ", but got shape ", shape_text(t));
   }
-  void check_whole_blocks(int64_t bytes, int64_t columns) {
-    STD_TORCH_CHECK(!packing_.scale, name_, "_scale must be None: format ", packing_.format,
-                    " has its scales inside");
-    STD_TORCH_CHECK(data_.size(2) % bytes == 0, name_, " must have rows of whole blocks of ", bytes,
-                    " bytes, but got shape ", shape_text(data_));
-    sizes_[2] = data_.size(2) / bytes * columns;
-  }
-
   void check_packed() {
-    using gemm::PackedFormat;
-    STD_TORCH_CHECK(!packing_.zero || format_ == PackedFormat::int4, name_, "_zero must be None for format ",
+    using gemm::Scaled;
+    STD_TORCH_CHECK(!packing_.zero || layout().may_have_zero, name_, "_zero must be None for format ",
                     packing_.format);
-    switch (format_) {
-      case PackedFormat::mxfp4:
-        scale({ScalarType::Byte});
-        sizes_[2] = 2 * data_.size(2);
-        STD_TORCH_CHECK(sizes_[2] % 32 == 0, name_,
-                        " must have rows of whole blocks of 16 bytes, but got shape ", shape_text(data_));
-        check_scale_shape(sizes_[1], sizes_[2] / 32);
-        group_ = 32;
+    if (layout().scaled != Scaled::inside)
+      check_scale();
+    else
+      STD_TORCH_CHECK(!packing_.scale, name_, "_scale must be None: format ", packing_.format,
+                      " has its scales inside");
+    STD_TORCH_CHECK(data_.size(2) % layout().block_bytes == 0, name_, " must have rows of whole blocks of ",
+                    layout().block_bytes, " bytes, but got shape ", shape_text(data_));
+    sizes_[2] = data_.size(2) / layout().block_bytes * layout().block_columns;
+    switch (layout().scaled) {
+      case Scaled::inside:
         break;
-      case PackedFormat::fp8_block: {
-        check_blocks(scale({ScalarType::Float, ScalarType::BFloat16}));
+      case Scaled::block:
+        group_ = layout().block_columns;
+        check_scale_shape(sizes_[1], sizes_[2] / group_);
+        break;
+      case Scaled::group:
+        check_groups();
+        break;
+      case Scaled::square:
         group_ = kBlock;
-        break;
-      }
-      case PackedFormat::int4:
-        check_groups(scale({ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}));
-        if (packing_.zero) check_zero(*packing_.zero);
-        break;
-      case PackedFormat::nf4:
-        check_groups(scale({ScalarType::Float}));
-        break;
-      case PackedFormat::q8_0:
-        return check_whole_blocks(34, 32);
-      case PackedFormat::q4_k:
-        return check_whole_blocks(144, 256);
-      case PackedFormat::q6_k:
-        return check_whole_blocks(210, 256);
-      case PackedFormat::none:
+        check_squares();
         break;
     }
+    if (packing_.zero) check_zero(*packing_.zero);
   }
   // Asking a tensor for its address costs as much as a short row.
   void find_rows() {

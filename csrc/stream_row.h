@@ -26,7 +26,10 @@ class RowWriter {
       for (; i + 64 <= row_bytes_; i += 64) {
         const __m128i a = load(from + i), b = load(from + i + 16), c = load(from + i + 32),
                       d = load(from + i + 48);
-        store(to + i, a), store(to + i + 16, b), store(to + i + 32, c), store(to + i + 48, d);
+        store(to + i, a);
+        store(to + i + 16, b);
+        store(to + i + 32, c);
+        store(to + i + 48, d);
       }
       for (; i < row_bytes_; i += 16) store(to + i, load(from + i));
       return;

@@ -85,20 +85,9 @@ __all__ = [
 
 # Rooms, imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
 _ROOMS = (
-    *("audit", "balance", "checkpoint", "compat", "compress", "cpu", "doctor", "finetune", "formats"),
-    *(
-        "frozen",
-        "gpu",
-        "huggingface",
-        "lora",
-        "megatron",
-        "optim",
-        "pipeline",
-        "planning",
-        "remote",
-        "testing",
-    ),
-)
+    "audit", "balance", "checkpoint", "compat", "compress", "cpu", "doctor", "finetune", "formats", "frozen", "gpu",
+    "huggingface", "lora", "megatron", "optim", "pipeline", "planning", "remote", "testing",
+)  # fmt: skip
 _OF_ROOMS = MappingProxyType(
     {
         "RoutingReplay": "fmoe_ext.balance",

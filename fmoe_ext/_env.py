@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Variable:
+class _Variable:
     name: str
     type: type
     default: object
@@ -16,57 +16,57 @@ class Variable:
 
 
 VARIABLES = (
-    Variable(
+    _Variable(
         "FMOE_CUDA",
         bool,
         None,
         "build: 1 demands the CUDA kernels, 0 leaves them out; unset: built if torch has CUDA and nvcc is found",
     ),
-    Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
-    Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),
-    Variable("TORCH_CUDA_ARCH_LIST", str, "8.0+PTX;9.0a", "build: CUDA architectures"),
-    Variable("MAX_JOBS", int, None, "build: parallel compiler processes"),
-    Variable(
+    _Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
+    _Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),
+    _Variable("TORCH_CUDA_ARCH_LIST", str, "8.0+PTX;9.0a", "build: CUDA architectures"),
+    _Variable("MAX_JOBS", int, None, "build: parallel compiler processes"),
+    _Variable(
         "FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"
     ),
-    Variable(
+    _Variable(
         "FMOE_DEBUG",
         bool,
         False,
         "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
     ),
-    Variable(
+    _Variable(
         "FMOE_CPU_ISA",
         str,
         None,
         "run: most capable instruction set that the CPU kernels may use; the processor's fastest when unset",
         ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_bf16"),
     ),
-    Variable(
+    _Variable(
         "FMOE_GPU_KERNELS",
         str,
         "auto",
         "run: kernels of CUDA tensors; auto: those proved by python -m fmoe_ext.gpu prove, else the portable ones",
         ("auto", "proved", "all", "portable", "torch"),
     ),
-    Variable(
+    _Variable(
         "XDG_CACHE_HOME", str, None, "run: where fmoe_ext/gpu/ has what was proved; ~/.cache when unset"
     ),
-    Variable(
+    _Variable(
         "FMOE_RANKS_PER_NODE",
         int,
         None,
         'run: neighbouring ranks of a group that exchange="node" takes for one node; those of one host name when unset',
     ),
-    Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
-    Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
-    Variable(
+    _Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
+    _Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
+    _Variable(
         "FMOE_FASTER_GLBPLC_NETBW",
         float,
         None,
         "run: bytes a second of one rank, for shadowing; measured when unset",
     ),
-    Variable(
+    _Variable(
         "FMOE_FASTER_GLBPLC_GPUTP",
         float,
         None,

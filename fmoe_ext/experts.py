@@ -120,7 +120,7 @@ class GatedActivation(nn.Module):
         return f"GatedActivation({self.activation}{clamp}{f', offset={self.offset}' if self.offset else ''})"
 
 
-def clamped_glu_options(activation: Any) -> tuple[float, float, float] | None:
+def _clamped_glu_options(activation: Any) -> tuple[float, float, float] | None:
     """(alpha, limit, offset) with which ops.clamped_glu computes an activation; None if it computes another."""
     if type(activation) is ClampedSwiGLU:
         return activation.alpha, activation.limit, 1.0
@@ -136,7 +136,7 @@ class FusedExperts(nn.Module):
     the biases if bias=False. A gated activation (GATED_ACTIVATIONS, or a callable with is_gated=True, as
     GatedActivation) has 2H rows in htoh4: gate, then up. An activation that activation_name() maps runs inside one
     operator; any other callable runs between two grouped GEMMs, which is slower and keeps more for the backward, the
-    clamped SwiGLUs of clamped_glu_options() as one operator each way.
+    clamped SwiGLUs of GatedActivation as one operator each way.
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
@@ -251,7 +251,7 @@ class FusedExperts(nn.Module):
         if name is not None:
             return ops.ACTIVATIONS[name](hidden)
         assert callable(activation)
-        options = clamped_glu_options(activation)
+        options = _clamped_glu_options(activation)
         return activation(hidden) if options is None else ops.clamped_glu(hidden, *options)
 
     def _by_calls(

@@ -73,7 +73,7 @@ def facts() -> list[tuple[str, str]]:
     ]
 
 
-def as_dict() -> dict[str, Any]:
+def _as_dict() -> dict[str, Any]:
     """facts() by name, and the environment variables."""
     found: dict[str, Any] = {}
     for name, value in facts():
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.cmake and options.json:
         parser.error("--cmake and --json exclude each other")
-    print(cmake_prefix_path() if options.cmake else as_json(as_dict()) if options.json else report())
+    print(cmake_prefix_path() if options.cmake else as_json(_as_dict()) if options.json else report())
 
 
 if __name__ == "__main__":

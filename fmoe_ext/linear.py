@@ -73,7 +73,7 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def draw_experts(params: Sequence[torch.Tensor], bound: float, seed: int, first_expert: int = 0) -> None:
+def _draw_experts(params: Sequence[torch.Tensor], bound: float, seed: int, first_expert: int = 0) -> None:
     """Fills params, each [E, *], from the uniform distribution on [-bound, bound].
 
     What expert e gets depends on seed and on first_expert + e, its number in the whole layer: not on how many of
@@ -165,12 +165,12 @@ class FMoELinear(NotesHooks):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all experts anew, as draw_experts does, with a seed from PyTorch's generator."""
+        """Draws all experts anew with a seed from PyTorch's generator."""
         params = [self.weight] if self.bias is None else [self.weight, self.bias]
         bound = 1 / math.sqrt(self.in_feat) if self.in_feat > 0 else 0.0
         if type(self.weight.data) is torch.Tensor:
             seed = int(torch.randint(2**62, (), device="cpu"))
-            draw_experts(params, bound, seed, self.rank * self.num_local_experts)
+            _draw_experts(params, bound, seed, self.rank * self.num_local_experts)
         else:  # a shard of FSDP, or a fake tensor: these draw as a whole
             for param in params:
                 param.uniform_(-bound, bound)

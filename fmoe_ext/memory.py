@@ -28,7 +28,7 @@ GROUPS = MappingProxyType(
 )
 
 
-class Limit(NamedTuple):
+class _Limit(NamedTuple):
     """Bytes that the processes of a group, or of the machine, may use together. path: the file that says so."""
 
     path: Path
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
     num_bytes: int
     source: str
-    limit: Limit | None
+    limit: _Limit | None
     free: int = 0
 
 
@@ -79,7 +79,7 @@ def bytes_of_text(memory: int | str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def limits(proc: str | Path = "/proc") -> list[Limit]:
+def limits(proc: str | Path = "/proc") -> list[_Limit]:
     """The memory of the machine, and the limits of the memory cgroups of this process; empty without /proc."""
     proc = Path(proc)
     try:
@@ -89,13 +89,13 @@ def limits(proc: str | Path = "/proc") -> list[Limit]:
     sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     total = sizes["MemTotal"]
     available = sizes.get("MemAvailable", sizes["MemFree"])
-    found = [Limit(proc / "meminfo", total, total - available)]
+    found = [_Limit(proc / "meminfo", total, total - available)]
     for kind, folder in _groups(proc):
         names, usage, reclaimable = GROUPS[kind]
         for name in names:
             limit, used = _number(folder / name), _number(folder / usage)
             if limit is not None and used is not None and limit < total:
-                found.append(Limit(folder / name, limit, max(0, used - _of_files(folder, reclaimable))))
+                found.append(_Limit(folder / name, limit, max(0, used - _of_files(folder, reclaimable))))
     return found
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 
-class Follower(Protocol):
+class _Follower(Protocol):
     """Called around the steps of every optimizer of torch.optim; it must not keep its module alive."""
 
     def before(self, optimizer: Optimizer) -> None: ...
@@ -24,10 +24,10 @@ class Follower(Protocol):
     def after(self, optimizer: Optimizer) -> None: ...
 
 
-FOLLOWERS: weakref.WeakKeyDictionary[nn.Module, Follower] = weakref.WeakKeyDictionary()
+FOLLOWERS: weakref.WeakKeyDictionary[nn.Module, _Follower] = weakref.WeakKeyDictionary()
 
 
-def follow_optimizers(module: nn.Module, follower: Follower) -> None:
+def follow_optimizers(module: nn.Module, follower: _Follower) -> None:
     """Has follower called as long as module lives, in the place of an earlier one."""
     FOLLOWERS[module] = follower
 
@@ -39,7 +39,7 @@ def has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter])
     return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
 
 
-class ActsAfterSteps(Protocol):
+class _ActsAfterSteps(Protocol):
     """A module for AfterOptimizerStep."""
 
     def after_optimizer_step(self) -> None: ...
@@ -54,7 +54,7 @@ class AfterOptimizerStep:
     inner optimizers hold different parameters still act together.
     """
 
-    def __init__(self, module: ActsAfterSteps) -> None:
+    def __init__(self, module: _ActsAfterSteps) -> None:
         self._module = weakref.ref(module)
         self._stepping: weakref.ref[Optimizer] | None = None
 

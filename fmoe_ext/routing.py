@@ -36,7 +36,7 @@ class ExpertInput:
     shadows: tuple[int, ...] = ()  # places of experts of any rank, which topk_idx numbers instead
 
 
-class Chunk(Protocol):
+class _Chunk(Protocol):
     """A part of a layer's work: some experts with all tokens that chose them."""
 
     def receive(self) -> ExpertInput:
@@ -52,7 +52,7 @@ class Dispatched(Protocol):
     """Tokens on their way to experts: give_back() the results of every chunk, in order, then combine()."""
 
     @property
-    def chunks(self) -> Sequence[Chunk]:
+    def chunks(self) -> Sequence[_Chunk]:
         """The parts of the work, in the order in which every rank computes them."""
         ...
 

@@ -92,7 +92,7 @@ class SpreadLayer(nn.Module):
         self.num_local_experts, self.world_size = num_local, size
         self.gate.num_local_experts, self.gate.world_size = num_local, size
         self.share_gate(gate_group)
-        keep_experts(self.experts, self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
+        _keep_experts(self.experts, self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
 
     def share_gate(self, gate_group: Group = None) -> None:
         """Lets the gate's losses and capacities span the tokens of a group, of moe_group if None."""
@@ -146,7 +146,7 @@ def tag_adapters(module: Any) -> None:
     mark_module_parallel_comm(module, comm, only_untagged=True)
 
 
-def keep_experts(experts: nn.Module, first: int, end: int) -> None:
+def _keep_experts(experts: nn.Module, first: int, end: int) -> None:
     """Leaves the experts [first, end) of a list of them, or of modules whose parameters hold one in each row."""
     if isinstance(experts, nn.ModuleList):
         kept = list(experts)[first:end]

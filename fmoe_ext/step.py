@@ -20,7 +20,7 @@ from fmoe_ext.routing import Nest, leaves_of, map_structure
 from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
 
 
-class Slices(Protocol):
+class _Slices(Protocol):
     """Ranks with the same input, each of which computes a part of the rows (ep.ranks.SliceGroup)."""
 
     def cut(self, x: Nest) -> Nest: ...
@@ -37,10 +37,10 @@ class Step:
     before_exchange: what the ranks sum up before they exchange tokens.
     """
 
-    __slots__ = (
-        *("x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange"),
-        *("_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts"),
-    )
+    __slots__ = (  # noqa: RUF023 - by use, not by name
+        "x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange",
+        "_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts",
+    )  # fmt: skip
 
     def __init__(self, batch: Batch, forward: Forward | None, is_repeated: bool, is_counted: bool):
         self.x: Nest = None
@@ -52,7 +52,7 @@ class Step:
         self.is_traced = torch.compiler.is_compiling()
         self.before_exchange: list[torch.Tensor] = []
         self._forwards: Forwards | None = None
-        self._slices: Slices | None = None
+        self._slices: _Slices | None = None
         self._mask: torch.Tensor | None = None
         self._mask_dict: Mapping[int, Any] | None = None
         self._block: Any = None
@@ -86,7 +86,7 @@ class Step:
     def end(self, out: Nest, topk_weights: torch.Tensor, beside: Nest, training: bool) -> Nest:
         """The result of the layer: out [T, *] and what masked tokens get, plus beside, with all slices and padding."""
         if self._mask is not None and self._mask_dict is not None:
-            out = fill_masked(out, topk_weights, self._mask, self._mask_dict)
+            out = _fill_masked(out, topk_weights, self._mask, self._mask_dict)
         if beside is not None:
             out = out + beside
         if self._slices is not None:
@@ -133,7 +133,7 @@ def current_step() -> Step | None:
 
 def begin(
     forwards: Forwards,
-    slices: Slices | None,
+    slices: _Slices | None,
     moe_inp: Nest,
     valid: torch.Tensor | None,
     mask: torch.Tensor | None,
@@ -272,7 +272,7 @@ def _drop_masked(topk_idx: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
 
 
-def fill_masked(
+def _fill_masked(
     out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
 ) -> Nest:
     """out [T, *] or a nest; where mask (T entries) is a key of mask_dict, its value (scalar, [*], [K, *]), weighted."""

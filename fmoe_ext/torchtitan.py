@@ -86,9 +86,9 @@ class FMoERoutedExperts(RoutedExperts):
         _, offs, row_idx, inverse = ops.sort_tokens(tokens.topk_idx, num_experts)
         w1 = torch.cat([gate, up], dim=1)
         return ops.expert_mlp(
-            *(tokens.x, row_idx, inverse, offs, w1, None, down, None, tokens.topk_weights),
+            tokens.x, row_idx, inverse, offs, w1, None, down, None, tokens.topk_weights,
             activation="swiglu",
-        )
+        )  # fmt: skip
 
 
 def _local(p: Tensor) -> Tensor:

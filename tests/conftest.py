@@ -14,6 +14,7 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.gpu import torch_path
+from fmoe_ext.testing import DistributedPool
 from tests.on_cuda import OnCuda
 from tests.ops import instruction_sets
 
@@ -113,3 +114,10 @@ def on_device(request, monkeypatch):
         request.getfixturevalue(f"{name}_in_the_place_of_cpu")
     with OnCuda() if device == "cuda" else nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Two ranks that stay, because an import of Transformers takes each of them longer than most tests."""
+    with DistributedPool(2) as pool:
+        yield pool

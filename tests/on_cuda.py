@@ -7,9 +7,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 FACTORIES = (
-    *(torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.eye),
-    *(torch.arange, torch.linspace, torch.logspace, torch.rand, torch.randn, torch.randint, torch.randperm),
-)
+    torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.eye,
+    torch.arange, torch.linspace, torch.logspace, torch.rand, torch.randn, torch.randint, torch.randperm,
+)  # fmt: skip
 
 
 class OnCuda(TorchFunctionMode):

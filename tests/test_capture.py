@@ -26,9 +26,9 @@ D, H, E, K, T = 8, 12, 4, 2, 6
 
 # Operators that wait for the device, because a size or a number of the host depends on values.
 SYNCHRONISE = {
-    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"),
-    *("unique_consecutive", "bincount", "_pin_memory", "is_pinned"),
-}
+    "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount", "_pin_memory", "is_pinned",
+}  # fmt: skip
 
 
 class RefusedInCapture(RuntimeError):

@@ -250,13 +250,13 @@ MODULE_STATE = {
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (
-    *("frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar"),
-    *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial"),
+    "frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar",
+    "ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial",
     "Limits",  # a frozen dataclass of remote/wire.py
-    *("Family", "replace"),  # a frozen dataclass of checkpoint/families/family.py
-    *("Format", "Kind"),  # of frozen/formats/base.py and checkpoint/methods/base.py, frozen
+    "Family", "replace",  # a frozen dataclass of checkpoint/families/family.py
+    "Format", "Kind",  # of frozen/formats/base.py and checkpoint/methods/base.py, frozen
     "ContextVar",  # whose values belong to a context, and end with it
-)
+)  # fmt: skip
 
 
 # compat has the module state that FastMoE's programs read and set.

@@ -388,9 +388,9 @@ def test_type_checkers_see_the_installed_package(tmp_path, kind):
     shutil.unpack_archive(built, packages, "zip")
     (tmp_path / "user.py").write_text(USERS_FILE)
     command = [
-        *(sys.executable, "-m", "mypy", "--python-executable", tmp_path / "env" / "bin" / "python"),
-        *("--ignore-missing-imports", "--cache-dir", tmp_path / "cache", "user.py"),
-    ]
+        sys.executable, "-m", "mypy", "--python-executable", tmp_path / "env" / "bin" / "python",
+        "--ignore-missing-imports", "--cache-dir", tmp_path / "cache", "user.py",
+    ]  # fmt: skip
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     assert 'user.py:3: note: Revealed type is "fmoe_ext.transformer.FMoETransformerMLP"' in said, said
     assert 'user.py:4: note: Revealed type is "int"' in said

@@ -24,16 +24,16 @@ COVERED = MappingProxyType(
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
         r"fmoe prune ": "tests/compress/test_prune_command.py",
-        r"make finetune$": "tests/integrations/test_example_finetune.py",
+        r"make finetune$": "tests/finetune/test_example_finetune.py",
         r"make train-ep": "tests/distributed/test_train_ep.py",
         r"make train-pipeline": "tests/test_example_pipeline_lm.py",
         r"make train-pipe ": "tests/test_example_pipe_images.py",
         r"make train$|python examples/lm/train.py": "tests/test_example_lm.py",
         r"make test$": "tests/test_workflows.py",
         r"torchrun .*examples/lm/train.py": "tests/distributed/test_example_lm_ranks.py",
-        r"(python|torchrun .*) examples/megatron/train.py": "tests/integrations/test_example_megatron.py",
+        r"(python|torchrun .*) examples/megatron/train.py": "tests/megatron_lm/test_example_megatron.py",
         r"python examples/speedrun/speedrun.py": "tests/test_example_speedrun.py",
-        r"PYTHONPATH=examples/megatron torchrun .* pretrain_gpt.py": "tests/integrations/test_megatron_arguments.py",
+        r"PYTHONPATH=examples/megatron torchrun .* pretrain_gpt.py": "tests/megatron_lm/test_megatron_arguments.py",
     }
 )
 EXCEPTED = MappingProxyType(

@@ -38,7 +38,10 @@ struct GateAndUp {
       : gate((const T*)h + first), up((const T*)h + glu.width + first) {
     if (!glu.interleaved) return;
     const T* turns = (const T*)h + 2 * first;
-    for (int64_t j = 0; j < n; ++j) gates[j] = turns[2 * j], ups[j] = turns[2 * j + 1];
+    for (int64_t j = 0; j < n; ++j) {
+      gates[j] = turns[2 * j];
+      ups[j] = turns[2 * j + 1];
+    }
     gate = gates;
     up = ups;
   }
@@ -101,7 +104,10 @@ void clamped_glu_backward(const ClampedGlu& glu, const void* grad, const void* h
     }
     if (!glu.interleaved) continue;
     T* turns = (T*)grad_h + 2 * first;
-    for (int64_t j = 0; j < m; ++j) turns[2 * j] = grad_gates[j], turns[2 * j + 1] = grad_ups[j];
+    for (int64_t j = 0; j < m; ++j) {
+      turns[2 * j] = grad_gates[j];
+      turns[2 * j + 1] = grad_ups[j];
+    }
   }
 }
 

@@ -32,12 +32,18 @@ inline B16 look_up(B16 table, B16 index) {
 }
 inline B16 interleave_low(B16 a, B16 b) {
   B16 result;
-  for (int i = 0; i < 8; ++i) result[2 * i] = a[i], result[2 * i + 1] = b[i];
+  for (int i = 0; i < 8; ++i) {
+    result[2 * i] = a[i];
+    result[2 * i + 1] = b[i];
+  }
   return result;
 }
 inline B16 interleave_high(B16 a, B16 b) {
   B16 result;
-  for (int i = 0; i < 8; ++i) result[2 * i] = a[8 + i], result[2 * i + 1] = b[8 + i];
+  for (int i = 0; i < 8; ++i) {
+    result[2 * i] = a[8 + i];
+    result[2 * i + 1] = b[8 + i];
+  }
   return result;
 }
 #endif
@@ -76,7 +82,8 @@ inline void widen_signed(B16 bytes, VF* out) {
 
 inline Decoded scaled(B16 first, B16 second, float scale) {
   Decoded d;
-  widen_signed(first, d.part), widen_signed(second, d.part + kParts / 2);
+  widen_signed(first, d.part);
+  widen_signed(second, d.part + kParts / 2);
 #pragma GCC unroll 8
   for (VF& v : d.part) v *= scale;
   return d;
@@ -269,12 +276,14 @@ struct Decoder<PackedFormat::q4_k> {
     const uint8_t* block = row.data + 144 * b;
     const float d = half_at(block), dmin = half_at(block + 2);
     uint32_t low, middle, high;  // four bytes each of the packed scales and minima
-    __builtin_memcpy(&low, block + 4, 4), __builtin_memcpy(&middle, block + 8, 4);
+    __builtin_memcpy(&low, block + 4, 4);
+    __builtin_memcpy(&middle, block + 8, 4);
     __builtin_memcpy(&high, block + 12, 4);
     const uint32_t scales[2] = {low & 0x3f3f3f3fu, (high & 0x0f0f0f0fu) | (low >> 2 & 0x30303030u)};
     const uint32_t minima[2] = {middle & 0x3f3f3f3fu,
                                 (high >> 4 & 0x0f0f0f0fu) | (middle >> 2 & 0x30303030u)};
-    widen_eight(scales, scale), widen_eight(minima, minimum);
+    widen_eight(scales, scale);
+    widen_eight(minima, minimum);
     scale *= d;
     minimum *= -dmin;
     codes = block + 16;
@@ -337,8 +346,8 @@ struct Decoder<PackedFormat::nf4> {
   Decoded group(int) const {
     const B16 low = bytes & 15, high = bytes >> 4;  // the high one is first
     VI index[kParts];
-    widen_bytes(interleave_low(high, low), index),
-        widen_bytes(interleave_high(high, low), index + kParts / 2);
+    widen_bytes(interleave_low(high, low), index);
+    widen_bytes(interleave_high(high, low), index + kParts / 2);
     Decoded d;
 #pragma GCC unroll 8
     for (int i = 0; i < kParts; ++i) d.part[i] = look_up_floats(kQuantiles, index[i]) * scale;

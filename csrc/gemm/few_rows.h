@@ -81,7 +81,10 @@ void multiply_few_columns(int64_t begin, int64_t end, int64_t k, const OperandOf
                                }
                              };
   constexpr int64_t kAhead = 8 * line;
-  if (C >= 8) add_lines(end - kAhead, b, kAhead), add_lines(end, next, kAhead - (end - begin));
+  if (C >= 8) {
+    add_lines(end - kAhead, b, kAhead);
+    add_lines(end, next, kAhead - (end - begin));
+  }
   add_lines(end, next, 0);
   for (; i < end; i += step) add(i, end - i);
   if (end == k) return store_sums(sums, out, NR<U>);
@@ -217,7 +220,8 @@ void add_rows(int64_t begin, int64_t end, int64_t k, const OperandOf<T>* a, int6
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
     if (whole && end == k) natural_order<U>(sum[m][0], sum[m][1]);
-    store(tile + m * NR<U>, sum[m][0]), store(tile + m * NR<U> + lanes, sum[m][1]);
+    store(tile + m * NR<U>, sum[m][0]);
+    store(tile + m * NR<U> + lanes, sum[m][1]);
   }
 }
 

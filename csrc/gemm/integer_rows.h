@@ -115,7 +115,8 @@ void round_rows(PackedFormat format, int64_t m, int64_t k, const void* a, int64_
 // The scales and minima of the eight groups of a block of Q4_K, 6 bits each, as bytes of one number.
 inline void unpack_scales(const uint8_t* packed, uint64_t& scales, uint64_t& minima) {
   uint32_t low, middle, high;
-  __builtin_memcpy(&low, packed, 4), __builtin_memcpy(&middle, packed + 4, 4);
+  __builtin_memcpy(&low, packed, 4);
+  __builtin_memcpy(&middle, packed + 4, 4);
   __builtin_memcpy(&high, packed + 8, 4);
   scales = (low & 0x3f3f3f3fu) | uint64_t((high & 0x0f0f0f0fu) | (low >> 2 & 0x30303030u)) << 32;
   minima = (middle & 0x3f3f3f3fu) | uint64_t((high >> 4 & 0x0f0f0f0fu) | (middle >> 2 & 0x30303030u)) << 32;

@@ -121,7 +121,8 @@ void multiply_rows(int64_t units, const typename U::Unit* a, int64_t stride, con
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const auto am = U::broadcast_unit(transposed ? base[0] + m : base[m / 3] + m % 3 * stride + k);
-        add(am, b0, sum[m][0]), add(am, b1, sum[m][1]);
+        add(am, b0, sum[m][0]);
+        add(am, b1, sum[m][1]);
       }
       if constexpr (transposed) base[0] += stride;
     };
@@ -141,7 +142,10 @@ void multiply_rows(int64_t units, const typename U::Unit* a, int64_t stride, con
         advance(kSteps);
       }
     }
-    for (; k < end; ++k) add_unit(0), advance(1);
+    for (; k < end; ++k) {
+      add_unit(0);
+      advance(1);
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
       for (int j = 0; j < 2; ++j) {

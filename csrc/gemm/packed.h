@@ -11,6 +11,37 @@ constexpr int64_t kNumPackedFormats = 8;
 
 enum class ScaleType { none, float32, bfloat16, float16, e8m0 };
 
+// What one scale is for.
+enum class Scaled {
+  inside,  // a format whose blocks hold their scales
+  block,   // a block
+  group,   // some multiple of 32 columns of a row
+  square,  // kScaledSquare rows x columns; the matrix may be of several parts
+};
+constexpr int64_t kScaledSquare = 128;
+
+// How the bytes and the scales of a format lie.
+struct PackedLayout {
+  int64_t block_bytes, block_columns;  // of a row, which has whole blocks
+  Scaled scaled;
+  ScaleType scale_types[3];  // those allowed
+  bool may_have_zero = false;
+};
+
+constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
+    {},
+    {16, 32, Scaled::block, {ScaleType::e8m0}},
+    {1, 1, Scaled::square, {ScaleType::float32, ScaleType::bfloat16}},
+    {1, 2, Scaled::group, {ScaleType::float32, ScaleType::bfloat16, ScaleType::float16}, true},
+    {34, 32, Scaled::inside, {}},
+    {144, 256, Scaled::inside, {}},
+    {210, 256, Scaled::inside, {}},
+    {1, 2, Scaled::group, {ScaleType::float32}},
+};
+constexpr const PackedLayout& layout_of(PackedFormat format) {
+  return kPackedLayouts[static_cast<int64_t>(format)];
+}
+
 // One row of a packed weight [out, in].
 struct PackedRow {
   PackedFormat format;

@@ -279,7 +279,8 @@ inline void multiply_pairs(const PackedRow& row, int64_t begin, int64_t columns,
     int64_t at = 0;
     for (; at + 4 * kGroup <= columns; at += 4 * kGroup) {
       prefetch_block<34 * 4>(row.data + (begin + at) / kGroup * 34);
-      add(at, std::integral_constant<int, 0>{}), add(at + kGroup, std::integral_constant<int, 1>{});
+      add(at, std::integral_constant<int, 0>{});
+      add(at + kGroup, std::integral_constant<int, 1>{});
       add(at + 2 * kGroup, std::integral_constant<int, 2>{});
       add(at + 3 * kGroup, std::integral_constant<int, 3>{});
     }
@@ -306,10 +307,13 @@ inline void order_of_words(PackedFormat format, BF16* x, int64_t n) {
     __m512i parts[4];
     for (int p = 0; p < 4; ++p) parts[p] = load_pairs(x + i + p * kPairs);
     if (format != PackedFormat::q4_k) {
-      deinterleave(parts[0], parts[1]), deinterleave(parts[2], parts[3]);
-      deinterleave(parts[0], parts[2]), deinterleave(parts[1], parts[3]);
+      deinterleave(parts[0], parts[1]);
+      deinterleave(parts[2], parts[3]);
+      deinterleave(parts[0], parts[2]);
+      deinterleave(parts[1], parts[3]);
     } else {
-      deinterleave(parts[0], parts[2]), deinterleave(parts[1], parts[3]);
+      deinterleave(parts[0], parts[2]);
+      deinterleave(parts[1], parts[3]);
     }
     for (int p = 0; p < 4; ++p) store_bytes(x + i + p * kPairs, parts[p]);
   }

@@ -110,8 +110,10 @@ inline void multiply_alternating(const PackedRow& row, int64_t begin, int64_t co
   };
   int64_t b = 0;
   if constexpr (kAhead == 2)
-    for (; b + 2 <= blocks; b += 2)
-      add(b, std::integral_constant<int, 0>{}), add(b + 1, std::integral_constant<int, kAhead - 1>{});
+    for (; b + 2 <= blocks; b += 2) {
+      add(b, std::integral_constant<int, 0>{});
+      add(b + 1, std::integral_constant<int, kAhead - 1>{});
+    }
   for (; b < blocks; ++b) add(b, std::integral_constant<int, 0>{});
   for (int m = 0; m < M; ++m)
     for (int i = 0; i < 2 * kAhead; ++i) total[m] += sum[m][i];

@@ -15,10 +15,10 @@ from fmoe_ext.gates import GATES, find_gate
 
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
 FREE_TO_CHANGE = {
-    *("threads", "steps", "save_every", "sample_bytes", "prompt"),
-    *("expert_parallel", "data_parallel", "overlap_degree", "pp", "chunks", "accumulate"),
-    *("tensorboard", "profile", "peak_flops"),
-}
+    "threads", "steps", "save_every", "sample_bytes", "prompt",
+    "expert_parallel", "data_parallel", "overlap_degree", "pp", "chunks", "accumulate",
+    "tensorboard", "profile", "peak_flops",
+}  # fmt: skip
 
 # Sizes by name: what they change of the options' defaults. Only tiny was trained for its figures; the others have the
 # shapes of published models of their size, and batches and learning rates as usual there.

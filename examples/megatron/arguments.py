@@ -1,6 +1,6 @@
 """A model by Megatron's own arguments, those that its pretrain_gpt.py takes, as fields of its TransformerConfig.
 
-Wheels of megatron-core until 0.16 bring no megatron.training. tests/integrations/test_megatron_arguments.py compares
+Wheels of megatron-core until 0.16 bring no megatron.training. tests/megatron_lm/test_megatron_arguments.py compares
 the fields with those of Megatron's own arguments.py where there is one.
 """
 

@@ -64,14 +64,14 @@ def parse(arguments=None):
 def make_model(width):
     """19 layers from images [B, 3, 32, 32] to logits [B, 10]."""
     return nn.Sequential(
-        *(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(4 * width, 4 * width, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(4 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(64 * width, 16 * width), nn.ReLU()),
-        *(nn.Linear(16 * width, 16 * width), nn.ReLU(), nn.Linear(16 * width, 10)),
-    )
+        nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(2 * width, 4 * width, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(4 * width, 4 * width, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(4 * width, 4 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * width, 16 * width), nn.ReLU(),
+        nn.Linear(16 * width, 16 * width), nn.ReLU(), nn.Linear(16 * width, 10),
+    )  # fmt: skip
 
 
 def train(model, images, options, name, device, last_device):

@@ -31,9 +31,9 @@ STAGES_OF_A_RANK = {"interleaved": 2, "zero_bubble_v": 2, "dualpipe_v": 2}
 
 
 POSITIVE = (
-    *("ranks", "pp", "chunks", "d_model", "d_hidden", "num_layers", "num_heads"),
-    *("epochs", "batch_size", "bptt", "lr", "log_interval"),
-)
+    "ranks", "pp", "chunks", "d_model", "d_hidden", "num_layers", "num_heads",
+    "epochs", "batch_size", "bptt", "lr", "log_interval",
+)  # fmt: skip
 NOT_NEGATIVE = ("vocabulary", "megabytes", "moe", "batches", "dropout", "seed")
 
 

@@ -77,7 +77,7 @@ class ChoiceLog:
         self._part = self.path.with_suffix(self.path.suffix + ".part")
         self._num_bytes = 0  # of whole steps on the disk
         self._views = views_of(model, "log")
-        check_gates(list(self._gates_of({}).values()))
+        _check_gates(list(self._gates_of({}).values()))
         least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
         if max_bytes < least:
             raise ValueError(
@@ -255,14 +255,14 @@ def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple
             (size,) = _CRC.unpack(file.read(4))
             fields = json.loads(file.read(min(size, _MAX_JSON)))
             gates = [Gate(g["name"], g["num_experts"], g["top_k"]) for g in fields["gates"]]
-            check_gates(gates)
+            _check_gates(gates)
         except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadLog(f"{path}: its header is damaged or cut off ({error})") from None
         begin = file.tell()
     return gates, _records(path, begin, gates, allow_truncated)
 
 
-def check_gates(gates: list[Gate]) -> None:
+def _check_gates(gates: list[Gate]) -> None:
     """ValueError for gates that no log can be about."""
     for gate in gates:
         if type(gate.name) is not str or type(gate.num_experts) is not int or type(gate.top_k) is not int:

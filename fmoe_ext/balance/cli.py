@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     try:
-        vocabulary = {} if chosen.vocabulary is None else read_vocabulary(chosen.vocabulary)
+        vocabulary = {} if chosen.vocabulary is None else _read_vocabulary(chosen.vocabulary)
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
         chosen.out.write_text(render(summary, vocabulary), encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_vocabulary(path: Path) -> dict[int, str]:
+def _read_vocabulary(path: Path) -> dict[int, str]:
     """{id: text} of a JSON file with {text: id} or a list of texts; ValueError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

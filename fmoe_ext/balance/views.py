@@ -166,7 +166,7 @@ class _Topk(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, self.chosen), self.chosen))
 
 
-class TransformersRouter(RouterView):
+class _TransformersRouter(RouterView):
     """A router of Transformers 5: forward returns choices [T, K] and, of the same shape, weights, whatever else."""
 
     @staticmethod
@@ -175,7 +175,7 @@ class TransformersRouter(RouterView):
         return type(module).__name__.endswith("Router") and all(isinstance(n, int) for n in sizes)
 
     @classmethod
-    def of(cls, module: Any) -> TransformersRouter:
+    def of(cls, module: Any) -> _TransformersRouter:
         return cls(module, module.num_experts, module.top_k)
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +190,7 @@ class TransformersRouter(RouterView):
         )
 
 
-class MegatronRouter(RouterView):
+class _MegatronRouter(RouterView):
     """Megatron-core's TopKRouter: forward returns probabilities and a map [T, E]; dropped choices are dropped anew."""
 
     @staticmethod
@@ -198,7 +198,7 @@ class MegatronRouter(RouterView):
         return all(hasattr(module, name) for name in ("topk", "num_experts", "routing", "gating"))
 
     @classmethod
-    def of(cls, module: Any) -> MegatronRouter:
+    def of(cls, module: Any) -> _MegatronRouter:
         return cls(module, module.num_experts, module.topk)
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,11 +218,11 @@ class MegatronRouter(RouterView):
             yield
 
 
-def view_of(module: nn.Module) -> GateView | None:
+def _view_of(module: nn.Module) -> GateView | None:
     """The gate that a module is; None if it is none."""
     if isinstance(module, BaseGate):
         return GateView(module, module.num_experts, getattr(module, "top_k", None))
-    for kind in (TransformersRouter, MegatronRouter):
+    for kind in (_TransformersRouter, _MegatronRouter):
         if kind.fits(module):
             return kind.of(module)
     return None
@@ -230,7 +230,7 @@ def view_of(module: nn.Module) -> GateView | None:
 
 def views_of(model: nn.Module, purpose: str) -> dict[str, GateView]:
     """{name: GateView} of every gate of a model; ValueError if there is none."""
-    views = {name: view_of(module) for name, module in model.named_modules()}
+    views = {name: _view_of(module) for name, module in model.named_modules()}
     found = {name: view for name, view in views.items() if view is not None}
     if not found:
         raise ValueError(

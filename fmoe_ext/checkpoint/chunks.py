@@ -155,7 +155,7 @@ class Reader(StorageReader):
     def _chunk(self, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
         tensor = self.tensors[key]
         chunk = next(chunk for chunk in tensor.chunks if chunk.offsets == offsets)
-        return load_chunk(self.folder, key, chunk, tensor.torch_dtype)
+        return _load_chunk(self.folder, key, chunk, tensor.torch_dtype)
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -184,7 +184,7 @@ class Planner(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
 
 
-def load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
     """The tensor of one chunk; CheckpointError where the file holds anything else."""
     path = inside(folder, chunk.file)
     text = f"{path}: the chunk of {key} at {chunk.begin}"

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.verify:
             _verify(checkpoint)
         if options.command == "inspect":
-            print(as_json(as_dict(checkpoint)) if options.json else report(checkpoint, options.tensors))
+            print(as_json(_as_dict(checkpoint)) if options.json else _report(checkpoint, options.tensors))
         else:
             _convert(checkpoint, options)
     except (CheckpointError, OSError, MemoryError) as error:
@@ -41,7 +41,7 @@ def _check_options(options: argparse.Namespace) -> None:
         raise CheckpointError(f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks")
 
 
-def as_dict(checkpoint: convert.Checkpoint) -> dict[str, Any]:
+def _as_dict(checkpoint: convert.Checkpoint) -> dict[str, Any]:
     """Contents of a checkpoint as JSON's types: its files, layers and every tensor."""
     manifest, tensors = checkpoint.manifest, checkpoint.tensors
     return {
@@ -58,7 +58,7 @@ def as_dict(checkpoint: convert.Checkpoint) -> dict[str, Any]:
     }
 
 
-def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
+def _report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
     """Contents of a checkpoint, as text: its files, its layers, and every tensor if asked."""
     tensors = checkpoint.tensors
     num_params = sum(math.prod(t.shape) for t in tensors.values())

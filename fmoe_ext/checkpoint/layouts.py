@@ -162,7 +162,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
 
     gate: its gate's name in the layout. Raises CheckpointError where experts are missing or differ.
     """
-    read = Reading(tensors, prefix)
+    read = _Reading(tensors, prefix)
     if not read.experts():
         return None
     read.take("gate.gate.weight", f"{gate}.weight")
@@ -172,7 +172,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
     return read.layer, read.used
 
 
-class Reading:
+class _Reading:
     """One layer of Hugging Face's becoming one of ours."""
 
     def __init__(self, tensors: Tensors, prefix: str):

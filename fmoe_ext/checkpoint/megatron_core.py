@@ -57,10 +57,10 @@ def read_torch_dist(path: Path) -> tuple[dict[str, StoredTensor], list[Path], in
     tensors = stored_tensors(folder, {key: t for key, t in saved.items() if key not in left_out})
     files = sorted({inside(folder, chunk.file) for t in saved.values() for chunk in t.chunks})
     iteration = ITERATION.fullmatch(folder.name)
-    return by_layer(tensors), files, int(iteration[1]) if iteration else 0, left_out
+    return _by_layer(tensors), files, int(iteration[1]) if iteration else 0, left_out
 
 
-def by_layer(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _by_layer(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Each layer's own tensor where Megatron has one for all: layers.mlp.* [L, *] -> layers.<i>.mlp.* [*]."""
     separate = {}
     for key, tensor in tensors.items():

@@ -135,14 +135,14 @@ def _new_paths(folder: Path, step: int, alone: bool) -> tuple[Path, Path]:
 
 
 def _remove_older(folder: Path, newest: Path, keep: int) -> None:
-    older = [other for other in complete(folder) if other != newest]
+    older = [other for other in _complete(folder) if other != newest]
     for path in older[: max(0, len(older) - keep + 1)]:
         unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
         os.rename(path, unfinished)  # a half removed checkpoint must not look like one
         remove(unfinished)
 
 
-def complete(folder: Path) -> list[Path]:
+def _complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, the oldest first."""
     return sorted(
         (path.parent for path in Path(folder).glob("step-*/manifest.json")),
@@ -235,7 +235,7 @@ def of_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _others(folder: Path, without: Path | None = None) -> str:
-    names = [path.name for path in complete(folder) if path != without]
+    names = [path.name for path in _complete(folder) if path != without]
     return f" (complete checkpoints there: {', '.join(names)})" if names else ""
 
 

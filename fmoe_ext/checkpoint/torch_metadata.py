@@ -49,19 +49,19 @@ CLASSES = frozenset(
 DTYPES = re.compile(r"float(64|32|16|8_e4m3fn|8_e5m2)|bfloat16|complex(64|128)|u?int(64|32|16|8)|bool")
 
 
-class Name(NamedTuple):
+class _Name(NamedTuple):
     """A class or dtype that the file names; never looked up."""
 
     module: str
     name: str
 
 
-class Record:
+class _Record:
     """One object of the file: the arguments of its class, and its state."""
 
     __slots__ = ("args", "of", "state")
 
-    def __init__(self, of: Name, args: tuple[Any, ...]):
+    def __init__(self, of: _Name, args: tuple[Any, ...]):
         self.of, self.args = of, args
         self.state: Any = None
 
@@ -118,7 +118,7 @@ def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
 
 
 def _is(value: Any, name: str) -> bool:
-    return isinstance(value, Record) and value.of.name == name
+    return isinstance(value, _Record) and value.of.name == name
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _dtype(properties: Any) -> str:
     if not _is(properties, "TensorProperties") or not isinstance(properties.state, tuple):
         raise CheckpointError("a TensorProperties was expected, but there is something else")
     dtype = properties.state[0]
-    if not isinstance(dtype, Name) or dtype.module != "torch":
+    if not isinstance(dtype, _Name) or dtype.module != "torch":
         raise CheckpointError("a dtype was expected, but there is something else")
     return dtype.name
 
@@ -207,7 +207,7 @@ class _Machine:
     def name(self, module: Any, name: Any) -> None:
         if (module, name) not in CLASSES and not (module == "torch" and DTYPES.fullmatch(str(name))):
             raise CheckpointError(f"it contains {module}.{name}, which no checkpoint of tensors needs"[:300])
-        self.stack.append(Name(module, name))
+        self.stack.append(_Name(module, name))
 
     def name_on_stack(self, _: Any) -> None:
         self.name(*self.pop(2))
@@ -217,13 +217,13 @@ class _Machine:
 
     def record(self, _: Any) -> None:
         of, args = self.pop(2)
-        if not isinstance(of, Name) or not isinstance(args, tuple):
+        if not isinstance(of, _Name) or not isinstance(args, tuple):
             raise CheckpointError("it calls something that is no class")
-        self.stack.append(Record(of, args))
+        self.stack.append(_Record(of, args))
 
     def build(self, _: Any) -> None:
         (state,) = self.pop(1)
-        if not isinstance(self.stack[-1], Record):
+        if not isinstance(self.stack[-1], _Record):
             raise CheckpointError("it gives a state to something that has none")
         self.stack[-1].state = state
 
@@ -237,11 +237,11 @@ class _Machine:
 
     def set_item(self, _: Any) -> None:
         key, value = self.pop(2)
-        self.only(dict, Record)[_key(key)] = value
+        self.only(dict, _Record)[_key(key)] = value
 
     def set_items(self, _: Any) -> None:
         values = self.pop_to_mark()
-        target = self.only(dict, Record)
+        target = self.only(dict, _Record)
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[_key(key)] = value
 
@@ -253,7 +253,7 @@ class _Machine:
 
 def _key(value: Any) -> Any:
     """value, whose hash is computed in a moment; CheckpointError for what is made of other values."""
-    if not isinstance(value, (str, int, bytes, Record)):
+    if not isinstance(value, (str, int, bytes, _Record)):
         raise CheckpointError(
             f"the metadata has a key of type {type(value).__name__}, which tensor checkpoints never have"
         )
@@ -270,9 +270,9 @@ def _nothing(machine: _Machine, _: Any) -> None:
 
 CONSTANTS = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
 LITERALS = (
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
-)
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
+)  # fmt: skip
 INSTRUCTIONS: MappingProxyType[str, Callable[[_Machine, Any], None]] = MappingProxyType(
     {
         "PROTO": _nothing,

@@ -45,10 +45,10 @@ class FMoE(_FMoE):
         **options: Any,
     ) -> None:
         super().__init__(
-            *(num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k),
-            *(gate, expert, gate_hook, mask, mask_dict, gate_bias),
+            num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k,
+            gate, expert, gate_hook, mask, mask_dict, gate_bias,
             **options,
-        )
+        )  # fmt: skip
 
 
 def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, **kwargs):

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 
-class Bucket:
+class _Bucket:
     """Parameters of one tag and dtype, whose gradients travel in one message.
 
     Behind the gradients the message has one number for each: how many ranks had it (times some scale).
@@ -57,7 +57,7 @@ class Bucket:
 
 def make_buckets(
     params: list[nn.Parameter], group: dist.ProcessGroup | None, max_bytes: float
-) -> list[Bucket]:
+) -> list[_Bucket]:
     """Buckets of at most max_bytes by dtype, in the order in which backward is expected to fill them."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
@@ -68,4 +68,4 @@ def make_buckets(
             buckets.append(bucket)
         bucket.append(p)
         open_buckets[p.dtype] = bucket, size + p.numel() * p.element_size()
-    return [Bucket(bucket, group) for bucket in buckets]
+    return [_Bucket(bucket, group) for bucket in buckets]

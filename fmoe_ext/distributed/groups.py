@@ -59,21 +59,22 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
             f"dp * ep * slice must be the number of ranks, {world_size}, but got {dp} * {ep} * {slice}"
         )
     ranks = torch.arange(world_size).reshape(dp, ep, slice)
-
-    def my_group(rank_lists: torch.Tensor) -> dist.ProcessGroup:
-        for members in rank_lists.tolist():
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                mine = group
-        return mine
-
     return ParallelGroups(
         world=_default_group(),
-        ep=my_group(ranks.transpose(1, 2).reshape(-1, ep)),
-        slice=my_group(ranks.reshape(-1, slice)),
-        data=my_group(ranks.reshape(-1, slice).t()),
-        experts=my_group(ranks.transpose(0, 1).reshape(ep, -1)),
+        ep=group_among(ranks.transpose(1, 2).reshape(-1, ep)),
+        slice=group_among(ranks.reshape(-1, slice)),
+        data=group_among(ranks.reshape(-1, slice).t()),
+        experts=group_among(ranks.transpose(0, 1).reshape(ep, -1)),
     )
+
+
+def group_among(rank_lists: torch.Tensor) -> dist.ProcessGroup:
+    """Creates a group of each row of rank_lists [groups, ranks] -> this rank's; all ranks of the job call it."""
+    for members in rank_lists.tolist():
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            mine = group
+    return mine
 
 
 def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.ProcessGroup]:

@@ -92,7 +92,7 @@ LAYOUT_KEYWORDS = tuple(f.name for f in fields(ParallelLayout))
 
 
 @dataclass(frozen=True)
-class Way:
+class _Way:
     """Route of a forward's tokens: what has a row, a name of EXCHANGES and its class, and where experts' chunks end."""
 
     exchange: str
@@ -167,8 +167,8 @@ class ExpertParallel(Home):
             )
         return None
 
-    def _way_by(self, exchange: str, chunk_ends: list[int]) -> Way:
-        return Way(exchange, EXCHANGES[exchange], chunk_ends)
+    def _way_by(self, exchange: str, chunk_ends: list[int]) -> _Way:
+        return _Way(exchange, EXCHANGES[exchange], chunk_ends)
 
     def _first_chunks(self) -> list[int]:
         degree = self.overlap_degree
@@ -198,7 +198,7 @@ class ExpertParallel(Home):
         """Ends of the chunks of a rank's experts in the next forward."""
         return self._way.chunk_ends
 
-    def choose_way(self, max_chunks: int, step: Step | None = None) -> Way:
+    def choose_way(self, max_chunks: int, step: Step | None = None) -> _Way:
         """Choose the route of this forward's tokens; all ranks call it before they send.
 
         Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the original. A
@@ -213,9 +213,9 @@ class ExpertParallel(Home):
             self.tuner = None if self.tuner.is_done else self.tuner
         return self._way_of(step)
 
-    def _way_of(self, step: Step | None) -> Way:
+    def _way_of(self, step: Step | None) -> _Way:
         if step is not None and step.is_traced:
-            return Way(self._way.exchange, self._way.kind, [self.num_local_experts])
+            return _Way(self._way.exchange, self._way.kind, [self.num_local_experts])
         forward = None if step is None else step.forward
         if forward is None:
             return self._way

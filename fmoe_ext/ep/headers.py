@@ -11,7 +11,9 @@ from fmoe_ext.ep.process_groups import find_group
 
 # the same on all ranks
 HEADER = (
-    *("the layer", "the dtype of the tokens", "the elements of a token"),
+    "the layer",
+    "the dtype of the tokens",
+    "the elements of a token",
     "the chunks of experts, of which a compiled graph has one",
 )
 LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one that has none

@@ -47,7 +47,7 @@ class NodeExchange(Exchange):
     def _enter(self, tokens: ExpertInput) -> TokenExchange:
         """Sends the tokens that have come to this node on to the ranks of their experts."""
         inside = TokenExchange(
-            *(self._inside_home, self._chunk_ends, tokens.x, tokens.topk_idx, tokens.topk_weights, self._step)
+            self._inside_home, self._chunk_ends, tokens.x, tokens.topk_idx, tokens.topk_weights, self._step
         )
         inside.num_tokens = self.num_tokens
         inside.plan()

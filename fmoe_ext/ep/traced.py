@@ -46,7 +46,7 @@ def _(
 
 
 @torch.library.custom_op("fmoe_ext::exchange_rows", mutates_args=())
-def exchange_rows(
+def _exchange_rows(
     xs: Sequence[torch.Tensor], sizes: torch.Tensor | None, max_rows: int, num_rows: int, group: str
 ) -> list[torch.Tensor]:
     """Sends the first sizes[0][0] rows of each x to rank 0 of the group, the next to rank 1, ... -> what came.
@@ -67,7 +67,7 @@ def exchange_rows(
     return outs
 
 
-@exchange_rows.register_fake
+@_exchange_rows.register_fake
 def _(
     xs: Sequence[torch.Tensor], sizes: torch.Tensor | None, max_rows: int, num_rows: int, group: str
 ) -> list[torch.Tensor]:
@@ -85,11 +85,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     sizes = ctx.saved_tensors[0].flip(0) if ctx.has_sizes else None
     floats = [grad for grad, has_grad in zip(grads, ctx.have_grad, strict=True) if has_grad]
-    back = iter(exchange_rows(floats, sizes, ctx.max_rows, ctx.num_rows, ctx.group))
+    back = iter(_exchange_rows(floats, sizes, ctx.max_rows, ctx.num_rows, ctx.group))
     return [next(back) if has_grad else None for has_grad in ctx.have_grad], None, None, None, None
 
 
-exchange_rows.register_autograd(_backward, setup_context=_setup_context)
+_exchange_rows.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("fmoe_ext::in_turn", mutates_args=())
@@ -175,4 +175,4 @@ class TracedJourney:
     def _travel(
         self, rows: Sequence[torch.Tensor], sizes: torch.Tensor | None, num_rows: int
     ) -> list[torch.Tensor]:
-        return exchange_rows(list(rows), sizes, self._plan.max_rows, num_rows, self._group)
+        return _exchange_rows(list(rows), sizes, self._plan.max_rows, num_rows, self._group)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 4
 
 
-class Stopwatch:
+class _Stopwatch:
     """The times of some forwards of a layer."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Tuner:
         self.group = group_name
         self.layer_index = layer_index
         self.tunes_overlap = tunes_overlap
-        self.watches = {name: Stopwatch() for name in exchanges}
+        self.watches = {name: _Stopwatch() for name in exchanges}
         self.is_done = False
 
     @property
@@ -103,8 +103,8 @@ class Tuner:
         num_chunks = best_overlap(exchange, compute, latency, max_chunks)
         self._say(
             'overlap_degree="auto" is %d (exchange %.3g ms, compute %.3g ms, %.3g ms for a small message)',
-            *(num_chunks, 1e3 * exchange, 1e3 * compute, 1e3 * latency),
-        )
+            num_chunks, 1e3 * exchange, 1e3 * compute, 1e3 * latency,
+        )  # fmt: skip
         return num_chunks
 
     def _say(self, text: str, *values: object) -> None:
@@ -122,7 +122,7 @@ def timed(kind: type[Exchange]) -> type[_Timed]:
 class _Timed(Exchange):
     """An Exchange whose phases say to a stopwatch when they end."""
 
-    def __init__(self, watch: Stopwatch, *args: Any):
+    def __init__(self, watch: _Stopwatch, *args: Any):
         super().__init__(*args)
         self._watch = watch
         watch.begin(self._topk_idx.device)

@@ -72,7 +72,7 @@ def fuse_adapters(model: nn.Module) -> None:
         raise ImportError(
             f"lora.fuse needs PEFT 0.19 or newer, but this is {peft.__version__}: pip install -U peft"
         )
-    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, ParamWrapper) and takes_adapters(m)}
+    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, ParamWrapper) and _takes_adapters(m)}
     if not wrappers:
         raise ValueError(
             f"{type(model).__name__} has no adapter of PEFT on experts that fmoe_ext computes: use "
@@ -115,7 +115,7 @@ def _refuse_ignored_options(config: Any, path: str) -> None:
         )
 
 
-def takes_adapters(wrapper: ParamWrapper) -> bool:
+def _takes_adapters(wrapper: ParamWrapper) -> bool:
     """True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
     base = wrapper.get_base_layer()
     if isinstance(base, FMoELinear):

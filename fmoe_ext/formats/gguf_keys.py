@@ -91,7 +91,7 @@ YARN = MappingProxyType(
 )
 
 
-def family_of(path: Path, fields: Fields) -> Family:
+def _family_of(path: Path, fields: Fields) -> Family:
     """The family of a file's architecture; CheckpointError for one that is not read."""
     architecture = fields.get("general.architecture")
     families = {family.gguf.name: family for family in FAMILIES.values() if family.gguf}
@@ -109,7 +109,7 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
     """
     import transformers
 
-    family = family_of(path, fields)
+    family = _family_of(path, fields)
     assert family.gguf is not None
     values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in shapes}
     for key, attribute in {**READ, **COMPARED}.items():
@@ -137,7 +137,7 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
 
 def check(path: Path, fields: Fields, config: Any) -> None:
     """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
-    family = family_of(path, fields)
+    family = _family_of(path, fields)
     for key, value in fields.items():
         wrong = _why_not(key, value, family, config)
         if wrong:

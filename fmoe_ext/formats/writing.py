@@ -120,7 +120,7 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
 
 def _type_for_gguf(model: nn.Module) -> str:
     """The model type by which a model goes into a GGUF file."""
-    source = values_of(ModelState(model).model)["model_type"]
+    source = _values_of(ModelState(model).model)["model_type"]
     return next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
 
 
@@ -137,7 +137,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     if format not in FAMILIES:
         raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or gguf, but got {format!r}")
     family, state = FAMILIES[format], ModelState(model)
-    values = values_of(state.model)
+    values = _values_of(state.model)
     facts, moe = facts_of_layers(state, family)
     config = _make_config(family, values, facts, moe)
     shapes = {
@@ -149,7 +149,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     return Plan(state.model, family, target, tied)
 
 
-def values_of(model: Any) -> dict[str, Any]:
+def _values_of(model: Any) -> dict[str, Any]:
     """The values of a Transformers model's configuration, those of the dense model if it was fmoefied."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         raise CheckpointError(

@@ -66,9 +66,9 @@ def frozen_mlp(
     x, *weights = tensors[:5]
     options = [number, int(combine), int(save or transformed), *packing1[2:], packing2[2]]
     arguments = (
-        *(x, [row_idx, inverse, offs], weights, [*packing1[:2], *packing2[:2]]),
-        *(*tensors[5:], [scale1, scale2], topk_weights, options),
-    )
+        x, [row_idx, inverse, offs], weights, [*packing1[:2], *packing2[:2]],
+        *tensors[5:], [scale1, scale2], topk_weights, options,
+    )  # fmt: skip
     if transformed:
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
         return y
@@ -186,9 +186,9 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     needs = [ctx.needs_input_grad[place] for place in PLACES]
     computed = call(
         "fmoe_ext::frozen_mlp_backward",
-        *(grad_y, x, routing, weights, packing, *lora, ctx.lora_scales, topk_weights),
-        *(kept, ctx.options, needs),
-    )
+        grad_y, x, routing, weights, packing, *lora, ctx.lora_scales, topk_weights,
+        kept, ctx.options, needs,
+    )  # fmt: skip
     for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
         grads[place] = grad if wanted else None
     return tuple(grads)
@@ -201,7 +201,7 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 2, 4, 5, 6, 7))
 
 
-class FrozenWeight:
+class _FrozenWeight:
     """w1 or w2 of a call, packed or not; its products have gates before ups."""
 
     def __init__(self, a: SimpleNamespace, which: int) -> None:
@@ -223,7 +223,7 @@ class FrozenWeight:
 
 
 def _product(
-    rows: torch.Tensor, weight: FrozenWeight, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
+    rows: torch.Tensor, weight: _FrozenWeight, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e].T + bias[e] with the adapter's part, and the adapter's rank rows. low: (a, b, scale)."""
     a, b, scale = low
@@ -237,7 +237,7 @@ def _product(
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp by grouped_gemm, one product after another, for devices without a kernel of its own."""
     a = _named(FrozenMlp(*arguments))
-    w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
+    w1, w2 = _FrozenWeight(a, 1), _FrozenWeight(a, 2)
     x_rows = permute(a.x, a.row_idx, a.inverse)
     h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
     hidden = FUNCTIONS[a.activation](h)
@@ -258,7 +258,7 @@ def _weights_of_rows(a: SimpleNamespace) -> torch.Tensor:
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
     a = _named(FrozenMlpBackward(*arguments))
-    w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
+    w1, w2 = _FrozenWeight(a, 1), _FrozenWeight(a, 2)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
     low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
     dout = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
@@ -287,7 +287,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _product_transposed(
-    rows: torch.Tensor, weight: FrozenWeight, offs: torch.Tensor, low: Any
+    rows: torch.Tensor, weight: _FrozenWeight, offs: torch.Tensor, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
     a, b, scale = low

@@ -242,7 +242,7 @@ def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
     """The scores [T, E] of logits [T, E]: "softmax", "sigmoid" or "sqrtsoftplus"."""
     if score == "softmax":
         return logits.softmax(-1)
-    return ops.sigmoid(logits) if score == "sigmoid" else log_sqrt_softplus(logits).exp()
+    return ops.sigmoid(logits) if score == "sigmoid" else _log_sqrt_softplus(logits).exp()
 
 
 def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
@@ -253,7 +253,7 @@ def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
     return (logits if score == "softmax" else _log_scores(logits, score)).softmax(-1)
 
 
-def log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
+def _log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
     """log(sqrt(softplus(logits))), finite with its gradient where softplus is too small for the dtype."""
     low = -20.0  # softplus(x) = exp(x) * (1 - exp(x) / 2 + ...)
     exact = F.softplus(logits.clamp(min=low)).log()
@@ -264,4 +264,4 @@ def _log_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
     """log(scores_of(logits, score)) [T, E]."""
     if score == "softmax":
         return logits.log_softmax(-1)
-    return _log_sigmoid(logits) if score == "sigmoid" else log_sqrt_softplus(logits)
+    return _log_sigmoid(logits) if score == "sigmoid" else _log_sqrt_softplus(logits)

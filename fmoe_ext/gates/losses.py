@@ -57,7 +57,7 @@ def sum_over_ranks(
     return num_choices, score_sum, num_tokens.squeeze(0)
 
 
-def mean_over_ranks(value_sum: torch.Tensor, count: int | torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _mean_over_ranks(value_sum: torch.Tensor, count: int | torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum of value_sum over the ranks, divided by the sum of count, in one exchange."""
     counted = torch.as_tensor(count, dtype=value_sum.dtype, device=value_sum.device)
     total, count_of_all = ranks.sum(torch.stack((value_sum, counted))).unbind()
@@ -96,7 +96,7 @@ def sequence_balance_loss(
     num_choices = chosen.unflatten(0, (-1, seq_len)).sum(1)  # [B, E]
     share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
     mean_score = scores.unflatten(0, (-1, seq_len)).mean(1)  # [B, E]
-    return mean_over_ranks(num_experts * (share * mean_score).sum(), num_tokens // seq_len, ranks)
+    return _mean_over_ranks(num_experts * (share * mean_score).sum(), num_tokens // seq_len, ranks)
 
 
 def _of_sequences(
@@ -125,7 +125,7 @@ def _of_sequences(
         num_choices, lengths = num_choices.detach(), of_all.detach()[:, 0]
     share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
     mean_score = score_sum / lengths.clamp(min=1)[:, None]
-    return mean_over_ranks(num_experts * (share * mean_score).sum(), (lengths > 0).sum(), ranks)
+    return _mean_over_ranks(num_experts * (share * mean_score).sum(), (lengths > 0).sum(), ranks)
 
 
 def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
@@ -133,7 +133,7 @@ def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
     """
-    return mean_over_ranks(logits.logsumexp(1).square().sum(), logits.shape[0], ranks)
+    return _mean_over_ranks(logits.logsumexp(1).square().sum(), logits.shape[0], ranks)
 
 
 def cv_squared(x: torch.Tensor) -> torch.Tensor:

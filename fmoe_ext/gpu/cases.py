@@ -62,7 +62,7 @@ RACES = (  # with the regimes of docs/kernels.md: thousands of rows an expert, h
 )
 
 
-def choices(case: Case, generator: torch.Generator) -> Tensor:
+def _choices(case: Case, generator: torch.Generator) -> Tensor:
     """topk_idx [T, K]; -1 is a dropped choice."""
     shape = (case.T, case.K)
     if case.spread == "even":
@@ -104,7 +104,7 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)  # a CPU takes seconds for the largest weights
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
-        index = ops.sort_tokens_ref(choices(case, torch.Generator().manual_seed(seed)), E)
+        index = ops.sort_tokens_ref(_choices(case, torch.Generator().manual_seed(seed)), E)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)

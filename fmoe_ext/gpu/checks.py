@@ -86,7 +86,7 @@ class Checker:
         replay = self.target.captured(lambda: results(case, held))
         expected = results(case, other)
         held.copy_(other)
-        assert_same(replay(), expected, "in a CUDA graph")
+        _assert_same(replay(), expected, "in a CUDA graph")
 
     def _streams(self, kernel: str) -> None:
         case, dtype = self.target.cases[0], self._dtypes(kernel)[0]
@@ -95,9 +95,9 @@ class Checker:
         self.target.synchronize()
         found = self.target.side_by_side([lambda i=i: results(case, i) for i in both])  # type: ignore[misc]
         for one, other in zip(found, expected, strict=True):
-            assert_same(one, other, "on two streams at once")
+            _assert_same(one, other, "on two streams at once")
 
 
-def assert_same(ours: Results, expected: Results, where: str) -> None:
+def _assert_same(ours: Results, expected: Results, where: str) -> None:
     for name, value in ours.items():
         assert torch.equal(value, expected[name]), f"{name} differs {where}"

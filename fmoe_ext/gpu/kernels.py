@@ -36,7 +36,7 @@ def runs() -> dict[str, int]:
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
 
 
-def sources() -> str:
+def _sources() -> str:
     """Digest of the sources that the kernels were built from (cuda/sources_digest.py)."""
     return str(torch.ops.fmoe_ext._gpu_kernel_sources())
 
@@ -46,7 +46,7 @@ def is_mxfp4(kernel: str) -> bool:
     return "_by_mxfp4." in kernel
 
 
-class SmMargin:
+class _SmMargin:
     """SMs that persistent kernels leave free in this process: the largest number that was reserved.
 
     A thread block of theirs takes an SM for itself, so that a kernel of NCCL finds no room beside it; and a block of
@@ -89,7 +89,7 @@ class SmMargin:
             torch.ops.fmoe_ext._set_gpu_sm_margin(max((sms for sms, _ in self._asked.values()), default=0))
 
 
-SM_MARGIN = SmMargin()
+SM_MARGIN = _SmMargin()
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Selection:
 
 def key_of(device: int) -> gpu_proof.Key:
     """Key of a proof for a CUDA device; asks the driver, allocates nothing."""
-    return gpu_proof.Key(torch.cuda.get_device_properties(device).name, sources())
+    return gpu_proof.Key(torch.cuda.get_device_properties(device).name, _sources())
 
 
 SELECTION = Selection("cuda", key_of)

@@ -45,7 +45,7 @@ class Key:
 
     def path(self) -> Path:
         """The file in the cache folder, which need not exist."""
-        return cache_folder() / self.name()
+        return _cache_folder() / self.name()
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def load(key: Key) -> Proof | None:
     """
     for path in (key.path(), SHIPPED / key.name()):
         try:
-            return parse(json.loads(path.read_text()), key)
+            return _parse(json.loads(path.read_text()), key)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -137,7 +137,7 @@ def load(key: Key) -> Proof | None:
     return None
 
 
-def parse(content: Any, key: Key) -> Proof:
+def _parse(content: Any, key: Key) -> Proof:
     """The proof that a file holds; ValueError, KeyError or TypeError if it is none for this key."""
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
@@ -153,7 +153,7 @@ def parse(content: Any, key: Key) -> Proof:
     return Proof(key, content["taken_with"], content["date"], verdicts, tuple(races), tuple(wins))
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     """Folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
     home = _env.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fmoe_ext" / "gpu"

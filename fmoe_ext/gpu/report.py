@@ -7,11 +7,13 @@ def report(proof: Proof) -> str:
     lines = [
         f"{proof.key.gpu}, {proof.taken_with}, kernels {proof.key.sources}",
         "",
-        *table([("kernel", "state", "reason"), *((n, v.state, v.reason) for n, v in proof.verdicts.items())]),
+        *_table(
+            [("kernel", "state", "reason"), *((n, v.state, v.reason) for n, v in proof.verdicts.items())]
+        ),
         "",
     ]
     if proof.races:
-        lines += table([("operation", "computed by", "ms", "without", "torch"), *map(_row, proof.races)])
+        lines += _table([("operation", "computed by", "ms", "without", "torch"), *map(_row, proof.races)])
         lines.append("")
     lines += [_torch_win(win) for win in proof.torch_wins] + [""] * bool(proof.torch_wins)
     counts = [(state, len(proof.named(state))) for state in STATES]
@@ -47,6 +49,6 @@ def _row(race: Race) -> tuple[str, ...]:
     )
 
 
-def table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

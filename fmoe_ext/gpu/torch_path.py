@@ -47,9 +47,14 @@ def install(dispatch_key: str) -> torch.library.Library:
     """Makes these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
     library = torch.library.Library("fmoe_ext", "IMPL")
     for kernel in (
-        *(grouped_gemm, grouped_gemm_backward, grouped_gemm_backward_accumulate),
-        *(expert_mlp, expert_mlp_backward, expert_mlp_backward_accumulate),
-        *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
+        grouped_gemm,
+        grouped_gemm_backward,
+        grouped_gemm_backward_accumulate,
+        expert_mlp,
+        expert_mlp_backward,
+        expert_mlp_backward_accumulate,
+        expert_mlp_backward_inputs,
+        expert_mlp_backward_weights,
     ):
         with warnings.catch_warnings():
             # that it takes a kernel's place
@@ -64,8 +69,10 @@ TORCH_OPERATORS = MappingProxyType(
         "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
         "expert_mlp": ("expert_mlp",),
         "expert_mlp_backward": (
-            *("expert_mlp_backward", "expert_mlp_backward_accumulate"),
-            *("expert_mlp_backward_inputs", "expert_mlp_backward_weights"),
+            "expert_mlp_backward",
+            "expert_mlp_backward_accumulate",
+            "expert_mlp_backward_inputs",
+            "expert_mlp_backward_weights",
         ),
     }
 )
@@ -86,7 +93,7 @@ def install_where(dispatch_key: str, wins: frozenset[tuple[str, str, str]]) -> t
             def call(
                 keyset: Any, *given: Any, name: str = name, operator: str = operator, kernel: Any = kernel
             ) -> Any:
-                problem = Problem.of(name, given)
+                problem = _Problem.of(name, given)
                 if problem and problem.suits_torch and (operator, problem.numbers, problem.rows) in wins:
                     return globals()[name](*given)
                 return kernel.call_boxed(keyset, *given)
@@ -98,7 +105,7 @@ def install_where(dispatch_key: str, wins: frozenset[tuple[str, str, str]]) -> t
 
 
 @dataclass(frozen=True)
-class Problem:
+class _Problem:
     """Facts of a call that decide between torch's product and the kernels."""
 
     x: Tensor
@@ -108,7 +115,7 @@ class Problem:
     is_biased: bool
 
     @classmethod
-    def of(cls, name: str, given: tuple[Any, ...]) -> "Problem | None":
+    def of(cls, name: str, given: tuple[Any, ...]) -> "_Problem | None":
         """The problem of a call of an operator; None if a tensor is missing, which the kernel refuses by name."""
         if name == "grouped_gemm":
             x, weight, offs, bias = (*given, None)[:4]
@@ -129,7 +136,9 @@ class Problem:
         return cls._of(a.x, a.row_idx, a.offs, (a.w1, a.w2), is_biased)
 
     @classmethod
-    def _of(cls, x: Any, rows: Any, offs: Any, weights: tuple[Any, ...], is_biased: bool) -> "Problem | None":
+    def _of(
+        cls, x: Any, rows: Any, offs: Any, weights: tuple[Any, ...], is_biased: bool
+    ) -> "_Problem | None":
         if any(t is None for t in (x, rows, offs, *weights)):
             return None
         return cls(x, rows.shape[0], offs.numel(), weights, is_biased)
@@ -156,12 +165,12 @@ class Problem:
         return rows_class(self.num_rows, self.num_experts)
 
 
-def compute_dtype(t: Tensor) -> torch.dtype:
+def _compute_dtype(t: Tensor) -> torch.dtype:
     """Dtype of sums and activations of t."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def padded(t: Tensor, dims: int) -> Tensor:
+def _padded(t: Tensor, dims: int) -> Tensor:
     """t with its last dims dimensions filled up with zeros to what grouped_mm takes: multiples of 16 bytes."""
     unit = 16 // t.element_size()
     missing = [-size % unit for size in reversed(t.shape[t.dim() - dims :])]
@@ -172,7 +181,7 @@ def padded(t: Tensor, dims: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Groups:
+class _Groups:
     """The rows of each expert: those of expert e are [offs[e - 1], offs[e])."""
 
     given: Tensor  # [E] int32
@@ -210,8 +219,8 @@ class Groups:
             for matrix, (begin, end) in zip(weight, self.ranges(), strict=True):
                 y[begin:end] = x[begin:end] @ (matrix if transposed else matrix.mT)
             return y
-        matrices = padded(weight, 2)
-        y = F.grouped_mm(padded(x, 1), matrices if transposed else matrices.mT, offs=self.offs)
+        matrices = _padded(weight, 2)
+        y = F.grouped_mm(_padded(x, 1), matrices if transposed else matrices.mT, offs=self.offs)
         return y[:, :N].masked_fill(self.is_padding, 0)
 
     def rows_by_rows(self, a: Tensor, b: Tensor) -> Tensor:
@@ -221,7 +230,7 @@ class Groups:
             return a.new_zeros(E, M, N)
         if a.dtype == torch.float64:
             return torch.stack([a[begin:end].mT @ b[begin:end] for begin, end in self.ranges()])
-        out = F.grouped_mm(padded(a, 1).mT, padded(b, 1), offs=self.offs)[:, :M, :N]
+        out = F.grouped_mm(_padded(a, 1).mT, _padded(b, 1), offs=self.offs)[:, :M, :N]
         counts = self.offs.diff(prepend=self.offs.new_zeros(1))
         return out.masked_fill((counts == 0)[:, None, None], 0)
 
@@ -247,10 +256,10 @@ class Groups:
 
 def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
     native._check_grouped_gemm(x, weight, offs, bias)
-    return linear(Groups(offs, x.shape[0]), x, weight, bias)
+    return _linear(_Groups(offs, x.shape[0]), x, weight, bias)
 
 
-def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(groups: _Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight[e]^T + bias[e], zero in padding."""
     # one more step of k, since grouped_mm has no bias: added before the result is rounded
     if bias is not None:
@@ -269,7 +278,7 @@ def grouped_gemm_backward_accumulate(
     grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool], main_dweight: Tensor | None
 ) -> tuple[Tensor, ...]:
     native._check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight)
-    groups = Groups(offs, x.shape[0])
+    groups = _Groups(offs, x.shape[0])
     computed = (
         lambda: groups.rows_by_weight(grad_y, weight, transposed=True),
         lambda: groups.weight_gradient(grad_y, x, main_dweight),
@@ -281,7 +290,7 @@ def grouped_gemm_backward_accumulate(
 
 
 @dataclass(frozen=True)
-class Choices:
+class _Choices:
     """Rows and choices of expert_mlp: row r is choice row_idx[r]; choice [t, k] is row inverse[t, k], -1 dropped."""
 
     row_idx: Tensor  # [R]
@@ -310,7 +319,7 @@ class Choices:
 
     def summed(self, rows: Tensor, topk_weights: Tensor | None = None) -> Tensor:
         """The (weighted) sum of the rows [R, D] of each token's choices, in their order -> [T, D]"""
-        dtype = compute_dtype(rows)
+        dtype = _compute_dtype(rows)
         out = rows.new_zeros(self.inverse.shape[0], rows.shape[1], dtype=dtype)
         for k in range(self.inverse.shape[1] if rows.shape[0] else 0):
             row = self.of_choice(rows, k).to(dtype)
@@ -325,7 +334,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Activation:
+class _Activation:
     """An activation of expert_mlp, by the number that its operators know."""
 
     forward: Callable[..., Tensor]
@@ -354,20 +363,20 @@ class Activation:
         return torch.cat([self.backward(grad * self.factor(up), gate), grad_up], -1)
 
 
-ACTIVATIONS = tuple(Activation(*CURVES[kind.curve], kind.gated, kind.curve == CLAMPED) for kind in KINDS)
+ACTIVATIONS = tuple(_Activation(*CURVES[kind.curve], kind.gated, kind.curve == CLAMPED) for kind in KINDS)
 
 
 def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = ExpertMlp(*arguments)
     native._check_expert_mlp(*a[:10])
-    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
-    h = linear(groups, choices.in_rows(a.x), a.w1, a.b1)
-    activated = ACTIVATIONS[a.activation](h.to(compute_dtype(h))).to(a.x.dtype)
-    y = linear(groups, activated, a.w2, a.b2)
+    groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
+    h = _linear(groups, choices.in_rows(a.x), a.w1, a.b1)
+    activated = ACTIVATIONS[a.activation](h.to(_compute_dtype(h))).to(a.x.dtype)
+    y = _linear(groups, activated, a.w2, a.b2)
     if a.combine:
         y = choices.summed(y, a.topk_weights)
     elif a.topk_weights is not None:
-        scaled = y * choices.factors(a.topk_weights, compute_dtype(y))[:, None]
+        scaled = y * choices.factors(a.topk_weights, _compute_dtype(y))[:, None]
         y = scaled.to(y.dtype).masked_fill(groups.is_padding, 0)
     return y, h if a.save_h else h.new_empty(0)
 
@@ -380,7 +389,7 @@ def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
     dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(*arguments[:13])
     dweights = expert_mlp_backward_weights(
-        *(*a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2)
+        *a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2
     )
     return dx, *dweights, dtopk_weights
 
@@ -389,8 +398,8 @@ def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
     rows, options = [a.h, None, None], (a.activation, a.combine, a.needs)
     native._check_expert_mlp_backward(*a[:9], rows, *options, [None, None])
-    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
-    dtype, act = compute_dtype(a.x), ACTIVATIONS[a.activation]
+    groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
+    dtype, act = _compute_dtype(a.x), ACTIVATIONS[a.activation]
     grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
 
     activated, grad = act(wide_h), groups.rows_by_weight(grad_rows, a.w2, transposed=True).to(dtype)
@@ -418,9 +427,9 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackwardWeights(*arguments)
     rows, options = [None, a.dh, a.scaled_a], (a.activation, a.combine, a.needs)
     native._check_expert_mlp_backward(*a[:7], None, a.topk_weights, rows, *options, [a.main_dw1, a.main_dw2])
-    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
     grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
-    factors = None if a.topk_weights is None else choices.factors(a.topk_weights, compute_dtype(a.x))
+    factors = None if a.topk_weights is None else choices.factors(a.topk_weights, _compute_dtype(a.x))
     computed = (
         lambda: groups.weight_gradient(a.dh, choices.in_rows(a.x), a.main_dw1),
         lambda: groups.sums(a.dh),

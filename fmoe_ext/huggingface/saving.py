@@ -1,6 +1,6 @@
 """save_pretrained() of Transformers models with layers of ours: what is written, and by which rank.
 
-replace_save_pretrained() puts one of three in the place of Transformers': save_fmoefied for models of fmoefy,
+replace_save_pretrained() puts one of three in the place of Transformers': _save_fmoefied for models of fmoefy,
 save_imported for those of import_model, save_spread for MoE models of Transformers whose experts are spread over ranks.
 """
 
@@ -31,14 +31,14 @@ def replace_save_pretrained(model: Any, save: Callable[..., None]) -> None:
 
 
 def replace_of_fmoefied(model: Any) -> None:
-    """Lets save_pretrained() of a model that fmoefy has noted in its configuration be save_fmoefied()."""
+    """Lets save_pretrained() of a model that fmoefy has noted in its configuration write its experts."""
     record = getattr(getattr(model, "config", None), KEY, None)
     if record is None:
         return
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
-        replace_save_pretrained(model, save_fmoefied)
+        replace_save_pretrained(model, _save_fmoefied)
     elif not record["dense"]:
         replace_save_pretrained(model, _refuse)
 
@@ -51,7 +51,7 @@ def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 @torch.no_grad()
-def save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
+def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
     """save_pretrained() of a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
 
     huggingface.from_pretrained() loads the folder in one process. options: those of Transformers' save_pretrained.

@@ -111,7 +111,7 @@ class BalanceLoss:
         return (loss + self.weight * share * balance).to(loss.dtype)
 
 
-def share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | float:
+def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | float:
     """The part of num_items_in_batch that a forward with these arguments has; 1.0 without that number."""
     total = kwargs.get("num_items_in_batch")
     if total is None:
@@ -139,7 +139,7 @@ def _to_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
                 f"{type(module).__name__} is trained by a trainer of TRL that computes its loss itself: add the gates' "
                 "loss there, by huggingface.balance_callback() or add_balance_loss(trainer)"
             )
-        return _with_balance(output, balance, module, share_of_batch(module, kwargs))
+        return _with_balance(output, balance, module, _share_of_batch(module, kwargs))
 
     return model.register_forward_hook(hook, with_kwargs=True).remove
 
@@ -203,7 +203,7 @@ def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.
         return 1.0  # the trainer divides by the number of microbatches
     if num_items is None or not ("labels" in inputs or "shift_labels" in inputs):
         return 1 / trainer.current_gradient_accumulation_steps
-    share = share_of_batch(trainer.model, {**inputs, "num_items_in_batch": num_items})
+    share = _share_of_batch(trainer.model, {**inputs, "num_items_in_batch": num_items})
     # then num_items is that of all devices, which average gradients
     if trainer.args.average_tokens_across_devices:
         num_gpus = trainer.args.n_gpu

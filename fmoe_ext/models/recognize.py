@@ -109,7 +109,7 @@ def read_pair(
     comes before the first and after the second is not checked: the caller leaves it in its place.
     """
     try:
-        (w1, b1), (w2, b2) = map(weight_and_bias, pair)
+        (w1, b1), (w2, b2) = map(_weight_and_bias, pair)
         with _probing(module, w1) as x:
             module.eval()
             run = _watch(module, pair, call, x, to_the_end=False)
@@ -124,7 +124,7 @@ def read_pair(
     return dense, _is_same(entering, x)
 
 
-def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
+def _weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
     """weight [out, in] and bias [out] or None, detached; UnreadableError unless the layer computes just that."""
     weight, bias = linear.weight.detach(), linear.bias
     if hasattr(weight, "__tensor_flatten__") or weight.dtype not in DTYPES:
@@ -147,7 +147,7 @@ def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
 def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[..., Any] | None) -> Reading:
     if len(linears) not in (2, 3):
         raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
-    weights = {m: weight_and_bias(m) for m in linears}
+    weights = {m: _weight_and_bias(m) for m in linears}
     with _probing(module, weights[linears[0]][0]) as x:
         module.eval()
         run = _watch(module, linears, module, x)

@@ -19,7 +19,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
     """ValueError unless the experts of layer, filled from dense, give its output at first."""
-    total_weight(layer.gate)
+    _total_weight(layer.gate)
     if layer.latent is not None:
         raise ValueError(
             'init="upcycle" copies the dense MLP into experts of its width, but latent_size= makes them narrower: '
@@ -46,7 +46,7 @@ def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
         )
 
 
-def total_weight(gate: nn.Module) -> float:
+def _total_weight(gate: nn.Module) -> float:
     """The sum of every token's topk_weights, which has to be one constant: ValueError for gates where it is not.
 
     A user's gate declares it by an attribute total_weight.
@@ -77,7 +77,7 @@ def fill_from_dense(
     if layer.shared_experts is not None:  # adds nothing at first
         layer.shared_experts.begin_with_zero()
     size = dense.d_hidden // split
-    scale = split / total_weight(layer.gate)
+    scale = split / _total_weight(layer.gate)
     w1, b1, w2, b2 = layer.experts.weights
     for i in range(layer.num_local_experts):
         part = slice((first + i) % split * size, ((first + i) % split + 1) * size)

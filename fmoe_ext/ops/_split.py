@@ -30,7 +30,7 @@ Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
 Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
 
 
-class Product(Protocol):
+class _Product(Protocol):
     """Forward and backward of y = f(inputs, weights)."""
 
     @property
@@ -59,7 +59,7 @@ class Product(Protocol):
         """The gradients of the weights."""
 
 
-def differentiate(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     """y of product(inputs, weights), with its gradients."""
     if torch.jit.is_tracing():
         raise RuntimeError(
@@ -80,15 +80,15 @@ def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
     return learns(inputs) and learns(weights)
 
 
-def _in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+def _in_two(product: _Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
     detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)
-    y = _Weights.apply(link, product, detached, needed(inputs), *weights)
+    y = _Weights.apply(link, product, detached, _needed(inputs), *weights)
     return _Join.apply(y, token)
 
 
-def needed(tensors: Tensors) -> list[bool]:
+def _needed(tensors: Tensors) -> list[bool]:
     return [t is not None and t.requires_grad for t in tensors]
 
 
@@ -130,7 +130,7 @@ class _OfProduct(torch.autograd.Function):
 
 class _Whole(_OfProduct):
     @staticmethod
-    def forward(ctx: Any, product: Product, num_inputs: int, *tensors: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, product: _Product, num_inputs: int, *tensors: torch.Tensor | None) -> torch.Tensor:
         y, saved = product.forward(tensors[:num_inputs], tensors[num_inputs:])
         ctx.save_for_backward(*saved)
         ctx.product, ctx.num_inputs = product, num_inputs
@@ -147,7 +147,7 @@ class _Whole(_OfProduct):
 class _Inputs(_OfProduct):
     @staticmethod
     def forward(
-        ctx: Any, link: _Link, product: Product, shape: tuple[int, ...], *inputs: torch.Tensor | None
+        ctx: Any, link: _Link, product: _Product, shape: tuple[int, ...], *inputs: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.link, ctx.product = link, product
         like = next(t for t in inputs if t is not None)
@@ -171,7 +171,7 @@ class _Weights(_OfProduct):
     def forward(
         ctx: Any,
         link: _Link,
-        product: Product,
+        product: _Product,
         inputs: Tensors,
         inputs_needed: list[bool],
         *weights: torch.Tensor | None,

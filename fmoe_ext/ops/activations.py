@@ -15,7 +15,7 @@ aten = torch.ops.aten
 CLAMPED = "clamped_silu"  # the curve of GPT-OSS; its up is clamped to [-7, 7], and 1 is added
 
 
-class Curve(NamedTuple):
+class _Curve(NamedTuple):
     """A function of one number, and backward(grad, h): grad times its derivative at h."""
 
     forward: Callable[..., Tensor]
@@ -38,19 +38,19 @@ def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
 
 
 # By the name in CurveKind of csrc/activation.h.
-CURVES: Mapping[str, Curve] = MappingProxyType(
+CURVES: Mapping[str, _Curve] = MappingProxyType(
     {
-        "gelu": Curve(F.gelu, aten.gelu_backward),
-        "gelu_tanh": Curve(_gelu_tanh, lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh")),
-        "relu": Curve(F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
-        "silu": Curve(F.silu, aten.silu_backward),
-        "relu2": Curve(lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h))),
-        CLAMPED: Curve(_clamped_silu, _clamped_silu_backward),
+        "gelu": _Curve(F.gelu, aten.gelu_backward),
+        "gelu_tanh": _Curve(_gelu_tanh, lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh")),
+        "relu": _Curve(F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
+        "silu": _Curve(F.silu, aten.silu_backward),
+        "relu2": _Curve(lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h))),
+        CLAMPED: _Curve(_clamped_silu, _clamped_silu_backward),
     }
 )
 
 
-class Kind(NamedTuple):
+class _Kind(NamedTuple):
     """An activation of its curve; gated: h is [gate, up], and the result curve(gate) * up."""
 
     name: str
@@ -60,19 +60,19 @@ class Kind(NamedTuple):
 
 # An operator takes an activation by its place here.
 KINDS = (
-    Kind("gelu", "gelu", gated=False),
-    Kind("gelu_tanh", "gelu_tanh", gated=False),
-    Kind("relu", "relu", gated=False),
-    Kind("silu", "silu", gated=False),
-    Kind("swiglu", "silu", gated=True),
-    Kind("geglu", "gelu", gated=True),
-    Kind("geglu_tanh", "gelu_tanh", gated=True),
-    Kind("relu2", "relu2", gated=False),
-    Kind("clamped_swiglu", CLAMPED, gated=True),
+    _Kind("gelu", "gelu", gated=False),
+    _Kind("gelu_tanh", "gelu_tanh", gated=False),
+    _Kind("relu", "relu", gated=False),
+    _Kind("silu", "silu", gated=False),
+    _Kind("swiglu", "silu", gated=True),
+    _Kind("geglu", "gelu", gated=True),
+    _Kind("geglu_tanh", "gelu_tanh", gated=True),
+    _Kind("relu2", "relu2", gated=False),
+    _Kind("clamped_swiglu", CLAMPED, gated=True),
 )
 
 
-def _function(kind: Kind) -> Callable[..., Tensor]:
+def _function(kind: _Kind) -> Callable[..., Tensor]:
     forward = CURVES[kind.curve].forward
     if not kind.gated:
         return forward

@@ -67,10 +67,10 @@ def expert_mlp(
     if debug.wanted(x):
         debug.check(
             torch.ops.fmoe_ext.expert_mlp,
-            *(x, row_idx, inverse, offs, w1, None, w2, None, None),
-            *(number, combine, False),
+            x, row_idx, inverse, offs, w1, None, w2, None, None,
+            number, combine, False,
             cut=(x, w1, w2),
-        )
+        )  # fmt: skip
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     weights_learn = learns(weights)
     save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
@@ -258,9 +258,9 @@ class _ExpertMlp:
         *read, _b2, topk_weights, _h = saved
         wanted = [False, *needs, False]
         dweights = torch.ops.fmoe_ext.expert_mlp_backward_weights(
-            *(grad_y, *read, topk_weights, *kept, self.activation, self.combine, wanted),
+            grad_y, *read, topk_weights, *kept, self.activation, self.combine, wanted,
             *self._found(wanted),
-        )
+        )  # fmt: skip
         return self._of_weights(list(dweights), needs)
 
     def _found(self, needs: list[bool]) -> Tensors:

@@ -26,7 +26,7 @@ def balance_by_time(
     module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
     which would be copied with it.
     """
-    return balance_cost(profile_times(module, sample, timeout, device), partitions)
+    return balance_cost(_profile_times(module, sample, timeout, device), partitions)
 
 
 def balance_by_size(
@@ -43,7 +43,7 @@ def balance_by_size(
     and chunks times what its forward of sample, a microbatch, keeps for backward. Works on any device; nothing is
     changed. Raises ValueError for fewer layers than partitions.
     """
-    return balance_cost(profile_sizes(module, sample, chunks, param_scale), partitions)
+    return balance_cost(_profile_sizes(module, sample, chunks, param_scale), partitions)
 
 
 def balance_cost(costs: Iterable[float], partitions: int) -> list[int]:
@@ -75,7 +75,7 @@ def _greatest(candidate: tuple[float, list[int]]) -> float:
     return candidate[0]
 
 
-def profile_times(
+def _profile_times(
     module: nn.Sequential, sample: Values, timeout: float, device: torch.device | str | None = None
 ) -> list[float]:
     """Seconds of each layer's forward and backward, the median over as many runs as the timeout allows."""
@@ -104,7 +104,7 @@ def _time_layers(module: nn.Sequential, values: Values, device: torch.device) ->
     return times
 
 
-def profile_sizes(module: nn.Sequential, sample: Values, chunks: int, param_scale: float) -> list[float]:
+def _profile_sizes(module: nn.Sequential, sample: Values, chunks: int, param_scale: float) -> list[float]:
     """Bytes of each layer: its parameters, scaled, and what its forward keeps for backward, times chunks."""
     check_values(sample, "sample")
     values, sizes = sample, []

@@ -17,7 +17,7 @@ HEADERS = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fmoe pipeline")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def line(found: Estimate) -> str:
+def _line(found: Estimate) -> str:
     layout = found.layout
     memory = [x / GIB for x in (found.memory, found.parameters, found.activations, found.buffers)]
     seconds = found.seconds, found.compute, found.bubbles, found.network
@@ -58,7 +58,7 @@ def line(found: Estimate) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the plan of the command line."""
-    options = build_parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:
         shape = read_shape(options.model)
@@ -80,4 +80,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         best = [{**asdict(e), "memory": e.memory, "seconds": e.seconds} for e in found[: options.top]]
         print(as_json({"layouts": best, "advice": advice(found, hardware)}))
         return
-    print("\n".join([*HEADERS, *map(line, found[: options.top]), "", advice(found, hardware)]))
+    print("\n".join([*HEADERS, *map(_line, found[: options.top]), "", advice(found, hardware)]))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fmoe_ext.distributed.groups import group_among
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.ranks import GroupRanks
 from fmoe_ext.layers import FMoE
@@ -41,20 +42,12 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
     of them may lack) that holds all ranks. Raises ValueError if the ranks cannot be divided so.
     """
     ranks = _ranks_of_mesh(pp) if isinstance(pp, DeviceMesh) else _ranks(pp, ep)
-
-    def my_group(lists: torch.Tensor) -> dist.ProcessGroup:
-        for members in lists.tolist():
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                mine = group
-        return mine
-
     pp_size, _, ep_size = ranks.shape
     return PipelineGroups(
-        pp=my_group(ranks.permute(1, 2, 0).reshape(-1, pp_size)),
-        data=my_group(ranks.reshape(pp_size, -1)),
-        ep=my_group(ranks.reshape(-1, ep_size)),
-        experts=my_group(ranks.transpose(1, 2).reshape(pp_size * ep_size, -1)),
+        pp=group_among(ranks.permute(1, 2, 0).reshape(-1, pp_size)),
+        data=group_among(ranks.reshape(pp_size, -1)),
+        ep=group_among(ranks.reshape(-1, ep_size)),
+        experts=group_among(ranks.transpose(1, 2).reshape(pp_size * ep_size, -1)),
     )
 
 

@@ -126,7 +126,7 @@ class Pipe(nn.Module):
         microbatches = [_Microbatch(part, num_rows(part)) for part in parts]
         num_checkpointed = self._num_checkpointed(len(parts))
         works = [_Work(partition) for partition in self.partitions]
-        for i, j in clock_cycles(len(parts), len(self.partitions)):
+        for i, j in _clock_cycles(len(parts), len(self.partitions)):
             self._compute(microbatches[i], works[j], self.devices[j], i < num_checkpointed)
         self._keep_losses(microbatches)
         return gather([m.values for m in microbatches])
@@ -236,7 +236,7 @@ class _Microbatch:
         self.losses: dict[BaseGate, Tensor] = {}
 
 
-def clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[int, int]]:
+def _clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[int, int]]:
     """(microbatch, partition) in the order in which all that can run at the same time is started together."""
     for clock in range(num_microbatches + num_partitions - 1):
         for partition in range(max(0, clock - num_microbatches + 1), min(clock + 1, num_partitions)):

@@ -57,7 +57,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class ScheduleCost:
+class _ScheduleCost:
     """stages of a rank; stages' microbatches in flight on a rank; bubbles, in microbatches of a rank's stages; the
     share of forwards and backwards that overlap with one another."""
 
@@ -79,19 +79,19 @@ def _interleaved_in_flight(p: int, rank: int, m: int) -> float:
 # A backward is two parts, of inputs and of weights, each as long as the forward.
 SCHEDULE_COSTS = MappingProxyType(
     {
-        "gpipe": ScheduleCost(1, lambda p, rank, m: m, lambda p: p - 1),
-        "1f1b": ScheduleCost(1, lambda p, rank, m: min(m, p - rank), lambda p: p - 1),
-        "interleaved": ScheduleCost(2, _interleaved_in_flight, lambda p: (p - 1) / 2),
-        "zero_bubble": ScheduleCost(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
-        "zero_bubble_v": ScheduleCost(2, lambda p, rank, m: min(2 * m, 2 * p), lambda p: 0.0),
-        "dualpipe_v": ScheduleCost(
+        "gpipe": _ScheduleCost(1, lambda p, rank, m: m, lambda p: p - 1),
+        "1f1b": _ScheduleCost(1, lambda p, rank, m: min(m, p - rank), lambda p: p - 1),
+        "interleaved": _ScheduleCost(2, _interleaved_in_flight, lambda p: (p - 1) / 2),
+        "zero_bubble": _ScheduleCost(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
+        "zero_bubble_v": _ScheduleCost(2, lambda p, rank, m: min(2 * m, 2 * p), lambda p: 0.0),
+        "dualpipe_v": _ScheduleCost(
             2, lambda p, rank, m: min(2 * m, 2 * p + 1), lambda p: (p - 1) / 3, _pairs_of_dualpipe
         ),
     }
 )
 
 
-def layouts(ranks: int, num_layers: int, num_experts: int, batch: int) -> Iterator[Layout]:
+def _layouts(ranks: int, num_layers: int, num_experts: int, batch: int) -> Iterator[Layout]:
     """Every layout that divides the ranks, the experts and a batch of so many sequences."""
     for pp in _divisors(ranks):
         for ep in _divisors(ranks // pp):
@@ -124,7 +124,7 @@ def estimate(
     checkpoint_bytes: what a layer keeps of one sequence with activation checkpointing; 0: without.
     """
     rows = batch / (layout.dp * layout.ep * layout.chunks)  # sequences of a microbatch
-    cost = SCHEDULE_COSTS.get(layout.schedule, ScheduleCost(1, lambda p, rank, m: 1, lambda p: 0.0))
+    cost = SCHEDULE_COSTS.get(layout.schedule, _ScheduleCost(1, lambda p, rank, m: 1, lambda p: 0.0))
     stages = _stages(layers, layout.pp * cost.stages)
     ranks = [_of_rank(stages, rank, layout.pp, cost.stages) for rank in range(layout.pp)]
     parts = [
@@ -217,7 +217,7 @@ def plan(
         worth = PIPELINE_GAIN if found.layout.pp > 1 else 1.0
         return not fits, found.seconds * worth if fits else found.memory
 
-    for layout in layouts(ranks, len(layers), num_experts, batch):
+    for layout in _layouts(ranks, len(layers), num_experts, batch):
         found = estimate(layers, layout, batch, hardware, checkpoint_bytes=checkpoint_bytes)
         key = layout.pp, layout.dp, layout.ep, layout.schedule
         if key not in best or order(found) < order(best[key]):

@@ -20,7 +20,7 @@ MEASURES = ("time", "memory", "load")
 
 
 @dataclass(frozen=True)
-class LayerCost:
+class _LayerCost:
     """Cost of one layer: seconds of a forward and backward of the sample, bytes of parameters and activations."""
 
     seconds: float
@@ -67,7 +67,7 @@ def split(
         cut = balance_cost(_numbers(costs, layers, by, load or {}, names, param_scale), stages)
     else:
         cut = list(by)
-    return cut_into(model, layers, boundaries, _of_first_rank(cut))
+    return _cut_into(model, layers, boundaries, _of_first_rank(cut))
 
 
 def _of_first_rank(cut: list[int]) -> list[int]:
@@ -79,7 +79,7 @@ def _of_first_rank(cut: list[int]) -> list[int]:
     return given[0]
 
 
-def cut_into(
+def _cut_into(
     model: nn.Module, layers: list[nn.Module], boundaries: list[Boundary], cut: Sequence[int]
 ) -> list[Stage]:
     """Stages with so many layers each."""
@@ -95,7 +95,7 @@ def cut_into(
 
 def measure(
     layers: Sequence[nn.Module], sample: Tensors, rounds: int = 3
-) -> tuple[list[LayerCost], list[Boundary]]:
+) -> tuple[list[_LayerCost], list[Boundary]]:
     """The cost of each layer, run on a copy, and what travels into the first, between them and out of the last.
 
     rounds: how often each is timed; 0 runs it once for its shapes and sizes.
@@ -109,11 +109,11 @@ def measure(
     return costs, boundaries
 
 
-def _measure_layer(copy: nn.Module, values: Tensors, rounds: int) -> tuple[LayerCost, Tensors]:
+def _measure_layer(copy: nn.Module, values: Tensors, rounds: int) -> tuple[_LayerCost, Tensors]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         result, kept = run_and_weigh(copy, values)
         runs = [_time(copy, values) for _ in range(rounds)]
-    cost = LayerCost(
+    cost = _LayerCost(
         median([seconds for seconds, _ in runs]),
         parameter_bytes(copy),
         kept,
@@ -145,7 +145,7 @@ def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
 
 
 def _numbers(
-    costs: list[LayerCost],
+    costs: list[_LayerCost],
     layers: list[nn.Module],
     by: str,
     load: Mapping[str, Sequence[int]],
@@ -159,11 +159,11 @@ def _numbers(
         for i, (cost, layer) in enumerate(zip(costs, layers, strict=True)):
             for moe, seconds in zip(_moe_layers(layer), cost.seconds_in_experts, strict=True):
                 if (recorded := load.get(names.get(id(moe.gate), ""))) is not None:
-                    numbers[i] += seconds * (busiest_over_mean(recorded, moe.world_size) - 1)
+                    numbers[i] += seconds * (_busiest_over_mean(recorded, moe.world_size) - 1)
     return numbers
 
 
-def busiest_over_mean(tokens_per_expert: Sequence[int], ranks: int) -> float:
+def _busiest_over_mean(tokens_per_expert: Sequence[int], ranks: int) -> float:
     """Rows of the rank with most, over the mean of the ranks; 1 for one rank or no rows."""
     load = torch.tensor(list(tokens_per_expert), dtype=torch.float64).view(ranks, -1).sum(1)
     return float(load.max() / load.mean()) if load.sum() > 0 else 1.0

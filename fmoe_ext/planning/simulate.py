@@ -125,7 +125,7 @@ def _places(num_ranks: int, num_local: int) -> list[range]:
     return [range(r * num_local, (r + 1) * num_local) for r in range(num_ranks)]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fmoe simulate",
         description=__doc__,
@@ -166,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = build_parser()
+    parser = _build_parser()
     options = parser.parse_args(argv)
     _refuse_without_effect(parser, options)
     loads = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.integrations.format_models import MODELS, make
+from tests.formats.format_models import MODELS, make
 
 peft = pytest.importorskip("peft")
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

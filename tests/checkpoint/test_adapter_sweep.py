@@ -19,8 +19,8 @@ from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.convert import READ_BY_PEFT, convert
 from fmoe_ext.finetune.adapters.options import NO_EFFECT, READ, is_quick, refusals
 from fmoe_ext.finetune.adapters.reading import RANK_MAJOR, read_adapter
-from tests.integrations.huggingface_models import ARCHITECTURES, make_model
-from tests.integrations.moe_architectures import architectures, tiny_model
+from tests.huggingface.huggingface_models import ARCHITECTURES, make_model
+from tests.huggingface.moe_architectures import architectures, tiny_model
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -28,7 +28,7 @@ from tests.checkpoint.adapter_models import (
     rewritten,
     trained,
 )
-from tests.integrations.format_models import load
+from tests.formats.format_models import load
 
 BASES = ["qwen3_moe", "mixtral", "gpt_oss"]
 

@@ -13,9 +13,9 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
 from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed_projections import packed_layer
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
+from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
 E, D, H = 3, 256, 256

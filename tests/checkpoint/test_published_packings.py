@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.methods import check_method
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed_projections import packed_layer
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import Quantized
+from tests.packed_experts import packed_layer
 from tests.published_packings import CONFIGS, ON_KERNELS, pack
 
 E, D, H = 3, 256, 160

@@ -8,8 +8,8 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import measure, prune
 from fmoe_ext.compress.merge import choose, similarities
 from tests.compress import planted
-from tests.integrations.format_models import without_float32
-from tests.integrations.streamed_models import resident, save
+from tests.finetune.streamed_models import resident, save
+from tests.formats.format_models import without_float32
 
 COPIES = {3: 1, 6: 4}
 APART = 1e-13  # of the router's rows, so that each of two copies has about half of their tokens

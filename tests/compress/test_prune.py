@@ -13,8 +13,8 @@ from fmoe_ext.compress import CRITERIA, measure, prune
 from fmoe_ext.compress.choose import best, number_to_keep
 from fmoe_ext.compress.scores import Scores
 from tests import packed_layouts
-from tests.integrations.huggingface_models import experts_of, make_model
-from tests.integrations.streamed_models import WIDE, of_values, pack, pack_linear, resident, save
+from tests.finetune.streamed_models import WIDE, of_values, pack, pack_linear, resident, save
+from tests.huggingface.huggingface_models import experts_of, make_model
 
 FEW = {"num_hidden_layers": 2}
 DEEPSEEK = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}

@@ -11,9 +11,9 @@ from fmoe_ext.compress.cut import config_with
 
 transformers = pytest.importorskip("transformers")
 
-from tests.integrations.huggingface_models import make_ids  # noqa: E402
-from tests.integrations.moe_architectures import architectures, tiny_model  # noqa: E402
-from tests.integrations.streamed_models import resident  # noqa: E402
+from tests.finetune.streamed_models import resident  # noqa: E402
+from tests.huggingface.huggingface_models import make_ids  # noqa: E402
+from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
 
 SHORT = (
     "AriaTextForCausalLM",  # names and order of its own in files

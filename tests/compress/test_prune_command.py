@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.compress.cli import main
-from tests.integrations.streamed_models import resident, save
+from tests.finetune.streamed_models import resident, save
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = {"num_hidden_layers": 2}

@@ -7,12 +7,12 @@ import torch
 import fmoe_ext
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import prune
-from tests.integrations.streamed_models import WIDE, save, write_gguf
+from tests.finetune.streamed_models import WIDE, save, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 pytest.importorskip("transformers")
 
-from tests.integrations.test_gguf import llama_cpp_or_skip, of_transformers  # noqa: E402
+from tests.formats.test_gguf import llama_cpp_or_skip, of_transformers  # noqa: E402
 
 
 def tokens(count=600):

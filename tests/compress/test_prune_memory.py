@@ -10,7 +10,7 @@ import torch
 
 import fmoe_ext
 from tests.compress import planted
-from tests.integrations.format_models import without_float32
+from tests.formats.format_models import without_float32
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 48_000_000

@@ -10,7 +10,7 @@ import transformers
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.doctor.finding import layers_of
 from fmoe_ext.doctor.subject import from_transformers
-from tests.integrations.tiny_architectures import LARGEST, architectures, tiny_config
+from tests.huggingface.tiny_architectures import LARGEST, architectures, tiny_config
 
 MORE_SIZES = {
     "moe_num_experts": 4,

@@ -14,9 +14,9 @@ moe_utils = pytest.importorskip(
 D, T = 8, 256
 # experts, top_k, groups, groups of a token: DeepSeek-V2 and V3 (smaller) among them
 GROUPS = [
-    *((16, 8, 8, 4), (16, 6, 8, 3), (16, 4, 4, 2), (16, 4, 4, 1), (12, 3, 3, 2)),
-    *((8, 2, 4, 2), (24, 6, 4, 2), (32, 8, 4, 2), (16, 1, 4, 1)),
-]
+    (16, 8, 8, 4), (16, 6, 8, 3), (16, 4, 4, 2), (16, 4, 4, 1), (12, 3, 3, 2),
+    (8, 2, 4, 2), (24, 6, 4, 2), (32, 8, 4, 2), (16, 1, 4, 1),
+]  # fmt: skip
 # our gate and options, Megatron's score and whether its softmax comes before the top-k
 SCORES = {
     "softmax after": (SoftmaxGate, {}, "softmax", False),

@@ -48,9 +48,9 @@ class Frozen:
         ]
         p = self.problem
         return function(
-            *(t["x"], p.row_idx, p.inverse, p.offs, t["w1"], t["b1"], t["w2"], t["b2"], t["topk_weights"]),
-            *(p.activation, p.combine, *lora),
-        )
+            t["x"], p.row_idx, p.inverse, p.offs, t["w1"], t["b1"], t["w2"], t["b2"], t["topk_weights"],
+            p.activation, p.combine, *lora,
+        )  # fmt: skip
 
     def results(self, function, dtype=None):
         learned = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in self.learned.items()}

@@ -71,9 +71,9 @@ def test_frozen_mlp_takes_packed_weights(name, dtype):
             t[n].requires_grad_()
         first, second = (w.dequantize(t["x"].dtype) if decode else w for w in (w1, w2))
         y = function(
-            *(t["x"], problem.row_idx, problem.inverse, problem.offs, first, t["b1"], second, t["b2"]),
-            *(t["topk_weights"], "swiglu", True, Lora(t["a"], t["b"], 0.5)),
-        )
+            t["x"], problem.row_idx, problem.inverse, problem.offs, first, t["b1"], second, t["b2"],
+            t["topk_weights"], "swiglu", True, Lora(t["a"], t["b"], 0.5),
+        )  # fmt: skip
         return y.detach(), *torch.autograd.grad(y, [t[n] for n in learned], problem.grad.to(y.dtype))
 
     truth, plain = results(frozen_mlp_ref, torch.float64), results(frozen_mlp_ref, decode=True)
@@ -130,9 +130,9 @@ def gradient_by_w2(weight, grad):
     w1 = torch.eye(width, out, dtype=grad.dtype).expand(2, width, out).contiguous()
     x = torch.ones(len(grad), out, dtype=grad.dtype, requires_grad=True)
     y = frozen_mlp(
-        *(x, sorted_tokens.row_idx, sorted_tokens.inverse, sorted_tokens.offs, w1, None, weight, None),
-        *(None, "relu"),
-    )
+        x, sorted_tokens.row_idx, sorted_tokens.inverse, sorted_tokens.offs, w1, None, weight, None,
+        None, "relu",
+    )  # fmt: skip
     return torch.autograd.grad(y, x, grad)[0][:, :width]
 
 

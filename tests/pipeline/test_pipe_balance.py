@@ -52,7 +52,7 @@ def test_by_time_refuses_a_module_with_gradients():
 
 
 def test_by_size():
-    module = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 100), *(nn.Linear(100, 1), nn.Linear(1, 1)))
+    module = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 100), nn.Linear(100, 1), nn.Linear(1, 1))
     assert balance_by_size(2, module, torch.ones(1, 4)) == [1, 3]
     wide = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     assert balance_by_size(2, wide, torch.ones(4096, 8), chunks=4) == [2, 2]

@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 from fmoe_ext.audit import AuditError, PlanRecipe, audit_plan
 from fmoe_ext.audit.plans.transformers import from_pretrained
 from fmoe_ext.testing import DistributedPool
-from tests.integrations import moe_architectures
+from tests.huggingface import moe_architectures
 
 PLANS = {"ep 2": {"tp_size": 2, "ep_size": 2, "tp_plan": {}}, "tp 2": {"tp_size": 2}}
 WORLD = 2

@@ -29,10 +29,10 @@ BUGS = [
     Bug("transformers#48205", "transformers", "5.16.1", "5.17.0", "olmoe_ep_grouped", GATE),
     Bug("transformers#48687", "transformers", "5.17.0", "5.18.0", "olmoe_ep_batched", GATE),
     Bug(
-        *("DeepSpeed#6545", "deepspeed", "0.15.1", "0.15.4", "deepspeed_zero_ep", EXPERT),
+        "DeepSpeed#6545", "deepspeed", "0.15.1", "0.15.4", "deepspeed_zero_ep", EXPERT,
         note="2 times that of one process",
     ),
-]
+]  # fmt: skip
 
 
 def audited(folder, bug, version):

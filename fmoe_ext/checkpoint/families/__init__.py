@@ -1,4 +1,7 @@
-"""The Hugging Face MoE families that are known: one file each, found by being here. docs/formats.md has the table."""
+"""The Hugging Face MoE families that are known: a file for each kind of MoE layer, found by being here.
+
+docs/formats.md has the table.
+"""
 
 import importlib
 import pkgutil
@@ -9,8 +12,10 @@ from fmoe_ext.checkpoint.families.family import Family, Layout
 
 
 def _families() -> dict[str, Family]:
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "family")
-    return {name: importlib.import_module(f"{__name__}.{name}").FAMILY for name in names}
+    names = (module.name for module in pkgutil.iter_modules(__path__) if module.name != "family")
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    found = [family for module in modules for family in (module.FAMILY, *getattr(module, "VARIANTS", ()))]
+    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(_families())

@@ -1,6 +1,15 @@
-"""DeepSeek-V3 and Kimi K2; GLM-4.5 to 4.7 and dots.llm1 have the same MoE layers."""
+"""DeepSeek-V3 and Kimi K2, and the models that have its MoE layers."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, first_dense
+from dataclasses import replace
+
+from fmoe_ext.checkpoint.families.family import (
+    PROJECTIONS,
+    Family,
+    Layout,
+    every_layer,
+    first_dense,
+    kinds_of_layers,
+)
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -21,4 +30,25 @@ FAMILY = Family(
     },
     fixed={"group_best": 2},
     layers=first_dense,
+)
+
+VARIANTS = (
+    FAMILY.variant("deepseek_v32", layers=kinds_of_layers),
+    FAMILY.variant("dots1"),
+    FAMILY.variant(  # K-EXAONE
+        "exaone_moe",
+        config={**FAMILY.config, "num_experts": "num_experts", "num_shared": "num_shared_experts"},
+        layers=kinds_of_layers,
+    ),
+    FAMILY.variant("glm4_moe"),  # GLM-4.5 and GLM-4.6
+    FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers),  # GLM-4.7-Flash
+    FAMILY.variant("glm_moe_dsa", layers=kinds_of_layers),  # GLM-5
+    FAMILY.variant("hy_v4", layers=kinds_of_layers),  # Hunyuan V4
+    FAMILY.variant(  # without shared experts
+        "mimo_v2_flash",
+        files=replace(FAMILY.files, shared=""),
+        config={fact: key for fact, key in FAMILY.config.items() if fact != "num_shared"},
+        layers=kinds_of_layers,
+    ),
+    FAMILY.variant("solar_open", layers=every_layer),
 )

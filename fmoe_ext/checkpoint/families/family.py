@@ -80,7 +80,7 @@ def nothing_more(values: Values, facts: Values) -> Values:
     return {}
 
 
-def as_it_is(values: Values) -> Values:
+def _as_it_is(values: Values) -> Values:
     return values
 
 
@@ -114,10 +114,14 @@ class Family:
     unsupported: Values = field(default_factory=dict)
     layers: Callable[[str, Numbers, Numbers], Values] = every_layer
     extra: Callable[[Values, Values], Values] = nothing_more
-    read: Callable[[Values], Values] = as_it_is
+    read: Callable[[Values], Values] = _as_it_is
     fewest_shared: int = 1
     returns_scores: bool = False
     gguf: Gguf | None = None
+
+    def variant(self, name: str, **changes: Any) -> "Family":
+        """Another model type, whose MoE layers differ in the changes alone; it holds its own type."""
+        return replace(self, **{"name": name, "holds": (name,), **changes})
 
     @property
     def in_modules(self) -> Layout:

@@ -18,3 +18,9 @@ FAMILY = Family(
     },
     fixed={"normalize": True},
 )
+
+VARIANTS = (
+    FAMILY.variant("granitemoe_swa"),  # with sliding windows
+    FAMILY.variant("granitemoehybrid"),  # Granite 4, with Mamba layers and a shared MLP of its own
+    FAMILY.variant("granitemoeshared"),  # a shared MLP of its own beside the MoE layer
+)

@@ -15,3 +15,5 @@ FAMILY = Family(
     unsupported={"router_jitter_noise": 0},
     gguf=Gguf("llama", normalizes=True, turns_pairs=True),
 )
+
+VARIANTS = (FAMILY.variant("minimax", gguf=None),)  # MiniMax-Text-01

@@ -1,4 +1,4 @@
-"""OLMoE."""
+"""OLMoE and FlexOlmo."""
 
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout
 
@@ -15,3 +15,7 @@ FAMILY = Family(
     defaults={"norm_topk_prob": False},
     gguf=Gguf("olmoe", normalizes=False, groups_heads=False),
 )
+
+VARIANTS = (
+    FAMILY.variant("flex_olmo", holds=("flex_olmo", "olmo2"), gguf=None),
+)  # OLMo-2 models with MoE layers

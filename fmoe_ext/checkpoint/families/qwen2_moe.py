@@ -1,6 +1,17 @@
 """Qwen2-MoE; Qwen2, Mistral and Llama models with MoE layers and gated shared experts."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout, Values, any_dense
+from dataclasses import replace
+
+from fmoe_ext.checkpoint.families.family import (
+    PROJECTIONS,
+    Family,
+    Gguf,
+    Layout,
+    Values,
+    any_dense,
+    every_layer,
+    nothing_more,
+)
 
 
 def _attention_bias(values: Values, facts: Values) -> Values:
@@ -22,4 +33,26 @@ FAMILY = Family(
     layers=any_dense,
     extra=_attention_bias,
     gguf=Gguf("qwen2moe", normalizes=False, biases=True),
+)
+
+VARIANTS = (
+    FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more, gguf=None),
+    FAMILY.variant(  # the language model of Qwen3.5 and 3.6; weights are always normalised
+        "qwen3_5_moe_text",
+        files=replace(FAMILY.files, per_expert=None),
+        config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
+        fixed={"normalize": True},
+        defaults={},
+        layers=every_layer,
+        extra=nothing_more,
+        gguf=None,
+    ),
+    FAMILY.variant(  # the language model of Qwen4 (experimental)
+        "qwen4_exp_text",
+        files=replace(FAMILY.files, per_expert=None),
+        defaults={"norm_topk_prob": True},
+        layers=every_layer,
+        extra=nothing_more,
+        gguf=None,
+    ),
 )

@@ -1,7 +1,16 @@
 """Qwen3-MoE; Qwen3 models with MoE layers."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout, Values, any_dense
+from fmoe_ext.checkpoint.families.family import (
+    PROJECTIONS,
+    Family,
+    Gguf,
+    Layout,
+    Values,
+    any_dense,
+    kinds_of_layers,
+    nothing_more,
+)
 
 
 def _windows(values: Values, facts: Values) -> Values:
@@ -27,4 +36,8 @@ FAMILY = Family(
     layers=any_dense,
     extra=_windows,
     gguf=Gguf("qwen3moe", normalizes=True),
+)
+
+VARIANTS = (
+    FAMILY.variant("mellum", defaults={}, layers=kinds_of_layers, extra=nothing_more, gguf=None),  # Mellum 2
 )

@@ -13,7 +13,7 @@ KNOWN = """
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first
 
 
-def check(folder: str, config: Config) -> None:
+def _check(folder: str, config: Config) -> None:
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
         refuse(folder, f"AWQ with {bits} bits instead of 4")
@@ -22,12 +22,12 @@ def check(folder: str, config: Config) -> None:
         refuse(folder, f"AWQ of version {version!r} instead of 'gemm'")
 
 
-def matrix(base: Base, stem: str) -> Matrix:
+def _matrix(base: Base, stem: str) -> Matrix:
     (columns, words), _ = stored(base, f"{stem}.qweight")
-    return turned_qweight(base, stem, 8 * words, columns, awq_words, awq_zeros)
+    return turned_qweight(base, stem, 8 * words, columns, _awq_words, _awq_zeros)
 
 
-def awq_words(words: Array) -> Array:
+def _awq_words(words: Array) -> Array:
     """Words along the rows [in, out / 8] -> words along the columns [out, in / 8]."""
     num_columns, num_words = words.shape
     columns = words.reshape(-1, 8, num_words)
@@ -38,7 +38,7 @@ def awq_words(words: Array) -> Array:
     return np.ascontiguousarray(out.transpose(2, 0, 1)).reshape(8 * num_words, -1)
 
 
-def awq_zeros(words: Array) -> Array:
+def _awq_zeros(words: Array) -> Array:
     """Zero points [groups, out / 8] -> [out / 8, groups], their rows in order."""
     out = np.zeros_like(words)
     for i, row in enumerate(AWQ_ROWS):
@@ -46,4 +46,4 @@ def awq_zeros(words: Array) -> Array:
     return transposed(out)
 
 
-AWQ = Kind((".qweight",), ".scales", (".qzeros",), KNOWN, check, matrix)
+AWQ = Kind((".qweight",), ".scales", (".qzeros",), KNOWN, _check, _matrix)

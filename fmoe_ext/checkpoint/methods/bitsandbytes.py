@@ -19,7 +19,7 @@ KNOWN = """
 NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 
-def check(folder: str, config: Config) -> None:
+def _check(folder: str, config: Config) -> None:
     if not config.get("load_in_4bit", config.get("_load_in_4bit", True)):
         refuse(folder, "bitsandbytes with 8 bits instead of 4")
     if config.get("bnb_4bit_quant_type", "nf4") != "nf4":
@@ -28,7 +28,7 @@ def check(folder: str, config: Config) -> None:
         refuse(folder, f"bitsandbytes with bnb_4bit_quant_storage {config['bnb_4bit_quant_storage']!r}")
 
 
-def matrix(base: Base, stem: str) -> Matrix:
+def _matrix(base: Base, stem: str) -> Matrix:
     names = f"{stem}.weight", f"{stem}.weight.absmax"
     for name in (*names, stem + NF4_STATE):
         if name not in base.tensors:
@@ -73,10 +73,10 @@ def _nested(base: Base, stem: str, offset: float, block: int, num_scales: int) -
                 "blocks of 256"
             )
         values.append(base.tensors[name].read())
-    return Turn(nested_scales(values[0], values[1], offset), (num_scales,), "u1")
+    return Turn(_nested_scales(values[0], values[1], offset), (num_scales,), "u1")
 
 
-def nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> Callable[[Array], Array]:
+def _nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> Callable[[Array], Array]:
     """Turns scales of NF4 in 8 bits, uint8 [n], into float32 [n]; see frozen.nf4_scales."""
     return lambda scales: frozen.nf4_scales(torch.from_numpy(scales), absmax, code, offset).numpy()
 
@@ -86,6 +86,6 @@ BITSANDBYTES = Kind(
     ".weight.absmax",
     (NF4_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
     KNOWN,
-    check,
-    matrix,
+    _check,
+    _matrix,
 )

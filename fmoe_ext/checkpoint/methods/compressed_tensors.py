@@ -46,15 +46,15 @@ FORMATS: Mapping[str, str | None] = MappingProxyType(
 GROUP = frozenset(("targets", "weights", "format", "input_activations", "output_activations"))
 WEIGHTS = frozenset(
     [
-        *("num_bits", "strategy", "actorder", "symmetric", "group_size", "block_structure", "type"),
-        *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+        "num_bits", "strategy", "actorder", "symmetric", "group_size", "block_structure", "type",
+        "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
     ]
-)
+)  # fmt: skip
 NVFP4_BLOCK = 16
 PACKED, PLAIN = ".weight_packed", ".weight"
 
 
-def check(folder: str, config: Config) -> None:
+def _check(folder: str, config: Config) -> None:
     _check_format(folder, config.get("format"))
     for name, group in (config.get("config_groups") or {}).items():
         kind = str((group or {}).get("format") or config.get("format"))
@@ -72,7 +72,7 @@ def _check_format(folder: str, name: Any) -> None:
         refuse(folder, f"compressed-tensors of format {name!r}")
 
 
-def refusals(config: Config) -> Iterator[str]:
+def _refusals(config: Config) -> Iterator[str]:
     """Settings of the groups that are not computed."""
     for name, group in (config.get("config_groups") or {}).items():
         weights = (group or {}).get("weights") or {}
@@ -84,7 +84,7 @@ def refusals(config: Config) -> Iterator[str]:
             )
 
 
-def matrix(base: Base, stem: str) -> Matrix | Decoded:
+def _matrix(base: Base, stem: str) -> Matrix | Decoded:
     name = stem + (PACKED if stem + PACKED in base.tensors else PLAIN)
     _, dtype = stored(base, name)
     if f"{stem}.weight_g_idx" in base.tensors:
@@ -227,11 +227,11 @@ COMPRESSED_TENSORS = Kind(
     (PACKED, PLAIN),
     ".weight_scale",
     (
-        *(".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx"),
-        *(".k_scale", ".v_scale", ".input_scale", ".input_global_scale", ".input_zero_point"),
+        ".weight_shape", ".weight_zero_point", ".weight_global_scale", ".weight_g_idx",
+        ".k_scale", ".v_scale", ".input_scale", ".input_global_scale", ".input_zero_point",
     ),
     KNOWN,
-    check,
-    matrix,
-    refusals,
-)
+    _check,
+    _matrix,
+    _refusals,
+)  # fmt: skip

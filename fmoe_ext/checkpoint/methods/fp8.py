@@ -32,13 +32,13 @@ SCALES = (torch.float32, torch.bfloat16, *EXPONENTS)
 FP4 = (torch.int8, torch.uint8)
 
 
-def check(folder: str, config: Config) -> None:
+def _check(folder: str, config: Config) -> None:
     block = config.get("weight_block_size")
     if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         refuse(folder, f"FP8 with weight_block_size {block}")
 
 
-def matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Matrix | Decoded:
+def _matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Matrix | Decoded:
     name, scale_name = f"{stem}.weight", stem + scale_name
     (rows, columns), dtype = stored(base, name)
     scale = tensor_of(base, scale_name)
@@ -112,8 +112,8 @@ def _fp4_values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 BESIDE = (".input_scale", ".activation_scale")
-FP8 = Kind((".weight",), ".weight_scale_inv", BESIDE, KNOWN, check, matrix)
+FP8 = Kind((".weight",), ".weight_scale_inv", BESIDE, KNOWN, _check, _matrix)
 # DeepSeek-V4 calls the scale so, and packs its experts as FP4.
 DEEPSEEK_V4 = Kind(
-    (".weight",), ".scale", BESIDE, KNOWN, check, lambda base, stem: matrix(base, stem, ".scale")
+    (".weight",), ".scale", BESIDE, KNOWN, _check, lambda base, stem: _matrix(base, stem, ".scale")
 )

@@ -20,7 +20,7 @@ KNOWN = """
 ONES = 0x11111111
 
 
-def check(folder: str, config: Config) -> None:
+def _check(folder: str, config: Config) -> None:
     if config.get("bits") != 4:
         refuse(folder, f"GPTQ with {config.get('bits')} bits instead of 4")
     if _gptq_format(config) not in ("gptq", "gptq_v2"):
@@ -36,12 +36,12 @@ def _gptq_format(config: Config) -> str:
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
-def matrix(base: Base, stem: str) -> Matrix:
+def _matrix(base: Base, stem: str) -> Matrix:
     (words, rows), _ = stored(base, f"{stem}.qweight")
     columns = 8 * words
     config = settings(base)
     is_first = _gptq_format(config) == "gptq"  # whose zero points have 1 subtracted
-    found = turned_qweight(base, stem, rows, columns, transposed, gptq_zeros(is_first))
+    found = turned_qweight(base, stem, rows, columns, transposed, _gptq_zeros(is_first))
     _, groups = found.pieces["scale"].shape
     name = f"{stem}.g_idx"
     if name in base.tensors:
@@ -54,7 +54,7 @@ def matrix(base: Base, stem: str) -> Matrix:
     return found
 
 
-def gptq_zeros(is_first: bool) -> Callable[[Array], Array]:
+def _gptq_zeros(is_first: bool) -> Callable[[Array], Array]:
     """Turns zero points [groups, out / 8] into [out / 8, groups]. is_first: of the first format, which has them less 1.
 
     The 1 is added to whole words, as GPTQModel subtracted it.
@@ -62,4 +62,4 @@ def gptq_zeros(is_first: bool) -> Callable[[Array], Array]:
     return (lambda words: transposed(words) + np.uint32(ONES)) if is_first else transposed
 
 
-GPTQ = Kind((".qweight",), ".scales", (".qzeros", ".g_idx"), KNOWN, check, matrix)
+GPTQ = Kind((".qweight",), ".scales", (".qzeros", ".g_idx"), KNOWN, _check, _matrix)

@@ -19,7 +19,7 @@ NVFP4_BLOCK = 16
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check(folder: str, config: Config) -> None:
+def _check(folder: str, config: Config) -> None:
     layers = config.get("quantized_layers") or {}
     mixed = config.get("quant_algo") == "MIXED_PRECISION"
     found = (
@@ -32,7 +32,7 @@ def check(folder: str, config: Config) -> None:
             refuse(folder, f"modelopt with quant_algo {name!r}")
 
 
-def matrix(base: Base, stem: str) -> Matrix | Decoded:
+def _matrix(base: Base, stem: str) -> Matrix | Decoded:
     if f"{stem}.pre_quant_scale" in base.tensors:
         refuse(base.folder, f"{stem}.pre_quant_scale, which scales inputs")
     name, scale, whole = (f"{stem}.weight{part}" for part in ("", "_scale", "_scale_2"))
@@ -83,6 +83,6 @@ MODELOPT = Kind(
     ".weight_scale",
     (".weight_scale_2", ".input_scale", ".k_scale", ".v_scale", ".pre_quant_scale"),
     KNOWN,
-    check,
-    matrix,
+    _check,
+    _matrix,
 )

@@ -65,7 +65,7 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
         "notes": notes,
     }
     if of_base is not None and not adapter.undecided:
-        report["delta"] = sizes(adapter, of_base)
+        report["delta"] = _sizes(adapter, of_base)
     return report
 
 
@@ -84,7 +84,7 @@ def _row(adapter: Adapter, layer: str, role: str, problems: list[str]) -> dict[s
     return row | {"idle_experts": idle}
 
 
-def sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[float]]]:
+def _sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[float]]]:
     """{layer: {role in the base: [norm of the delta / norm of the weight, for each expert]}}."""
     found: dict[str, dict[str, list[float]]] = {}
     for layer, parts in adapter.layers.items():

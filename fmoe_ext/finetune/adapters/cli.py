@@ -57,11 +57,11 @@ def _run(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
             merge(adapter, base, Path(folder, "merged"), torch.float32)
             report["logits"] = logits(adapter, base, Path(folder, "merged"))
-    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    print(json.dumps(report, indent=2) if options.json else _as_text(report))
     return 1 if report["problems"] else 0
 
 
-def as_text(report: dict[str, Any]) -> str:
+def _as_text(report: dict[str, Any]) -> str:
     """The report of check() as a table."""
     scores = ", ".join(f"{name} {score:.1f}" for name, score in report["packing_scores"].items())
     lines = [

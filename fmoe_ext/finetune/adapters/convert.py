@@ -22,7 +22,7 @@ from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
 from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGHTS, Adapter, Factors, Pair
 
 
-class Layout(NamedTuple):
+class _Layout(NamedTuple):
     form: str
     in_out: bool = False
     packing: str = RANK_MAJOR
@@ -32,12 +32,12 @@ class Layout(NamedTuple):
 
 LAYOUTS = MappingProxyType(
     {
-        "peft-0.19": Layout("flat"),
-        "peft-0.18": Layout("flat", in_out=True),
-        "unsloth": Layout("flat", packing=EXPERT_MAJOR),
-        "vllm": Layout("flat", needs_both=True, one_rank=True),
-        "per-expert": Layout("numbered"),
-        "sglang": Layout("stacked", one_rank=True),
+        "peft-0.19": _Layout("flat"),
+        "peft-0.18": _Layout("flat", in_out=True),
+        "unsloth": _Layout("flat", packing=EXPERT_MAJOR),
+        "vllm": _Layout("flat", needs_both=True, one_rank=True),
+        "per-expert": _Layout("numbered"),
+        "sglang": _Layout("stacked", one_rank=True),
     }
 )
 VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
@@ -96,7 +96,7 @@ def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts
 
 
 def _all_fitted(
-    adapter: Adapter, layout: Layout, of_base: BaseExperts | None
+    adapter: Adapter, layout: _Layout, of_base: BaseExperts | None
 ) -> dict[str, dict[str, Factors]]:
     """{layer: its projections as a layout has them}."""
     if lacks_gate(adapter, of_base):
@@ -106,7 +106,7 @@ def _all_fitted(
 
 
 def _fitted(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, in_turn: bool | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: _Layout, in_turn: bool | None
 ) -> dict[str, Factors]:
     """Projections as a layout has them: gate and up joined for flat tensors, apart for others."""
     joins = layout.form == "flat" and bool(parts.keys() & set(HALVES))
@@ -175,7 +175,7 @@ def _lazy(
 
 
 def _flat(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, of_base: BaseExperts | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: _Layout, of_base: BaseExperts | None
 ) -> dict[str, StoredTensor]:
     if layout.needs_both and parts.keys() not in ({"gate_up", "down"}, {"up", "down"}):
         raise CheckpointError(
@@ -216,7 +216,7 @@ def _turned(adapter: Adapter, of_base: BaseExperts | None) -> bool:
 
 
 def _numbered(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, of_base: BaseExperts | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: _Layout, of_base: BaseExperts | None
 ) -> dict[str, StoredTensor]:
     leaves = _leaves(adapter, of_base)
     tensors = {}
@@ -245,7 +245,7 @@ def _leaves(adapter: Adapter, of_base: BaseExperts | None) -> dict[str, str]:
 
 
 def _stacked(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, of_base: BaseExperts | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: _Layout, of_base: BaseExperts | None
 ) -> dict[str, StoredTensor]:
     tensors = {}
     for role, f in parts.items():
@@ -258,7 +258,7 @@ def _stacked(
 def _config(
     adapter: Adapter,
     layers: dict[str, dict[str, Factors]],
-    layout: Layout,
+    layout: _Layout,
     to: str,
     of_base: BaseExperts | None,
 ) -> dict[str, Any]:

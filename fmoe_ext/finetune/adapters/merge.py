@@ -27,7 +27,7 @@ INDEX, REPORT = "model.safetensors.index.json", "merge_report.json"
 Losses: TypeAlias = dict[str, float]
 
 
-class Merge:
+class _Merge:
     """One merge: which tensors change and how."""
 
     def __init__(self, adapter: Adapter, base: Base, dtype: torch.dtype | None):
@@ -144,7 +144,7 @@ def merge(
     out = Path(out).absolute()
     if out.exists():
         raise CheckpointError(f"{out} exists already: give a new folder, or remove it first")
-    plan = Merge(adapter, base, dtype)
+    plan = _Merge(adapter, base, dtype)
     work = out.with_name(f".{out.name}.merging")
     with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"merging into {out}"):
         work.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ def merge(
     return report
 
 
-def _check_same(work: Path, plan: Merge) -> None:
+def _check_same(work: Path, plan: _Merge) -> None:
     """Notes what is merged; CheckpointError where the folder holds parts of another merge."""
     digest = hashlib.sha256((plan.adapter.folder / CONFIG).read_bytes())
     files = [plan.adapter.folder / WEIGHTS, *plan.base.files]
@@ -176,7 +176,7 @@ def _check_same(work: Path, plan: Merge) -> None:
         file.write(json.dumps(job).encode())
 
 
-def _check_room(plan: Merge, work: Path) -> None:
+def _check_room(plan: _Merge, work: Path) -> None:
     done = {file for file in plan.base.files if (work / f"{file.name}.json").exists()}
     needed = sum(
         plan.tensor(n).num_bytes for f, names in plan.base.files.items() if f not in done for n in names
@@ -188,7 +188,7 @@ def _check_room(plan: Merge, work: Path) -> None:
         )
 
 
-def _write_shard(plan: Merge, path: Path, names: list[str], progress: Callable[[int], Any] | None) -> Losses:
+def _write_shard(plan: _Merge, path: Path, names: list[str], progress: Callable[[int], Any] | None) -> Losses:
     record = path.with_name(f"{path.name}.json")
     if record.exists() and path.exists():
         if progress is not None:
@@ -201,7 +201,7 @@ def _write_shard(plan: Merge, path: Path, names: list[str], progress: Callable[[
     return plan.losses
 
 
-def _report(plan: Merge, losses: Losses) -> dict[str, Any]:
+def _report(plan: _Merge, losses: Losses) -> dict[str, Any]:
     values = sorted(losses.values())
     return {
         "adapter": str(plan.adapter.folder),
@@ -215,7 +215,7 @@ def _report(plan: Merge, losses: Losses) -> dict[str, Any]:
     }
 
 
-def _write_rest(plan: Merge, work: Path, report: dict[str, Any]) -> None:
+def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:
     """Index, configuration, tokenizer, report; what only a merge that goes on needs is removed."""
     stored = {name: plan.tensor(name) for name in plan.base.tensors}
     parameters = sum(t.num_bytes // t.dtype.itemsize for t in stored.values())

@@ -166,7 +166,7 @@ def _is_number(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
+def _from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
     """Value of "rank" or "alpha" for a module, found in the patterns as PEFT finds it."""
     default = config["r"] if name == "rank" else config["lora_alpha"]
     for pattern, value in (config.get(f"{name}_pattern") or {}).items():
@@ -179,7 +179,7 @@ def from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
 
 
 def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = from_pattern(config, "alpha", module)
+    alpha = _from_pattern(config, "alpha", module)
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
@@ -262,7 +262,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
     pairs = {}
     for depth, leaf in roles.items():
         a, b = _both(adapter, f"{layer} ({leaf})", parts, (depth,))
-        rank = from_pattern(adapter.config, "rank", f"{layer}.{leaf}")
+        rank = _from_pattern(adapter.config, "rank", f"{layer}.{leaf}")
         if (
             len(a.shape) != 2
             or len(b.shape) != 2
@@ -353,7 +353,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
                 f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
             )
         scaling = _one_scaling(adapter, layer, role, num_experts, a_shape[0])
-        said = {from_pattern(adapter.config, "rank", m) for m in _modules(adapter, layer, role, num_experts)}
+        said = {_from_pattern(adapter.config, "rank", m) for m in _modules(adapter, layer, role, num_experts)}
         if said != {a_shape[0]}:
             adapter.problems.append(
                 f"{layer}: {role} has rank {a_shape[0]}, but {CONFIG} says {', '.join(map(str, sorted(said)))}"

@@ -37,13 +37,13 @@ class ActivationFile:
                 self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
 
-    def put(self, tensor: Tensor) -> Stored:
+    def put(self, tensor: Tensor) -> _Stored:
         """Writes the values of a tensor; its space is free again when the result is gone."""
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         size = -(-values.size // BLOCK) * BLOCK
         free = self._free[size]
         offset = free.pop() if free else self._end
-        stored = Stored(offset, tensor.dtype, tensor.shape)
+        stored = _Stored(offset, tensor.dtype, tensor.shape)
         self.num_bytes += size
         self._end = max(self._end, offset + size)
         weakref.finalize(stored, self._release, offset, size)
@@ -58,7 +58,7 @@ class ActivationFile:
         self.bytes_written += values.size
         return stored
 
-    def get(self, stored: Stored) -> Tensor:
+    def get(self, stored: _Stored) -> Tensor:
         """The tensor as it was."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         values = tensor.view(-1).view(torch.uint8).numpy()
@@ -95,7 +95,7 @@ class ActivationFile:
             os.ftruncate(self._file, 0)
 
 
-class Stored:
+class _Stored:
     """A tensor in the file."""
 
     def __init__(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> None:
@@ -129,7 +129,7 @@ class SavedOnDisk:
         if self._hooks:
             self._hooks.pop().__exit__(None, None, None)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Stored:
+    def _pack(self, tensor: Tensor) -> Tensor | _Stored:
         address = tensor.untyped_storage().data_ptr()
         if (
             not tensor.is_floating_point()
@@ -141,5 +141,5 @@ class SavedOnDisk:
             return tensor
         return self.file.put(tensor)
 
-    def _unpack(self, packed: Tensor | Stored) -> Tensor:
-        return self.file.get(packed) if isinstance(packed, Stored) else packed
+    def _unpack(self, packed: Tensor | _Stored) -> Tensor:
+        return self.file.get(packed) if isinstance(packed, _Stored) else packed

@@ -176,11 +176,11 @@ def _take_packed(
             packed[parameter] = tensor
             state[name] = PackedWeight(tensor.shape, dtype)
         else:
-            state[name] = Stored(tensor)
+            state[name] = _Stored(tensor)
     return packed
 
 
-class Stored:
+class _Stored:
     """A tensor in a file, as Transformers' loader reads it: by tensor[...]."""
 
     def __init__(self, tensor: StoredTensor) -> None:

@@ -11,21 +11,21 @@ from fmoe_ext.ep.wrappers import running_deepspeed
 # Questions about a tensor that need no values.
 QUESTIONS = frozenset(
     {
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
-        *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "data_ptr", "untyped_storage"),
-        *("get_device", "__hash__", "__len__", "has_names", "is_shared", "is_pinned"),
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
+        "is_floating_point", "is_complex", "is_contiguous", "is_signed", "data_ptr", "untyped_storage",
+        "get_device", "__hash__", "__len__", "has_names", "is_shared", "is_pinned",
         "_has_compatible_shallow_copy_type",
     }
-)
+)  # fmt: skip
 # Attributes that are other tensors of the same values.
 VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Methods that return the tensor itself if nothing changes.
 SAME = frozenset(
     {
-        *("detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory"),
-        *("float", "half", "double", "bfloat16", "__getitem__"),
+        "detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory",
+        "float", "half", "double", "bfloat16", "__getitem__",
     }
-)
+)  # fmt: skip
 DEEPSPEED = "DeepSpeed"
 # More to say for some of them.
 HINTS = MappingProxyType(

@@ -60,7 +60,7 @@ class _Slot:
     leases: set[object] = field(default_factory=set)  # one for each use that has not ended
 
 
-class Cache:
+class _Cache:
     """The slots of one layer's chosen experts, the weights in them, and which expert is where.
 
     place [E + 1] int64: the slot of each expert, -1 for those that are not there, and at the end; order: the expert in
@@ -122,7 +122,7 @@ class Pool:
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self._slots: list[_Slot] = []
-        self._caches: list[Cache] = []
+        self._caches: list[_Cache] = []
         self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
         self.resize(num_bytes)
         weakref.finalize(self, self._ahead.shutdown, wait=False)
@@ -214,7 +214,7 @@ class Pool:
         weakref.finalize(buffer, slot.leases.discard, lease)
         return buffer
 
-    def chosen(self, index: int, experts: Sequence[int]) -> Cache | None:
+    def chosen(self, index: int, experts: Sequence[int]) -> _Cache | None:
         """The cache of a layer once the experts are in it, right until the next call.
 
         None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
@@ -276,7 +276,7 @@ class Pool:
             self._slots = []
             begins = range(0, region * len(self.layers), region)
             self._caches = [
-                Cache(layer, self._bytes[begin : begin + layer.num_bytes(min(counts))], min(counts))
+                _Cache(layer, self._bytes[begin : begin + layer.num_bytes(min(counts))], min(counts))
                 for begin, layer in zip(begins, self.layers, strict=True)
             ]
             self._note_buffers(begins[-1] + self._caches[-1].buffer.size)

@@ -62,7 +62,7 @@ class Source(Protocol):
         """{name in Transformers: tensor} of what is left beside the layers that were asked for."""
 
 
-class Folder:
+class _Folder:
     """A folder with config.json and safetensors files."""
 
     def __init__(self, folder: Path, folders: Sequence[Path]) -> None:
@@ -106,7 +106,7 @@ class Folder:
         return dict(outside_experts(self.base, self._used, dtype))
 
 
-class GgufFile:
+class _GgufFile:
     """A GGUF file, with or without config.json beside it."""
 
     def __init__(self, file: Path) -> None:
@@ -139,8 +139,8 @@ def open_source(path: Path, folders: Sequence[Path] = ()) -> Source:
     if path.suffix == ".gguf" and path.is_file():
         if folders:
             raise CheckpointError(f"{path} is one file: folders= is for the shards of a folder")
-        return GgufFile(inside(path.parent, path.name))
+        return _GgufFile(inside(path.parent, path.name))
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder and no GGUF file: stream() reads local files")
     check_folder(path)
-    return Folder(path, folders)
+    return _Folder(path, folders)

@@ -9,7 +9,7 @@ from fmoe_ext.frozen.formats.base import Format, Packed, Shape, Tensors, refuse,
 FP8_BLOCK, E4M3_MAX = 128, 448.0
 
 
-def check(q: Packed) -> Shape:
+def _check(q: Packed) -> Shape:
     data = require(q, "data", (torch.float8_e4m3fn,), 3)
     is_joined = q.scale is not None and q.scale.dim() == 4
     scale = require(q, "scale", (torch.float32, torch.bfloat16), 4 if is_joined else 3)
@@ -23,7 +23,7 @@ def check(q: Packed) -> Shape:
     return E, out, width
 
 
-def decode(q: Packed) -> torch.Tensor:
+def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     _, out, width = q.data.shape
     size = out // (q.scale.shape[1] if q.scale.dim() == 4 else 1)
@@ -33,7 +33,7 @@ def decode(q: Packed) -> torch.Tensor:
     return q.data.float() * q.scale.flatten(1, -2).float()[:, row][:, :, column]
 
 
-def pack(weight: torch.Tensor) -> Tensors:
+def _pack(weight: torch.Tensor) -> Tensors:
     E, out, width = weight.shape
     rows, columns = -(-out // FP8_BLOCK), -(-width // FP8_BLOCK)
     padded = weight.new_zeros(E, rows * FP8_BLOCK, columns * FP8_BLOCK)
@@ -45,7 +45,7 @@ def pack(weight: torch.Tensor) -> Tensors:
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
-def join_scale(scale: torch.Tensor, parts: int) -> torch.Tensor:
+def _join_scale(scale: torch.Tensor, parts: int) -> torch.Tensor:
     """[E, all blocks of rows, *] -> [E, parts, blocks of a part, *]: blocks end where a part ends."""
     return scale.unflatten(1, (parts, -1)) if parts > 1 else scale
 
@@ -56,9 +56,9 @@ FP8_BLOCKS = Format(
     "[E, parts, out / parts / 128, in / 128]",
     8.002,
     1,
-    check,
-    decode,
-    pack,
+    _check,
+    _decode,
+    _pack,
     of_bytes=lambda rows: rows.view(torch.float8_e4m3fn),
-    join_scale=join_scale,
+    join_scale=_join_scale,
 )

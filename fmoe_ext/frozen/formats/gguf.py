@@ -10,7 +10,7 @@ import torch
 from fmoe_ext.frozen.formats.base import Format, Packed, Shape, Tensors, refuse, require
 
 
-def whole_blocks(block_bytes: int, block: int) -> Callable[[Packed], Shape]:
+def _whole_blocks(block_bytes: int, block: int) -> Callable[[Packed], Shape]:
     def check(q: Packed) -> Shape:
         data = require(q, "data", (torch.uint8,), 3)
         refuse(q, "scale", "zero")
@@ -38,12 +38,12 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0, 1 / scale)
 
 
-def decode_q8_0(q: Packed) -> torch.Tensor:
+def _decode_q8_0(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 34))
     return (_half(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()).flatten(-2)
 
 
-def pack_q8_0(weight: torch.Tensor) -> Tensors:
+def _pack_q8_0(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 32))
     scale = blocks.abs().amax(-1) / 127
     scaled = blocks * _inverse(scale)[..., None]
@@ -51,7 +51,7 @@ def pack_q8_0(weight: torch.Tensor) -> Tensors:
     return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), -1).flatten(2), None
 
 
-def decode_q4_k(q: Packed) -> torch.Tensor:
+def _decode_q4_k(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 144))
     d, dmin, packed = _half(blocks[..., :2]), _half(blocks[..., 2:4]), blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -62,7 +62,7 @@ def decode_q4_k(q: Packed) -> torch.Tensor:
     return ((d * scale)[..., None] * values - (dmin * minimum)[..., None]).flatten(-3)
 
 
-def pack_q4_k(weight: torch.Tensor) -> Tensors:
+def _pack_q4_k(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 8, 32))
     minimum = -blocks.amin(-1).clamp(max=0)
     scale = (blocks.amax(-1) + minimum) / 15
@@ -79,7 +79,7 @@ def pack_q4_k(weight: torch.Tensor) -> Tensors:
     return torch.cat((*head, pairs), -1).flatten(2), None
 
 
-def decode_q6_k(q: Packed) -> torch.Tensor:
+def _decode_q6_k(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 210))
     low, high = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
@@ -89,7 +89,7 @@ def decode_q6_k(q: Packed) -> torch.Tensor:
     return (scale[..., None] * values.flatten(-3).unflatten(-1, (16, 16))).flatten(-3)
 
 
-def pack_q6_k(weight: torch.Tensor) -> Tensors:
+def _pack_q6_k(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 16, 16))
     scale = blocks.abs().amax(-1) / 31
     d = scale.amax(-1, keepdim=True).div(127).half().float()
@@ -110,9 +110,9 @@ GGUF = MappingProxyType(
             "data uint8 [E, out, in / 32 * 34]",
             8.5,
             32,
-            whole_blocks(34, 32),
-            decode_q8_0,
-            pack_q8_0,
+            _whole_blocks(34, 32),
+            _decode_q8_0,
+            _pack_q8_0,
             has_integers=True,
         ),
         "q4_k": Format(
@@ -120,9 +120,9 @@ GGUF = MappingProxyType(
             "data uint8 [E, out, in / 256 * 144]",
             4.5,
             256,
-            whole_blocks(144, 256),
-            decode_q4_k,
-            pack_q4_k,
+            _whole_blocks(144, 256),
+            _decode_q4_k,
+            _pack_q4_k,
             has_integers=True,
         ),
         "q6_k": Format(
@@ -130,9 +130,9 @@ GGUF = MappingProxyType(
             "data uint8 [E, out, in / 256 * 210]",
             6.5625,
             256,
-            whole_blocks(210, 256),
-            decode_q6_k,
-            pack_q6_k,
+            _whole_blocks(210, 256),
+            _decode_q6_k,
+            _pack_q6_k,
         ),
     }
 )

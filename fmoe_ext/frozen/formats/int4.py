@@ -7,7 +7,7 @@ import torch
 from fmoe_ext.frozen.formats.base import FLOATS, Format, Packed, Shape, Tensors, pairs, require, same_shape
 
 
-def check(q: Packed) -> Shape:
+def _check(q: Packed) -> Shape:
     data, scale = require(q, "data", (torch.int32,), 3), require(q, "scale", FLOATS, 3)
     E, out, words = data.shape
     groups = scale.shape[2]
@@ -28,7 +28,7 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts) & 15).flatten(-2)
 
 
-def decode(q: Packed) -> torch.Tensor:
+def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     E, out, groups = q.scale.shape
     values = _words(q.data).reshape(E, out, groups, -1)
@@ -37,7 +37,7 @@ def decode(q: Packed) -> torch.Tensor:
     return ((values - zero).float() * q.scale.float()[..., None]).flatten(-2)
 
 
-def pack(weight: torch.Tensor) -> Tensors:
+def _pack(weight: torch.Tensor) -> Tensors:
     groups = weight.unflatten(2, (-1, 32))
     scale = (groups.abs().amax(-1) / 7.5).bfloat16()
     divisor = torch.where(scale > 0, scale, 1).float()[..., None]
@@ -50,8 +50,8 @@ INT4 = Format(
     "data int32 [E, out, in / 8], scale [E, out, groups], zero int32 [E, out / 8, groups] or None",
     4.5,
     32,
-    check,
-    decode,
-    pack,
+    _check,
+    _decode,
+    _pack,
     of_bytes=lambda rows: rows.view(torch.int32),
 )

@@ -20,7 +20,7 @@ from fmoe_ext.frozen.formats.base import (
 BLOCK, E2M1_MAX = 32, 6.0
 
 
-def check(q: Packed) -> Shape:
+def _check(q: Packed) -> Shape:
     blocks, scale = (
         require(q, "data", (torch.uint8,), 4),
         require(q, "scale", (torch.uint8, torch.float8_e8m0fnu), 3),
@@ -41,7 +41,7 @@ def e2m1(device: torch.device) -> torch.Tensor:
     return torch.where(code < 8, value, -value)
 
 
-def decode(q: Packed) -> torch.Tensor:
+def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     values = e2m1(q.device)[nibbles(q.data).int()]
     exponent = q.scale.view(torch.uint8).int()
@@ -54,7 +54,7 @@ def decode(q: Packed) -> torch.Tensor:
 FP8_BLOCK = 128
 
 
-def pack(weight: torch.Tensor) -> Tensors:
+def _pack(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 32))
     largest = blocks.abs().amax(-1)
     # The exponent of the largest magnitude, less that of 4, the largest power of two in E2M1 (OCP MX 1.0).
@@ -71,8 +71,8 @@ MXFP4 = Format(
     "data uint8 [E, out, in / 32, 16], scale uint8 (e8m0) [E, out, in / 32]",
     4.25,
     BLOCK,
-    check,
-    decode,
-    pack,
+    _check,
+    _decode,
+    _pack,
     of_bytes=lambda rows: rows.unflatten(2, (-1, 16)),
 )

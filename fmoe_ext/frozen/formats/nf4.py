@@ -19,14 +19,14 @@ from fmoe_ext.frozen.formats.base import (
 
 # Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes stores them.
 NF4_CODE = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
-def check(q: Packed) -> Shape:
+def _check(q: Packed) -> Shape:
     data, scale = require(q, "data", (torch.uint8,), 3), require(q, "scale", (torch.float32,), 3)
     refuse(q, "zero")
     E, out, half = data.shape
@@ -39,7 +39,7 @@ def check(q: Packed) -> Shape:
     return E, out, 2 * half
 
 
-def decode(q: Packed) -> torch.Tensor:
+def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
     table = torch.stack([torch.full((), code, dtype=torch.float32, device=q.device) for code in NF4_CODE])
@@ -47,7 +47,7 @@ def decode(q: Packed) -> torch.Tensor:
     return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
 
 
-def pack(weight: torch.Tensor) -> Tensors:
+def _pack(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 64))
     scale = blocks.abs().amax(-1)
     scaled = blocks / torch.where(scale > 0, scale, 1)[..., None]
@@ -71,7 +71,7 @@ NF4 = Format(
     "data uint8 [E, out, in / 2], scale float32 [E, out, in / blocksize]",
     4.5,
     64,
-    check,
-    decode,
-    pack,
+    _check,
+    _decode,
+    _pack,
 )

@@ -137,7 +137,7 @@ class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
         return ops.topk_gate(logits.detach(), self.top_k)[0]
 
 
-class WithBias(FromConfig, SigmoidGate):
+class _WithBias(FromConfig, SigmoidGate):
     """A gate with a bias by the options of a TransformerConfig; finalize_model_grads moves it, as in TopKRouter."""
 
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,11 +146,11 @@ class WithBias(FromConfig, SigmoidGate):
         return super().select(logits)
 
 
-class MegatronSigmoidGate(WithBias):
+class MegatronSigmoidGate(_WithBias):
     """SigmoidGate by the options of a TransformerConfig."""
 
 
-class MegatronSqrtSoftplusGate(WithBias, SqrtSoftplusGate):
+class MegatronSqrtSoftplusGate(_WithBias, SqrtSoftplusGate):
     """SqrtSoftplusGate by the options of a TransformerConfig."""
 
 
@@ -189,7 +189,7 @@ def gate_arguments(config: Any) -> dict[str, Any]:
 def _common_options(config: Any) -> dict[str, Any]:
     """Options of every gate."""
     _, balance_weight, z_weight = loss_weights(config)
-    balance_loss = balance_of(config)
+    balance_loss = _balance_of(config)
     return {
         "balance_loss": balance_loss,
         "balance_weight": balance_weight,
@@ -216,7 +216,7 @@ def _swapped(rows: Tensor, shape: tuple[Any, Any]) -> Tensor:
     return rows.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
 
 
-def balance_of(config: Any) -> str | dict[str, float] | None:
+def _balance_of(config: Any) -> str | dict[str, float] | None:
     """balance_loss of the gate for moe_router_load_balancing_type; several with their moe_aux_loss_coeff."""
     kinds = only(config.moe_router_load_balancing_type)
     if not isinstance(kinds, (list, tuple)):
@@ -242,7 +242,7 @@ def loss_weights(config: Any) -> tuple[float, float, float]:
 
     Without moe_aux_loss_coeff the balance loss is still computed, unless there is a z-loss in its place.
     """
-    losses, z = balance_of(config), config.moe_z_loss_coeff or 0.0
+    losses, z = _balance_of(config), config.moe_z_loss_coeff or 0.0
     if isinstance(losses, dict):
         return 1.0, 1.0, z
     balance = 0.0 if losses is None else only(config.moe_aux_loss_coeff)

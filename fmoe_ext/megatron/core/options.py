@@ -1,7 +1,7 @@
 """Options of Megatron-core's TransformerConfig that concern an MoE layer: how a row of the table works.
 
 table.py has the rows. check_options() applies them when a layer is built, docs/megatron.md shows them, and
-tests/integrations/test_megatron_values.py sets each field of the installed Megatron to each of its values.
+tests/megatron_lm/test_megatron_values.py sets each field of the installed Megatron to each of its values.
 """
 
 from __future__ import annotations

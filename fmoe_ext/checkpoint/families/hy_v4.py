@@ -1,8 +1,0 @@
-"""Hunyuan V4: the MoE layers of DeepSeek-V3."""
-
-from dataclasses import replace
-
-from fmoe_ext.checkpoint.families import deepseek_v3
-from fmoe_ext.checkpoint.families.family import kinds_of_layers
-
-FAMILY = replace(deepseek_v3.FAMILY, name="hy_v4", holds=("hy_v4",), layers=kinds_of_layers)

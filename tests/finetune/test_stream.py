@@ -1,0 +1,328 @@
+"""fmoe_ext.stream(): a model whose experts stay in files computes as the one in memory."""
+
+import collections
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fmoe_ext
+from fmoe_ext.finetune.streaming import decoding
+from fmoe_ext.finetune.streaming.placeholder import PackedWeight
+from fmoe_ext.testing import assert_close
+from tests import fake_deepspeed
+from tests.finetune.streamed_models import (
+    bytes_of_adapters,
+    checkpoint_layers,
+    resident,
+    save,
+    streamed,
+    train,
+    with_adapters,
+)
+from tests.huggingface.huggingface_models import make_ids, step
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+ARCHITECTURES = {
+    "Qwen3MoeForCausalLM": {},
+    "MixtralForCausalLM": {},
+    "GptOssForCausalLM": {},
+    "DeepseekV3ForCausalLM": {},
+    "OlmoeForCausalLM": {},
+    "GraniteMoeForCausalLM": {},
+}
+
+
+def both(folder, num_layers=2, states=4, **options):
+    """(resident, streamed) with the same adapters. states: bytes for an adapter, per byte of its weight."""
+    plain = with_adapters(resident(folder), **options)
+    return plain, with_adapters(streamed(folder, num_layers, states * bytes_of_adapters(plain)), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_equals_the_resident_model(tmp_path, architecture, checkpointing, dtype):
+    folder = save(tmp_path, architecture, dtype)
+    results = []
+    for model in both(folder):
+        if checkpointing:
+            checkpoint_layers(model)
+        model.train()
+        results.append(step(model, make_ids()))
+    (logits, loss, gradients), (ours, our_loss, our_gradients) = results
+    assert torch.equal(ours, logits) and torch.equal(our_loss, loss)
+    assert gradients.keys() == our_gradients.keys() and len(gradients) >= 16
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0, name
+        assert torch.equal(our_gradients[name], gradient), name
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_reads_of_a_step(tmp_path, num_layers, use_reentrant):
+    plain, model = both(save(tmp_path), num_layers)
+    model.train()
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+    stream = model.expert_stream
+    step(model, make_ids())
+    for num_tokens in (12, 60):
+        stream.reset_statistics()
+        step(model, make_ids(num_tokens=num_tokens))
+        found = stream.statistics
+        fewest = 0 if num_layers == 5 else 2 * (5 - num_layers)
+        # reentrant checkpoints leave cycles, which hold buffers until they are collected
+        assert fewest <= found.layers_read <= (2 * 5 if use_reentrant else fewest)
+        assert found.experts_read == 6 * found.layers_read
+        assert found.buffer_bytes == num_layers * stream.pool.layer_bytes <= stream.pool.num_bytes
+
+
+def test_layer_is_read_ahead(tmp_path):
+    _, model = both(save(tmp_path), 2)
+    model.train()
+    seen = []
+    whole = model.expert_stream.pool.whole
+
+    def watch(index, **options):
+        weights = whole(index, **options)
+        slots = model.expert_stream.pool.resident_layers()
+        seen.append((index, index + 1 in slots if not options["is_backward"] else index - 1 in slots))
+        return weights
+
+    model.expert_stream.pool.whole = watch
+    checkpoint_layers(model)
+    step(model, make_ids())
+    assert [index for index, _ in seen] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+    assert all(ahead for index, ahead in seen[:4]) and all(ahead for index, ahead in seen[6:9])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+def test_generation_equals_the_resident_model(tmp_path, architecture, num_layers):
+    plain, model = both(save(tmp_path, architecture), num_layers, states=1)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        expected = plain.generate(make_ids(1, 5), **options)
+        found = model.generate(make_ids(1, 5), **options)
+    assert torch.equal(found, expected)
+    stream = model.expert_stream
+    stats = stream.statistics
+    assert stats.buffer_bytes <= stream.pool.num_bytes
+    if 2 <= num_layers < 5:
+        assert stats.hits + stats.misses == 5 * 2 * stats.tokens and stats.tokens == 5
+        assert stats.experts_read == 6 * stats.layers_read + stats.misses
+        assert stats.hits > 0
+
+
+def test_generation_reads_chosen_experts_only(tmp_path):
+    model = streamed(save(tmp_path), 2)
+    stream = model.expert_stream
+    read = []
+    layers = stream.pool.layers
+    spans = type(layers[0]).spans
+
+    def watch(layer, experts, slots, num_slots):
+        read.append((layers.index(layer), tuple(experts)))
+        return spans(layer, experts, slots, num_slots)
+
+    chosen = []
+    pool_chosen = stream.pool.chosen
+    stream.pool.chosen = lambda index, experts: (
+        chosen.append((index, tuple(experts))),
+        pool_chosen(index, experts),
+    )[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layers[0]), "spans", watch)
+        with torch.no_grad():
+            model(make_ids(1, 1))
+            model(make_ids(1, 1))
+    assert read == chosen[:5]  # the second token is the same, so that all its experts are there
+
+
+def test_trainer_trains_the_adapters_alone(tmp_path):
+    pytest.importorskip("accelerate")
+    folder = save(tmp_path / "model", dtype=torch.bfloat16)
+    losses, states = [], []
+    for model in both(folder):
+        losses.append(train(model, tmp_path / "out", max_steps=3)[0])
+        model.save_pretrained(tmp_path / "adapter")
+        states.append({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+
+
+def test_saved_adapter_is_loaded_again(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = save(tmp_path / "model")
+    plain, model = both(folder)
+    with torch.no_grad():
+        expected = model(make_ids()).logits
+    model.save_pretrained(tmp_path / "adapter")
+    again = fmoe_ext.lora.fuse(
+        peft.PeftModel.from_pretrained(
+            streamed(folder, 2, 4 * bytes_of_adapters(plain)), tmp_path / "adapter"
+        )
+    )
+    with torch.no_grad():
+        assert torch.equal(again(make_ids()).logits, expected)
+        with again.disable_adapter():
+            assert torch.equal(again(make_ids()).logits, resident(folder)(make_ids()).logits)
+
+
+def test_budget_is_refused_with_its_arithmetic(tmp_path):
+    folder = save(tmp_path)
+    with pytest.raises(ValueError, match=r"one layer of experts.* = [\d,]+"):
+        fmoe_ext.stream(folder, 200_000)
+    model = with_adapters(streamed(folder, 1))
+    model.train()
+    with pytest.raises(ValueError, match=r"65,280 \(adapters\).*two moments of Adam.*smaller rank"):
+        step(model, make_ids())
+
+
+def test_graph_that_keeps_all_buffers_is_refused(tmp_path):
+    _, model = both(save(tmp_path), 2)
+    model.train()
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="gradient_checkpointing"):
+        step(model, make_ids())
+
+
+def test_adapters_that_are_not_fused_are_refused(tmp_path):
+    model = with_adapters(streamed(save(tmp_path), 2, 10**6), fuse=False)
+    with pytest.raises(RuntimeError, match=r"lora\.fuse"):
+        model(make_ids())
+
+
+def test_values_of_streamed_weights_are_refused(tmp_path):
+    model = streamed(save(tmp_path))
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    assert weight.shape == (6, 48, 32) and weight.dtype == torch.float64 and not weight.requires_grad
+    assert model.to("cpu") is model and model.double() is model
+    assert model.num_parameters() == resident(tmp_path).num_parameters()
+    for broken in (
+        lambda: weight + 1,
+        lambda: weight[0],
+        lambda: weight.clone(),
+        lambda: model.float(),
+        lambda: weight.requires_grad_(),
+        lambda: torch.save(weight, tmp_path / "weight"),
+        lambda: torch.save(model, tmp_path / "model"),
+        lambda: model.save_pretrained(tmp_path / "again"),
+    ):
+        with pytest.raises(RuntimeError, match=r"fmoe adapter merge"):
+            broken()
+    model = streamed(tmp_path)  # float() has changed the other weights before it came to the experts
+    model.set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match="experts_implementation"):
+        model(make_ids())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
+    """Of a batch with padding, whose keys have fewer heads than its queries."""
+    model = streamed(save(tmp_path, dtype=torch.float32), dtype=dtype)
+    assert model.config._attn_implementation == decoding.NAME
+    attend = model.model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, 2, 2, 40, 8, generator=generator)
+    mask = (torch.arange(40) >= torch.tensor([0, 17])[:, None])[:, None, None]
+    options = {"scaling": 0.3, "dropout": 0.0}
+    rows = query.to(dtype), key.to(dtype), value.to(dtype)
+    keys, values = (t.double().repeat_interleave(2, 1) for t in rows[1:])
+    scores = (rows[0].double() @ keys.mT * 0.3).masked_fill(~mask, -torch.inf)
+    truth = (scores.softmax(-1) @ values).transpose(1, 2)
+    for given in (mask, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)):
+        plain = sdpa_attention_forward(attend, *rows, given, **options)[0]
+        with torch.no_grad():
+            found = decoding.attention(attend, *rows, given, **options)[0]
+        assert_close(found, truth, plain)
+        assert torch.equal(decoding.attention(attend, *rows, given, **options)[0], plain)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators of fmoe_ext."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fmoe_ext":
+            self.counts[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_new_token_takes_few_operators_and_is_as_exact(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16)
+    plain, model = resident(folder), streamed(folder)
+    truth = copy.deepcopy(plain).double()
+    layers = plain.config.num_hidden_layers
+    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    prompt, token = make_ids(1, 5), make_ids(1, 1)
+    logits = []
+    with torch.no_grad():
+        for each in (truth, plain, copy.deepcopy(model)):
+            past = each(prompt, use_cache=True).past_key_values
+            with Calls() as calls:
+                logits.append(each(token, past_key_values=past, use_cache=True).logits.double())
+        assert torch.equal(model(prompt).logits, plain(prompt).logits)
+    assert calls.counts == {
+        **{"_rms_norm": 4 * layers + 1, "_rotate": 2 * layers, "_attend": layers, "_few_rows_linear": layers},
+        **{"sort_tokens": layers, "expert_mlp": layers},
+    }
+    assert (logits[2] - logits[0]).norm() < 2 * (logits[1] - logits[0]).norm()
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("torch_compile", "torch.compile does not compile this model"),
+        ("bf16_full_eval", r"stream\(\.\.\., dtype="),
+    ],
+)
+def test_options_of_the_trainer_that_change_weights_are_refused(tmp_path, option, message):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = with_adapters(
+        streamed(save(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2), 2, 10**6)
+    )
+    arguments = transformers.TrainingArguments(tmp_path / "out", use_cpu=True, report_to=[], **{option: True})
+    data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
+    with pytest.raises(RuntimeError, match=message):
+        transformers.Trainer(model, arguments, eval_dataset=data).evaluate()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_deepspeed_is_refused_by_name(tmp_path, dtype):
+    model = streamed(save(tmp_path, dtype=torch.float32))
+    packed = torch.nn.Module()
+    packed.weight = PackedWeight((4, 4), torch.float32)
+    one_process = "DeepSpeed: it copies every weight: leave deepspeed= out of .* train in one process"
+    with fake_deepspeed.installed() as engine:
+        for module in (model, packed):
+            with pytest.raises(RuntimeError, match=one_process):
+                engine(module, dtype)
+        assert model.model.layers[0].mlp.experts.down_proj.data is not None  # without its engine
+
+
+@pytest.mark.parametrize(
+    "text, expected", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("12", 12), ("2 KiB", 2048)]
+)
+def test_memory_texts(text, expected):
+    from fmoe_ext.memory import bytes_of_text
+
+    assert bytes_of_text(text) == expected
+
+
+@pytest.mark.parametrize("text", ["8 gigabytes", "GiB", "-1GiB", ""])
+def test_memory_text_is_refused(text, tmp_path):
+    with pytest.raises(ValueError, match="8GiB"):
+        fmoe_ext.stream(tmp_path, text)

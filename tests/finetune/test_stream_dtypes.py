@@ -1,0 +1,122 @@
+"""stream() of folders whose weights are in another dtype than the model, or in several."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fmoe_ext
+from fmoe_ext import huggingface
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.finetune.streaming import reader
+from tests.finetune.streamed_models import (
+    WIDE,
+    bytes_of_adapters,
+    of_values,
+    pack_linear,
+    save,
+    streamed,
+    with_adapters,
+)
+from tests.huggingface.huggingface_models import make_ids
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def in_memory(folder, dtype):
+    return huggingface.use(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=make_ids()).logits
+
+
+def change(folder, function):
+    """Replaces the tensors of a folder by function(name, tensor)."""
+    (file,) = folder.glob("*.safetensors")
+    save_file({k: function(k, v) for k, v in load_file(file).items()}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("stored", FLOATS)
+def test_weights_are_cast_to_the_dtype_of_the_model(tmp_path, stored, dtype, monkeypatch):
+    monkeypatch.setattr(reader, "RAW", 10000)  # several groups
+    folder = save(tmp_path, dtype=stored, num_hidden_layers=3)
+    expected = in_memory(folder, dtype)
+    ours = streamed(folder, 2, dtype=dtype)
+    assert torch.equal(logits(ours), logits(expected))
+
+
+def test_layer_in_another_dtype_is_cast(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3)
+    change(folder, lambda name, t: t.float() if ".layers.1." in name else t)
+    ours = streamed(folder, 2)
+    assert torch.equal(logits(ours), logits(in_memory(folder, torch.bfloat16)))
+    plain = with_adapters(in_memory(folder, torch.float32))
+    ours = with_adapters(streamed(folder, 2, 4 * bytes_of_adapters(plain), dtype=torch.float32))
+    found = gradients(ours)
+    for name, expected in gradients(plain).items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def gradients(model):
+    ids = make_ids()
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_expert_in_another_dtype_is_refused_by_name(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
+    change(folder, lambda name, t: t.float() if ".layers.1.mlp.experts.3.gate" in name else t)
+    with pytest.raises(
+        CheckpointError, match=r"experts\.3\.gate_proj\.weight is torch\.float32 .*unlike the first"
+    ):
+        streamed(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_config_decides_where_files_have_another_dtype(tmp_path, dtype):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    name = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": name}))
+    ours = streamed(folder)
+    assert ours.dtype == dtype
+    assert torch.equal(logits(ours), logits(in_memory(folder, dtype)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_fp8_beside_bfloat16_is_computed_in_every_dtype(tmp_path, dtype):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2, **WIDE)
+    plain = load_file(next(folder.glob("*.safetensors")))
+    values = pack_linear(folder, "fp8_block")
+    (file,) = folder.glob("*.safetensors")
+    is_plain = "model.layers.1.mlp.experts."
+    tensors = {k: v for k, v in load_file(file).items() if not k.startswith(is_plain)}
+    tensors |= {k: v for k, v in plain.items() if k.startswith(is_plain)}
+    values |= {k: v.float() for k, v in plain.items() if k.startswith(is_plain)}
+    save_file(tensors, file, {"format": "pt"})
+    expected = logits(of_values(folder, values)).double()
+    ours = logits(streamed(folder, dtype=dtype))
+    assert ours.dtype == dtype
+    error = (ours.double() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype.itemsize >= 4 else 0.1)
+
+
+def test_fp8_without_quantization_config_is_refused_by_name(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
+    change(folder, lambda name, t: t.to(torch.float8_e4m3fn) if ".experts." in name else t)
+    with pytest.raises(
+        CheckpointError, match=r"float8_e4m3fn, which needs scales, but .* no quantization_config"
+    ):
+        streamed(folder)
+
+
+def test_dtype_that_is_no_float_is_refused_by_name(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"dtype must be one of torch.float64, .* but got torch.int8"):
+        fmoe_ext.stream(folder, 2**40, dtype=torch.int8)

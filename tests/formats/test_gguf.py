@@ -1,0 +1,181 @@
+"""export() as GGUF: read by gguf's reader, and by llama.cpp."""
+
+import functools
+import shutil
+
+import numpy
+import pytest
+import torch
+
+import fmoe_ext
+from fmoe_ext import SoftmaxGate, fmoefy
+from fmoe_ext.checkpoint import CheckpointError
+from tests.formats.test_formats import (
+    HEADS,
+    MODELS,
+    llama,
+    logits,
+    make,
+    randomised,
+    without_float32,
+)
+
+transformers = pytest.importorskip("transformers")
+
+
+def halves(w, heads):
+    """Undo what llama.cpp's converter does to rows of q and k."""
+    return w.reshape(heads, -1, 2, w.shape[1]).transpose(0, 2, 1, 3).reshape(w.shape)
+
+
+def by_hand(tensors, layers, heads, kv_heads, pairs):
+    """{name of Transformers: array} of a GGUF file, written down independently of the code under test."""
+    state = {
+        "model.embed_tokens.weight": tensors["token_embd.weight"],
+        "model.norm.weight": tensors["output_norm.weight"],
+        "lm_head.weight": tensors["output.weight"],
+    }
+    names = {
+        **{
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "attn_v": "self_attn.v_proj",
+        },
+        **{
+            "attn_output": "self_attn.o_proj",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+        },
+        **{"ffn_gate_inp": "mlp.gate", "ffn_down_shexp": "mlp.shared_expert.down_proj"},
+        **{"ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj"},
+        **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj"},
+    }
+    for i in range(layers):
+        blk = {
+            name.removeprefix(f"blk.{i}."): v for name, v in tensors.items() if name.startswith(f"blk.{i}.")
+        }
+        if pairs:
+            blk["attn_q.weight"] = halves(blk["attn_q.weight"], heads)
+            blk["attn_k.weight"] = halves(blk["attn_k.weight"], kv_heads)
+        mlp = f"model.layers.{i}.mlp."
+        gate, up = blk.pop("ffn_gate_exps.weight"), blk.pop("ffn_up_exps.weight")
+        state[f"{mlp}experts.gate_up_proj"] = numpy.concatenate([gate, up], 1)
+        state[f"{mlp}experts.down_proj"] = blk.pop("ffn_down_exps.weight")
+        if "ffn_gate_inp_shexp.weight" in blk:
+            state[f"{mlp}shared_expert_gate.weight"] = blk.pop("ffn_gate_inp_shexp.weight")[None]
+        for name, value in blk.items():
+            stem, _, kind = name.rpartition(".")
+            state[f"model.layers.{i}.{names[stem]}.{kind}"] = value
+    return state
+
+
+GGUF = {
+    "mixtral": ("mixtral", "llama", {**MODELS["mixtral"], "sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", "qwen3moe", {**MODELS["qwen3_moe"], "mlp_only_layers": []}),
+    "qwen2_moe": ("qwen2_moe", "qwen2moe", MODELS["qwen2_moe"]),
+    "olmoe": ("olmoe", "olmoe", {**MODELS["olmoe"], "clip_qkv": None, "num_key_value_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf(name, tmp_path):
+    """Read by gguf's own reader and put back by hand: the model's logits, as exact as float32 is."""
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    model_type, architecture, values = GGUF[name]
+    theirs = make(model_type, **values)
+    expected, expected_state = logits(theirs), theirs.state_dict()
+    fmoe_ext.export(fmoe_ext.import_model(make(model_type, **values)), tmp_path / "out", "gguf")
+    assert [f.name for f in (tmp_path / "out").iterdir()] == ["model.gguf"]
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    facts = {name: field.contents() for name, field in reader.fields.items()}
+    assert facts["general.architecture"] == architecture
+    assert facts["tokenizer.ggml.model"] == "no_vocab"
+    assert facts[f"{architecture}.expert_count"] == 6
+    assert facts[f"{architecture}.expert_used_count"] == theirs.config.num_experts_per_tok
+    assert facts[f"{architecture}.vocab_size"] == 61 and facts[f"{architecture}.block_count"] == 2
+    assert facts[f"{architecture}.attention.head_count_kv"] == theirs.config.num_key_value_heads
+    assert facts[f"{architecture}.rope.freq_base"] == theirs.config.rope_parameters["rope_theta"]
+    tensors = {t.name: t.data for t in reader.tensors}
+    known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), 2).mapping.values()
+    assert {t.removesuffix(".weight").removesuffix(".bias") for t in tensors} <= {n for _, n in known}
+    state = by_hand(tensors, 2, 4, 2, pairs=name == "mixtral")
+    assert state.keys() == expected_state.keys()
+    assert all(numpy.array_equal(v, expected_state[k].float().numpy()) for k, v in state.items())
+    theirs.load_state_dict({k: torch.tensor(v) for k, v in state.items()})
+    assert (logits(theirs) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_gguf_of_a_bfloat16_model(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    model = llama().bfloat16()
+    fmoe_ext.export(model, tmp_path / "out", "gguf")
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert types["blk.0.ffn_up_exps.weight"] == "BF16" and types["token_embd.weight"] == "BF16"
+    assert types["blk.1.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"gguf is written for mixtral, .* but this model is gpt_oss"):
+        fmoe_ext.export(fmoe_ext.import_model(make("gpt_oss", **MODELS["gpt_oss"])), tmp_path / "out", "gguf")
+    sizes = {**MODELS["qwen3_moe"], "norm_topk_prob": False, "mlp_only_layers": []}
+    with pytest.raises(CheckpointError, match="norm_topk_prob=False has no place in GGUF's qwen3moe"):
+        fmoe_ext.export(fmoe_ext.import_model(make("qwen3_moe", **sizes)), tmp_path / "out", "gguf")
+    grouped = {**MODELS["olmoe"], "clip_qkv": None, "num_key_value_heads": 2}
+    with pytest.raises(CheckpointError, match="num_key_value_heads=2 has no place in GGUF's olmoe"):
+        fmoe_ext.export(fmoe_ext.import_model(make("olmoe", **grouped)), tmp_path / "out", "gguf")
+    assert not list(tmp_path.iterdir())
+
+
+# dense models that fmoefy changed, into the formats of GGUF
+FMOEFIED = {
+    "llama": lambda: fmoefy(make("llama", tie_word_embeddings=True), 4),
+    "qwen3": lambda: fmoefy(make("qwen3", **HEADS), 4, top_k=3),
+    "qwen2": lambda: fmoefy(
+        make("qwen2"),
+        4,
+        gate=functools.partial(SoftmaxGate, normalize=False),
+        shared_expert_hidden=12,
+        shared_expert_gate=True,
+    ),
+}
+
+
+def of_transformers(name):
+    model_type, _, values = GGUF[name]
+    return fmoe_ext.import_model(make(model_type, **values))
+
+
+def assert_llama_cpp_agrees(model, folder, tolerance, **options):
+    """llama.cpp's log-probabilities of every next token are those of the model in float64."""
+    llama_cpp = llama_cpp_or_skip()
+    fmoe_ext.export(model, folder, "gguf")
+    ids = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad(), without_float32():
+        expected = model.double()(input_ids=ids).logits[0].log_softmax(-1)
+    got = llama_cpp.logits(folder / "model.gguf", ids[0].tolist(), **options).log_softmax(-1)
+    assert got.shape == expected.shape == (12, 61) and expected.std() > 0.1
+    assert (got - expected).abs().max() <= tolerance
+
+
+def llama_cpp_or_skip():
+    pytest.importorskip("gguf", reason="pip install gguf")
+    pytest.importorskip("xllamacpp", reason="pip install xllamacpp, which has llama.cpp inside")
+    from tests.formats import llama_cpp
+
+    return llama_cpp
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_llama_cpp(name, tmp_path):
+    """A model of Transformers: log-probabilities to float32's precision."""
+    assert_llama_cpp_agrees(of_transformers(name), tmp_path / "out", 1e-5)
+
+
+@pytest.mark.parametrize("name", FMOEFIED)
+def test_llama_cpp_on_fmoefied_models(name, tmp_path):
+    assert_llama_cpp_agrees(randomised(FMOEFIED[name]()), tmp_path / "out", 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.01), (torch.bfloat16, 0.1)])
+def test_llama_cpp_with_16_bits(dtype, tolerance, tmp_path):
+    """Weights, keys and values of 16 bits, with which llama.cpp multiplies activations of 16 bits."""
+    model = of_transformers("mixtral").to(dtype)
+    assert_llama_cpp_agrees(model, tmp_path / "out", tolerance, cache=llama_cpp_or_skip().F16)
