@@ -5,6 +5,8 @@ emulated  The operators run the kernels of cuda/ on the emulator instead of thos
 torch     grouped_gemm and expert_mlp run what FMOE_GPU_KERNELS=torch takes on a GPU; tensors stay on the CPU.
 """
 
+import functools
+import multiprocessing.forkserver
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,6 +53,30 @@ def pytest_collection_modifyitems(config, items):
             kept.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+# What ranks of a pool import, by a word of the test's file.
+OF_RANKS = {
+    "": ("fmoe_ext.testing", "torch._dynamo"),  # optimizers import it
+    "transformers": ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"),
+    "megatron": (
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel.schedules",
+    ),
+}
+text_of = functools.cache(Path.read_text)
+
+
+def pytest_collection_finish(session):
+    """Starts the server that pools fork their ranks from: it imports once what each rank would take seconds for."""
+    files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
+    if session.config.option.collectonly or not files:
+        return
+    words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]
+    server = multiprocessing.forkserver
+    server.set_forkserver_preload([module for word in words for module in OF_RANKS[word]])
+    server.ensure_running()
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ DOCUMENTED = {
 }
 
 
-def of_processes_is_long(path):
-    return pytest.param(path, marks=pytest.mark.long) if path.name == "processes.md" else path
+def mark_long(path):
+    return pytest.param(path, marks=pytest.mark.long) if path.stem in ("processes", "shrink") else path
 
 
-@pytest.mark.parametrize("path", [of_processes_is_long(path) for path in TUTORIALS], ids=name_of)
+@pytest.mark.parametrize("path", [mark_long(path) for path in TUTORIALS], ids=name_of)
 def test_tutorial_runs(path, clean_state, capfd):
     """Python blocks share one program; one that begins with "# name.py" is that file, which sh blocks start."""
     names = {"__name__": "__main__"}

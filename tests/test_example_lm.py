@@ -423,3 +423,47 @@ def test_sizes_by_name(name, millions, active):
     with torch.device("meta"):
         made = model.LanguageModel(model.ModelConfig(**shape))
     assert [round(count / 1e6) for count in made.num_parameters()] == [millions, active]
+
+
+def write_config(folder, text):
+    path = folder / "settings.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_options_come_from_a_file_and_the_command_line_wins(text, tmp_path):
+    path = write_config(
+        tmp_path, "# a comment\nlr: 2e-3\nnum-experts: 8\nsave_every: 7\ndense: false\nsteps: 9\n"
+    )
+    assert train(text, tmp_path / "out", "--config", str(path), "--steps", "2") == 0  # TINY has --num-experts
+    settings = json.loads((tmp_path / "out/settings.json").read_text())
+    assert {name: settings[name] for name in ("lr", "num_experts", "save_every", "dense", "steps")} == {
+        **{"lr": 2e-3, "num_experts": 4, "save_every": 7, "dense": False, "steps": 2},
+    }
+    assert "config" not in settings
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("num_expert: 8", "settings.yaml:1: unknown option num_expert; do you mean num-experts?"),
+        ("lr: 1\nlearning: 3", "settings.yaml:2: unknown option learning"),
+        ("config: other.yaml", "unknown option config"),
+        ("lr: fast", "invalid positive_float value: 'fast' for lr"),
+        ("steps: 0", "0 is not a positive number for steps"),
+        ("gate: soft", "invalid choice: 'soft'"),
+        ("dense: 3", "dense is true or false, but got '3'"),
+        ("steps: [1, 2]", "steps takes one value, no list or mapping"),
+        ("top-k: 1\ntop_k: 2", "settings.yaml:2: top_k is given twice"),
+        ("just text", "must hold `option: value` lines"),
+        ("a: [", "settings.yaml cannot be read"),
+    ],
+)
+def test_wrong_file_of_options_is_refused_by_line(lines, message, text, tmp_path, capsys):
+    path = write_config(tmp_path, lines)
+    assert train(text, tmp_path / "out", "--config", str(path)) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    path.unlink()
+    assert train(text, tmp_path / "out", "--config", str(path)) == 1
+    assert f"{path} does not exist" in capsys.readouterr().err

@@ -40,6 +40,7 @@ def test_binary_files(cifar, monkeypatch):
     sys.modules.pop("images", None)
 
 
+@pytest.mark.long
 def test_command(cifar):
     command = [sys.executable, "train.py", "--data", str(cifar), "--out", str(cifar / "out"), "--width", "4"]
     command += ["--steps", "6", "--batch-size", "10", "--balance", "size", "--lr", "0.01"]

@@ -298,6 +298,7 @@ def command(*options, check=True):
     return subprocess.run(program, capture_output=True, text=True, check=check, cwd=ROOT)
 
 
+@pytest.mark.long
 def test_program_from_start_to_samples_in_two_pieces(tmp_path):
     options = ("--size", "test", "--train-seconds", 0.2, "--seeds", 1, "--factor", 1, "--slice", 0.1)
     options += ("--threads", 1, "--out", tmp_path, "--models", "fine", "ours")

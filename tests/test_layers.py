@@ -494,4 +494,5 @@ def test_export_of_separate_experts_is_refused(strict):
     layer = FMoE(3, 4, expert=lambda d: nn.Linear(d, d), top_k=2)
     with pytest.raises(Exception, match=r"torch\.export cannot trace separate experts"):
         torch.export.export(layer, (torch.randn(5, 4),), strict=strict)
-    assert torch.compile(layer)(torch.randn(5, 4)).shape == (5, 4)
+    if strict:  # both trace by Dynamo; torch.compile goes on without a graph
+        assert torch.compile(layer, backend="eager")(torch.randn(5, 4)).shape == (5, 4)

@@ -109,6 +109,7 @@ def build_parser() -> ArgumentParser:
     )
     group = parser.add_argument_group("run")
     add = group.add_argument
+    add("--config", type=Path, metavar="FILE", help="YAML lines `option: value`; the command line wins")
     add("--data", help="text file, folder or WikiText-style files; none: Python's standard library")
     add("--out", type=Path, default=Path("out/lm"), help="folder for everything that is written")
     add(
@@ -359,5 +360,5 @@ def check_pipeline(parser: ArgumentParser, options: Namespace, job: Job) -> None
 
 def settings(options: Namespace) -> dict[str, Any]:
     """Options that a run's folder keeps."""
-    of_one_call = ("out", "resume", "stop_after", "device")
+    of_one_call = ("config", "out", "resume", "stop_after", "device")
     return {name: value for name, value in vars(options).items() if name not in of_one_call}

@@ -12,6 +12,7 @@ from job import Job, JobError, choose_device, choose_dtype
 from metrics import MetricsError
 from model import generate
 from runs import DivergedError, Run
+from settings_file import SettingsFileError, expand
 from trainer import Trainer, TrainerError
 
 from fmoe_ext import checkpoint, cpu
@@ -126,12 +127,14 @@ def run_job(options: Namespace, resumes: bool, job: Job) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot run, 130 interrupted and saved."""
     try:
+        argv = expand(command_line.build_parser(), sys.argv[1:] if argv is None else argv)
         job = Job(choose_device(command_line.device_of(argv)))
         options, resumes = command_line.parse(argv, job)
         status = run_job(options, resumes, job)
         job.end()
         return status
     except (
+        SettingsFileError,
         DataError,
         DivergedError,
         JobError,

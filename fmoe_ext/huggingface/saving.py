@@ -25,9 +25,26 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 
 
-def replace_save_pretrained(model: Any, save: Callable[..., None]) -> None:
-    """Lets model.save_pretrained(...) be save(model, ...)."""
+def replace_save_pretrained(
+    model: Any, save: Callable[..., None], push: Callable[..., Any] | None = None
+) -> None:
+    """Lets model.save_pretrained(...) be save(model, ...), and push_to_hub(...) be push(model, ...).
+
+    push: None for Transformers' own, which uploads what save_pretrained() wrote, on one process.
+    """
     model.save_pretrained = functools.partial(save, model)
+    if hasattr(type(model), "push_to_hub"):
+        model.push_to_hub = functools.partial(push or push_from_one_process, model)
+
+
+def push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
+    """Transformers' push_to_hub(); RuntimeError where every rank of a job would upload."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"push_to_hub would upload from each of {dist.get_world_size()} ranks: call save_pretrained(folder) on "
+            "all of them, then huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
+        )
+    return type(model).push_to_hub(model, *args, **options)
 
 
 def replace_of_fmoefied(model: Any) -> None:

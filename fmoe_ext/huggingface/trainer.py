@@ -26,7 +26,7 @@ class BalanceCallback(TrainerCallback):
     weight: that of the balance loss, which add_balance_loss(trainer, weight) adds. Every log with a training loss gains
     moe/balance_loss (without its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the
     layers since the last log and over all ranks (balance.summarize). file: of JSON lines, to which balance.write() adds
-    the loads of every layer.
+    the loads of every layer. TrainingArguments(report_to=["tensorboard"]), "wandb" and others get the same numbers.
     """
 
     def __init__(self, weight: float = 0.01, file: str | None = None) -> None:
@@ -38,7 +38,9 @@ class BalanceCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
-        self._loss = add_balance_loss(_running_trainer(), self.weight)
+        trainer = _running_trainer()
+        _put_first(trainer.callback_handler.callbacks, self)
+        self._loss = add_balance_loss(trainer, self.weight)
         self._monitor = balance.watch(kwargs["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -63,6 +65,15 @@ class BalanceCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.remove()
         self._loss = self._monitor = None
+
+
+def _put_first(callbacks: list[TrainerCallback], own: TrainerCallback) -> None:
+    """Lets a callback run before those of report_to (TensorBoard, W&B), which read the logs that it completes.
+
+    In place: Transformers is walking the list, and calls each callback once all the same.
+    """
+    callbacks.remove(own)
+    callbacks.insert(0, own)
 
 
 def _running_trainer() -> Trainer:

@@ -91,37 +91,54 @@ def test_dry_run_prints_the_report_alone(given, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "ids.npy"}
 
 
-# Kills itself with SIGKILL at a line that the command prints.
+# Forks a process for each line at which one kills itself with SIGKILL, so that Transformers is imported once.
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
 from fmoe_ext.compress import cli
-at, *arguments = sys.argv[1:]
+import transformers
 say = cli._say
-cli._say = lambda line: os.kill(os.getpid(), signal.SIGKILL) if line.startswith(at) else say(line)
-cli.main(arguments)
+for at, arguments in json.loads(sys.argv[1]):
+    if not (pid := os.fork()):
+        cli._say = lambda line: os.kill(os.getpid(), signal.SIGKILL) if line.startswith(at) else say(line)
+        try:
+            cli.main(arguments)
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("at", ["reading part 5", "held-out sequence 2", "writing"])
-def test_killed_call_goes_on_to_the_same_bytes(at, given, tmp_path, capsys):
-    arguments = [*given, "--keep", "0.5"]
+def test_killed_call_goes_on_to_the_same_bytes(given, tmp_path, capsys):
+    def to(name):
+        return [*given[: given.index("-o")], "-o", str(tmp_path / name), "--batch", "2", "--keep", "0.5"]
+
+    outs = {"reading part 5": "a", "held-out sequence 2": "b", "writing": "c"}
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, at, *arguments],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            KILLED,
+            json.dumps([(at, to(out)) for at, out in outs.items()]),
+        ],
         env=env,
         capture_output=True,
+        text=True,
         timeout=300,
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not (tmp_path / "out").exists() and (tmp_path / ".out.pruning").is_dir()
-    (tmp_path / ".out.pruning/.model.safetensors.1-abc.tmp").write_bytes(b"of a killed process")
-    assert main(arguments) == 0
-    said = capsys.readouterr().err
-    assert "reading part 4 " not in said and ("reading part 5 " in said) == (at == "reading part 5")
-    resumed = contents(tmp_path / "out")
-    arguments[arguments.index("-o") + 1] = str(tmp_path / "whole")
-    assert main(arguments) == 0
-    assert resumed == contents(tmp_path / "whole")
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * 3, done.stderr
+    assert main(to("whole")) == 0
+    capsys.readouterr()
+    for at, out in outs.items():
+        unfinished = tmp_path / f".{out}.pruning"
+        assert not (tmp_path / out).exists() and unfinished.is_dir()
+        (unfinished / ".model.safetensors.1-abc.tmp").write_bytes(b"of a killed process")
+        assert main(to(out)) == 0
+        said = capsys.readouterr().err
+        assert "reading part 4 " not in said and ("reading part 5 " in said) == (at == "reading part 5"), at
+        assert contents(tmp_path / out) == contents(tmp_path / "whole"), at
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

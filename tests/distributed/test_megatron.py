@@ -69,12 +69,18 @@ LAYOUTS = {
 }
 
 
+# Layouts that combine what the others have one at a time.
+QUICK = ("dp2 ep2", "pp2 ep2", "pp2 interleaved", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel")
+
+
 @pytest.fixture(scope="module")
 def one_process(pool):
     return pool.run(train, {}, None, world_size=1, timeout=TIMEOUT)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in LAYOUTS]
+)
 def test_equals_one_process(pool, one_process, layout):
     assert_equal_training(pool, one_process, *LAYOUTS[layout])
 

@@ -56,11 +56,10 @@ def train_by_trainer(model, folder, seen, callback, **changes):
         optim="adamw_torch",
         max_grad_norm=0.1,
         logging_steps=1,
-        report_to=[],
         save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
-        **changes,
+        **{"report_to": []} | changes,
     )
     trainer = transformers.Trainer(
         model=model,

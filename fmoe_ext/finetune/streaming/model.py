@@ -101,7 +101,7 @@ def stream(
     if activations is not None:
         expert_stream.activations = ActivationFile(activations)
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
-    replace_save_pretrained(model, _refuse_to_save)
+    replace_save_pretrained(model, _refuse_to_save, _refuse_to_save)
     decoding.use(model)
     return huggingface.use(model).eval()
 

@@ -26,7 +26,7 @@ def quiet():
 
 @pytest.mark.parametrize(
     "first",
-    [*range(0, 100, CHUNK), *(pytest.param(n, marks=pytest.mark.long) for n in range(100, 300, CHUNK))],
+    [*range(0, 50, CHUNK), *(pytest.param(n, marks=pytest.mark.long) for n in range(50, 300, CHUNK))],
 )
 def test_random_faults_lose_nothing_and_end(first):
     worlds = [World(seed) for seed in range(first, first + CHUNK)]
