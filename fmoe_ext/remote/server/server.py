@@ -259,10 +259,10 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The numbers of the status page."""
-        now, calls = time.time(), self.metrics.count("calls_total")
+        calls = self.metrics.count("calls_total")
         experts = sorted(self.host.experts.items())
         return {
-            "time": now,
+            "time": time.time(),
             "endpoint": self.endpoint,
             "expert_cls": self.options.expert_cls,
             "calls": calls,
@@ -283,7 +283,7 @@ class Server:
                 for uid, expert in experts
             ],
             "peers": [
-                {"peer": name, "ago": now - heard, "loss": loss}
+                {"peer": name, "ago": time.monotonic() - heard, "loss": loss}
                 for name, (heard, loss) in reversed(self.service.peers.items())
             ],
         }

@@ -11,7 +11,7 @@ class Disk:
 
     def __init__(self, rng):
         self.rng = rng
-        self.files, self.older = {}, {}  # older: a content that the name had before
+        self.files, self.older = {}, {}  # older: a content that the file had before
         self.owner = self.writer = None  # processes
         self.is_full = self.fails_to_sync = False
         self.short_reads = 0.0  # share of reads that end early
@@ -42,17 +42,19 @@ class Disk:
 
     def misname(self, one, other):
         """An operator gives a file the name of another, which gets its name if it is there."""
-        moved = {new: self.files.pop(old) for old, new in ((one, other), (other, one)) if old in self.files}
-        self.files |= moved
-        self.true_names |= {new: one if new == other else other for new in moved}
+        names = {old: new for old, new in ((one, other), (other, one)) if old in self.files}
+        self._rename_all(names)
+        self.true_names |= {new: old for old, new in names.items()}
 
     def repair_names(self):
         """The operator has read why the server does not start."""
-        moved = {
-            true: self.files.pop(wrong) for wrong, true in self.true_names.items() if wrong in self.files
-        }
-        self.files |= moved
+        self._rename_all(self.true_names)
         self.true_names.clear()
+
+    def _rename_all(self, names):
+        """An older content stays with its file."""
+        for contents in (self.files, self.older):
+            contents |= {new: contents.pop(old) for old, new in names.items() if old in contents}
 
     def wipe(self):
         self.files.clear()
