@@ -166,7 +166,7 @@ def share_a_folder(patch):
 def stop_saving_at_the_first_failure(patch):
     """An expert that cannot be written keeps the later ones from the disk."""
 
-    async def save(self, uid):
+    async def save(self, uid, patience=None):
         state = await self.read_state(uid)
         await self._call(self.checkpoints.save, state)
         self.saved[uid] = end_of_state(state)
