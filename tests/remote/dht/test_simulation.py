@@ -11,7 +11,7 @@ import torch
 from simulation import Network, close, endpoint_of
 
 from fmoe_ext.remote.beam_search import beam_search
-from fmoe_ext.remote.dht.records import uid_key
+from fmoe_ext.remote.dht.records import places_of, uid_key
 from fmoe_ext.remote.discovery import Cached, DiscoveryError, StaticList, Unanswered
 
 TTL = 100.0
@@ -221,6 +221,52 @@ def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
     assert at_once == [[f"host{n}:1" for n in range(len(skews))]] * len(skews)
     assert late == [[None] * len(skews)] * len(skews)
     assert all(29 < seconds <= 30.5 for seconds in left)  # whatever the clock of who asks
+
+
+async def replay(network, nodes, signed):
+    """Stores old records again at every node, as a node that kept their bytes can."""
+    for discovery in nodes:
+        for record in signed:
+            for key in places_of(record.uid):
+                discovery.node.store.put(key, record, network.seconds)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_replayed_records_of_earlier_starts_never_win_while_nodes_come_and_go(seed):
+    async def run():
+        network = Network(seed=seed)
+        nodes, old, wrong, num_found = await network.nodes(16), [], [], 0
+        owner = nodes[0]
+        uids = [f"expert.{n}" for n in range(4)]
+        for start in range(5):  # of a server that dies and comes back at another endpoint
+            endpoint = f"start{start}:1"
+            calls = [owner.declare(uids, endpoint, 600.0, timeout=30)]
+            for _ in range(3):  # nodes die and join while it declares
+                network.kill(nodes.pop(network.rng.randrange(1, len(nodes))))
+            calls += [network.node(network.rng.choice(nodes)) for _ in range(3)]
+            granted, *new = await asyncio.gather(*calls)
+            nodes += new
+            assert granted == set(uids)
+            await replay(network, nodes, old)
+            for _ in range(6):
+                asking = network.rng.choice(nodes)
+                records, places, _ = await asyncio.gather(
+                    asking.get(uids, timeout=30),
+                    asking.successors(["expert"], timeout=30),
+                    replay(network, nodes, old),
+                )
+                num_found += len(places["expert"])
+                wrong += [r and r.endpoints for r in records if r is None or r.endpoints != (endpoint,)]
+            old += list(owner._declared.values())
+            network.kill(owner)
+            owner, identity = await network.node(nodes[1]), owner.identity
+            owner.identity = identity
+            nodes[0] = owner
+            network.seconds += 20
+        await close(nodes)
+        return wrong, num_found
+
+    assert asyncio.run(run()) == ([], 5 * 6 * 4)
 
 
 def test_partition_that_heals_is_one_network_again():

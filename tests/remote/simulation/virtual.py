@@ -12,7 +12,7 @@ class Process:
     def __init__(self, name, loop):
         self.name, self.loop = name, loop
         self.is_paused = self.is_dead = False
-        self.clock_step = 0.0  # seconds by which somebody has set the clock on its wall
+        self.clock_step = 0.0  # seconds by which its clock was set
         self._deferred = []
         self._context = contextvars.copy_context()
         self._context.run(PROCESS.set, self)
