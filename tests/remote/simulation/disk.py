@@ -1,7 +1,10 @@
 """A disk that outlives processes, and what it does to files: flips, cuts, zero pages, old contents, short reads."""
 
+import contextlib
 import errno
 import io
+
+from fmoe_ext.remote.server.checkpoints import Damaged, decode_with_checksums
 
 PAGE = 512
 
@@ -50,6 +53,10 @@ class Disk:
         """The operator has read why the server does not start."""
         self._rename_all(self.true_names)
         self.true_names.clear()
+        for name in [name for name in self.files if name.endswith(".safetensors")]:
+            with contextlib.suppress(Damaged):  # the server puts it aside
+                if f"{decode_with_checksums(self.files[name]).meta['uid']}.safetensors" != name:
+                    del self.files[name]  # one that was written, or came back, under the wrong name
 
     def _rename_all(self, names):
         """An older content stays with its file."""
