@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,12 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         vocabulary = {} if chosen.vocabulary is None else _read_vocabulary(chosen.vocabulary)
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
-        chosen.out.write_text(render(summary, vocabulary), encoding="utf-8")
+        _write(chosen.out, render(summary, vocabulary))
     except (OSError, ValueError) as error:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2
     print(f"{chosen.out}: {len(summary.steps)} steps, {len(summary.gates)} layers")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a page in place of an older one, which stays where there is no room; OSError names the path."""
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _read_vocabulary(path: Path) -> dict[int, str]:

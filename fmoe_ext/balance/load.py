@@ -184,7 +184,8 @@ def write(record: Record, target: Any) -> None:
     """Writes one result of LoadMonitor.collect(): as a line of JSON to a path, or to a TensorBoard writer.
 
     target: a path, to which the line is appended, or an object with add_scalar(tag, value, step), which gets
-    "<number>/<gate>" for each gate and "<number>/all", their mean.
+    "<number>/<gate>" for each gate and "<number>/all", their mean. Where a disk is full, raises OSError with the path,
+    and the file keeps its whole lines.
     """
     if hasattr(target, "add_scalar"):
         for number in SUMMARY_NUMBERS:
@@ -193,8 +194,15 @@ def write(record: Record, target: Any) -> None:
                 target.add_scalar(f"{number}/{name}", value, record["step"])
             target.add_scalar(f"{number}/all", sum(values.values()) / len(values), record["step"])
         return
-    with _in_folder(target).open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
+    path, line = _in_folder(target), f"{json.dumps(record)}\n".encode()
+    with path.open("ab", buffering=0) as lines:
+        size = lines.tell()
+        try:
+            while line:
+                line = line[lines.write(line) :]
+        except OSError as error:
+            lines.truncate(size)
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def draw(history: Sequence[Record], path: str | Path) -> None:

@@ -132,7 +132,8 @@ def made_folder(folder: Path) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
 
-    Any number of processes may write the same name at once: one of their files is there in the end, whole.
+    Any number of processes may write the same name at once: one of their files is there in the end, whole. An OSError
+    of a full disk names the path.
     """
     path = Path(path)
     with made_folder(path.parent):
@@ -144,8 +145,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(unfinished, path)
-        except BaseException:
+        except BaseException as error:
             unfinished.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(path)  # which write() and fsync() do not know
             raise
         sync_folder(path.parent)
 

@@ -42,9 +42,12 @@ class GgufCut:
         for abandoned in work.glob(f".{self.file.name}.*.tmp"):
             abandoned.unlink()
         unfinished = work / f".{self.file.name}.{unique()}.tmp"
-        with explained(unfinished, self.file.stat().st_size):
-            self._write(unfinished, kept)
-        unfinished.rename(work / self.file.name)
+        try:
+            with explained(unfinished, self.file.stat().st_size):
+                self._write(unfinished, kept)
+            unfinished.rename(work / self.file.name)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def _write(self, path: Path, kept: Mapping[str, Sequence[int]]) -> None:
         import gguf

@@ -41,13 +41,13 @@ class ExpertRecord:
 
     uid: str
     endpoints: tuple[str, ...]  # "host:port", IPv6 as "[::1]:port"
-    expires: float = float("inf")  # time.time() after which nobody may believe the record
+    expires: float = float("inf")  # time.monotonic() after which nobody may believe the record
     fence: int = 0  # grows with every change of owner; a record with a smaller one is out of date
     metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, e.g. {"version": "12"}
 
     def is_live(self, now: float | None = None) -> bool:
-        """True before it expires, at time.time() or the given time."""
-        return (time.time() if now is None else now) < self.expires
+        """True before it expires, at time.monotonic() or the given time."""
+        return (time.monotonic() if now is None else now) < self.expires
 
 
 class Granted(frozenset[str]):
@@ -180,7 +180,9 @@ class StaticList(Discovery):
             owner = live.get(uid)
             if owner is None or owner.endpoints[0] == endpoint:
                 fence = 1 if owner is None else owner.fence
-                live[uid] = ExpertRecord(uid, (endpoint,), time.time() + ttl, fence, dict(metadata or {}))
+                live[uid] = ExpertRecord(
+                    uid, (endpoint,), time.monotonic() + ttl, fence, dict(metadata or {})
+                )
                 granted.append(uid)
         return frozenset(granted)
 

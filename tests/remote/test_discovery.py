@@ -1,13 +1,16 @@
 """Promises of every implementation of Discovery: add a factory, get the tests."""
 
 import time
+import types
 
 import pytest
 import torch
 
-from fmoe_ext.remote import Client, Directory, ExpertGone, RemoteExpert, Settings, loop
+from fmoe_ext.remote import Client, Directory, ExpertGone, RemoteExpert, Settings, discovery, loop
+from fmoe_ext.remote.dht import discovery as dht_discovery
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import (
+    Cached,
     DiscoveryError,
     ExpertRecord,
     Granted,
@@ -15,6 +18,7 @@ from fmoe_ext.remote.discovery import (
     check_uid,
     prefixes_of,
 )
+from fmoe_ext.remote.etcd import client as etcd_client
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
 
 
@@ -82,6 +86,34 @@ def test_records_expire(pair):
         assert time.monotonic() < end, "the record outlived its ttl of 1 s by 5 s"
         time.sleep(0.05)
     assert run(two.successors(["expert"])) == {"expert": frozenset()}
+
+
+def set_clock(monkeypatch, hours):
+    clock = types.SimpleNamespace(time=lambda: time.time() + 3600 * hours, monotonic=time.monotonic)
+    for module in (discovery, etcd_client, dht_discovery):  # grpc reads the clock too, and takes no other one
+        monkeypatch.setattr(module, "time", clock)
+
+
+def test_clock_set_forward_hides_no_expert(pair, monkeypatch):
+    """A client lost every expert that it had looked up."""
+    one, two = pair
+    cached = Cached(two, max_age=60)
+    run(one.declare(["expert.0"], "a:1", 50))
+    (before,) = run(cached.get(["expert.0"]))
+    set_clock(monkeypatch, 1)
+    assert run(cached.get(["expert.0"])) == [before]
+    assert run(two.get(["expert.0"]))[0].endpoints == ("a:1",)
+    assert 0 < before.expires - time.monotonic() <= 60
+
+
+def test_clock_set_back_keeps_no_expired_record(pair, monkeypatch):
+    one, two = pair
+    run(one.declare(["expert.0"], "a:1", 1))
+    set_clock(monkeypatch, -1)
+    end = time.monotonic() + 6
+    while run(two.get(["expert.0"])) != [None]:
+        assert time.monotonic() < end, "the record outlived its ttl of 1 s by 5 s"
+        time.sleep(0.05)
 
 
 def test_successors(pair):

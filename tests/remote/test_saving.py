@@ -70,6 +70,76 @@ def test_full_disk_at_sigterm_is_said_in_one_line(start_server, tmp_path):
     assert [path.name for path in (tmp_path / "ckpt").iterdir()] == [".lock"]
 
 
+DISK = """
+import os, pathlib, time
+
+fsync, folder = os.fsync, pathlib.Path(__file__).parent
+
+def slow(file):
+    time.sleep(float((folder / "seconds").read_text()))
+    fsync(file)
+
+os.fsync = slow
+"""
+
+
+def test_slow_disk_delays_no_call_and_is_said(start_server, tmp_path):
+    (tmp_path / "disk.py").write_text(DISK)
+    (tmp_path / "seconds").write_text("1.5")
+    flags = ("--no_dht", "--expert_uids", "expert.0", "expert.1", "--checkpoint_dir", tmp_path / "ckpt")
+    process = start_server(*flags, "--checkpoint_period", 0.2, "--custom_module_path", tmp_path / "disk.py")
+    expert = expert_at(process.endpoint())
+    process.wait_for(
+        r"the checkpoint of expert\.\d is late: this save has taken \d+\.\d s, --checkpoint_period is 0\.2 s"
+    )
+    saves = len(list((tmp_path / "ckpt").glob("*.safetensors")))
+    step(expert, 3)
+    assert saves == len(list((tmp_path / "ckpt").glob("*.safetensors"))) == 0  # three calls while it wrote
+    assert process.end(seconds=60) == 0
+    assert Checkpoints(tmp_path / "ckpt").load("expert.0").meta["version"] == "3"
+
+
+def test_disk_that_hangs_at_sigterm_ends_in_one_line(start_server, tmp_path):
+    (tmp_path / "disk.py").write_text(
+        DISK + "from fmoe_ext.remote.server import saving\nsaving.PATIENCE = 0.5\n"
+    )
+    (tmp_path / "seconds").write_text("0")
+    flags = ("--no_dht", "--expert_uids", "expert.0", "expert.1", "--checkpoint_dir", tmp_path / "ckpt")
+    process = start_server(*flags, "--custom_module_path", tmp_path / "disk.py")
+    step(expert_at(process.endpoint()), 2)
+    (tmp_path / "seconds").write_text("10000")
+    assert process.end(seconds=60) == 3
+    (line,) = [line for line in process.path.read_text().splitlines() if "not saved: expert.0 (" in line]
+    for uid, version in (("expert.0", 2), ("expert.1", 0)):
+        assert f"{uid} (version {version}, on disk none: the disk did not answer within 0.5 s)" in line
+
+
+def test_folder_that_becomes_read_only_is_said_at_sigterm(start_server, tmp_path):
+    module = tmp_path / "read_only.py"
+    module.write_text(
+        "from fmoe_ext.remote.server import checkpoints\n\n"
+        "def open(name, mode='r'):\n"
+        "    if 'w' in mode:\n"
+        "        raise OSError(30, 'Read-only file system', str(name))\n"
+        "    return real(name, mode)\n\n"
+        "real, checkpoints.open = __builtins__['open'], open\n"
+    )
+    folder = tmp_path / "ckpt"
+    flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", folder)
+    before = start_server(*flags)
+    step(expert_at(before.endpoint()))
+    assert before.end() == 0
+    process = start_server(*flags, "--custom_module_path", module)
+    step(expert_at(process.endpoint()), 2)
+    assert process.end() == 3
+    (line,) = [line for line in process.path.read_text().splitlines() if "not saved: expert.0 (" in line]
+    assert (
+        "expert.0 (version 3, on disk 1: [Errno 30] Read-only file system: " in line and str(folder) in line
+    )
+    assert "Traceback" not in process.path.read_text()
+    assert Checkpoints(folder).load("expert.0").meta["version"] == "1"
+
+
 def test_failed_save_is_tried_again(serve, tmp_path, monkeypatch):
     server, directory = serve(checkpoint_dir=tmp_path, checkpoint_period=0.05, expert_uids=("expert.0",))
     write, fails = Folder.write, [True]

@@ -52,11 +52,20 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
         state["optimizer"] = _experts_of_optimizer(optimizer, args.fp16)
     path = Path(get_fmoe_checkpoint_name(args.save, iteration))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    _write(state, path)
     dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
     dist.barrier()
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    """Writes a file in place of an older one, which stays where that fails; the error names the path."""
+    partial = path.with_suffix(".partial")
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    except Exception as error:  # torch's writer raises RuntimeError for a full disk
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
 
 
 def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:

@@ -29,7 +29,6 @@ class NetworkClock:
     def __init__(self, local: Callable[[], float] | None = None):
         began = time.time() - _uptime()
         self.local = local or (lambda: began + _uptime())
-        self._wall = local or time.time
         self._offsets: OrderedDict[str, float] = OrderedDict()
         self._stepped_at = self.local()
         self.offset = 0.0  # seconds that the network is ahead of this host
@@ -60,6 +59,6 @@ class NetworkClock:
         self._stepped_at = now
         self.offset += max(-furthest, min(furthest, wanted - self.offset))
 
-    def to_local(self, moment: float) -> float:
-        """The time of this host's clock at a moment of the network's time."""
-        return moment - self.now() + self._wall()
+    def seconds_until(self, moment: float) -> float:
+        """The seconds from now to a moment of the network's time."""
+        return moment - self.now()

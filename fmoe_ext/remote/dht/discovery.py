@@ -134,7 +134,8 @@ class KademliaDiscovery(Discovery):
                 record = elect(near.holders, uid, now)
                 if record is None or records.is_misplaced(uid, record.owner):
                     continue
-                value = records.load_value(record, self.node.clock.to_local(record.expires))
+                expires = time.time() + self.node.clock.seconds_until(record.expires)
+                value = records.load_value(record, expires)
                 if value is not None:
                     found[record.owner] = value
             return found
@@ -211,7 +212,7 @@ class KademliaDiscovery(Discovery):
         record = elect(nearby.holders, uid, self.node.clock.now())
         if record is None:
             return None
-        expires = self.node.clock.to_local(record.expires)
+        expires = time.monotonic() + self.node.clock.seconds_until(record.expires)
         return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
 
     # ---------------------------------------------------------------- telling

@@ -381,4 +381,4 @@ def _record(uid: str, entries: Sequence[Entry]) -> ExpertRecord | None:
         return None
     others = [] if members is None else [e for e in members.endpoints.values() if e != leader.endpoint]
     fence = by_key["leader"].create_revision
-    return ExpertRecord(uid, (leader.endpoint, *others), time.time() + UNSEEN_FOR, fence)
+    return ExpertRecord(uid, (leader.endpoint, *others), time.monotonic() + UNSEEN_FOR, fence)

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import logging
+import os
 import signal
 import sys
 import threading
@@ -141,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         loop.run(server.placement.discovery.close(), 10)
     if unsaved := server.describe_unsaved():
         log.error("not saved: %s", unsaved)
+        if server.is_disk_stuck:  # a thread that waits for the disk would keep the process
+            logging.shutdown()
+            os._exit(NOT_SAVED)
         return NOT_SAVED
     return 0
 

@@ -17,6 +17,7 @@ from fmoe_ext.remote.wire import Message
 
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote")
+PATIENCE = 60.0  # seconds that a server which ends waits for the disk to take one expert
 
 
 class Saver:
@@ -33,6 +34,9 @@ class Saver:
         self.saved: dict[str, End] = {}
         self.failures: dict[str, str] = {}
         self.damaged: list[str] = []
+        self.late = 0.0  # seconds that a save had taken when that was logged last; 0.0 after one in time
+        self.is_stuck = False  # the disk did not answer in time when the server ended
+        self._writing = ""  # uid
         self.checked_at = 0.0  # time.time() at which all files had been read
         self._turn = asyncio.Lock()
 
@@ -78,8 +82,35 @@ class Saver:
 
     # ---------------------------------------------------------------- writing
 
-    async def save(self) -> dict[str, str]:
-        """Writes every expert that has changed since it was written -> why others could not be, by uid."""
+    async def save_regularly(self, period: float) -> None:
+        """Saves after each period, for ever; a save that takes longer than a period is logged."""
+        while True:
+            await asyncio.sleep(period)
+            begin = time.monotonic()
+            watch = asyncio.create_task(self._say_late(begin, period))
+            try:
+                await self.save()
+            finally:
+                watch.cancel()
+            seconds = time.monotonic() - begin
+            self.metrics.time("checkpoint_seconds", seconds)
+            if seconds <= period:
+                self.late = 0.0
+
+    async def _say_late(self, begin: float, period: float) -> None:
+        while True:
+            await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
+            self.late = time.monotonic() - begin
+            log.warning(
+                "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s",
+                *(self._writing, self.late, period),
+            )
+
+    async def save(self, patience: float | None = None) -> dict[str, str]:
+        """Writes every expert that has changed since it was written -> why others could not be, by uid.
+
+        patience: seconds for one expert; the disk is not tried again after one that takes longer.
+        """
         async with self._turn:
             for uid, expert in list(self.host.experts.items()):
                 if expert.ledger.broken:
@@ -87,22 +118,27 @@ class Saver:
                 if self.saved.get(uid) == end_of_weights(expert.ledger):
                     self.failures.pop(uid, None)
                     continue
-                await self._save(uid)
+                await self._save(uid, patience)
             self.failures = {uid: why for uid, why in self.failures.items() if uid in self.host.experts}
             return dict(self.failures)
 
-    async def _save(self, uid: str) -> None:
+    async def _save(self, uid: str, patience: float | None = None) -> None:
+        self._writing = uid
         try:
             state = await self.read_state(uid)
-            await self._call(self.checkpoints.save, state)
+            if self.is_stuck:
+                raise TimeoutError
+            await asyncio.wait_for(self._call(self.checkpoints.save, state), patience)
         except ExpertMissing:
             return  # it is hosted no more
         except (
             Exception
         ) as error:  # one expert that cannot be written must not keep the next one from the disk
+            self.is_stuck = patience is not None and isinstance(error, (TimeoutError, asyncio.TimeoutError))
+            why = f"the disk did not answer within {patience:g} s" if self.is_stuck else f"{error}"
             self.metrics.add("checkpoint_failures_total")
-            self.failures[uid] = f"{error}"
-            log.error("%s is not saved: %s", uid, error)
+            self.failures[uid] = why
+            log.error("%s is not saved: %s", uid, why)
         else:
             self.saved[uid] = end_of_state(state)
             self.failures.pop(uid, None)
@@ -125,7 +161,7 @@ class Saver:
 
     def status(self) -> dict[str, Any]:
         """For the status page. checked: time.time() at which all files had been read again; 0.0: not yet."""
-        return {"damaged": self.damaged, "checked": self.checked_at}
+        return {"damaged": self.damaged, "checked": self.checked_at, "late": self.late}
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
         """function(*arguments) on another thread: a disk may be slow."""

@@ -15,6 +15,7 @@ from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
+from fmoe_ext.remote.server import saving
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged
 from fmoe_ext.remote.server.fair_queue import ByteBudget, FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
@@ -123,7 +124,7 @@ class Server:
             await self._stop(save=False)
             raise
         if self.saver is not None:
-            self._tasks.append(asyncio.create_task(self._save_regularly(self.saver)))
+            self._tasks.append(asyncio.create_task(self.saver.save_regularly(self.options.checkpoint_period)))
             if self.options.checkpoint_check_rate:
                 self._tasks.append(asyncio.create_task(self._check_regularly(self.saver)))
         log.info("Server started at %s", self.endpoint)
@@ -175,8 +176,8 @@ class Server:
             if self._grpc is not None:
                 await self._grpc.stop(DRAIN_SECONDS)
         finally:
-            if self.checkpoints is not None:
-                await self._end_checkpoints(self.checkpoints, save)
+            if self.saver is not None:
+                await self._end_checkpoints(self.saver, save)
         await self.pages.stop()
         if self._attachment is not None:
             await self._attachment.close()
@@ -185,10 +186,11 @@ class Server:
 
     # ---------------------------------------------------------------- experts
 
-    async def _end_checkpoints(self, checkpoints: Checkpoints, save: bool) -> None:
+    async def _end_checkpoints(self, saver: Saver, save: bool) -> None:
         if save:
-            await self.save()
-        await asyncio.to_thread(checkpoints.end)
+            await saver.save(saving.PATIENCE)
+        if not saver.is_stuck:  # else the lock of the folder ends with the process
+            await asyncio.to_thread(saver.checkpoints.end)
 
     async def add_experts(self, uids: Sequence[str]) -> None:
         """Hosts experts with what their checkpoints say, otherwise with the weights they start from.
@@ -238,10 +240,10 @@ class Server:
         """One line: what the checkpoints lack, and why; "" if they have everything."""
         return self.saver.describe_unsaved() if self.saver else ""
 
-    async def _save_regularly(self, saver: Saver) -> None:
-        while True:
-            await asyncio.sleep(self.options.checkpoint_period)
-            await saver.save()
+    @property
+    def is_disk_stuck(self) -> bool:
+        """True if the disk did not take the last checkpoints in time, so that a thread still waits for it."""
+        return self.saver is not None and self.saver.is_stuck
 
     async def _check_regularly(self, saver: Saver) -> None:
         while True:
@@ -259,10 +261,10 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The numbers of the status page."""
-        now, calls = time.time(), self.metrics.count("calls_total")
+        calls = self.metrics.count("calls_total")
         experts = sorted(self.host.experts.items())
         return {
-            "time": now,
+            "time": time.time(),
             "endpoint": self.endpoint,
             "expert_cls": self.options.expert_cls,
             "calls": calls,
@@ -283,7 +285,7 @@ class Server:
                 for uid, expert in experts
             ],
             "peers": [
-                {"peer": name, "ago": now - heard, "loss": loss}
+                {"peer": name, "ago": time.monotonic() - heard, "loss": loss}
                 for name, (heard, loss) in reversed(self.service.peers.items())
             ],
         }

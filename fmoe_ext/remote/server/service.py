@@ -165,7 +165,7 @@ class ExpertService:
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         self.peers: OrderedDict[str, tuple[float, str]] = (
             OrderedDict()
-        )  # name: time of its last call, loss it reported
+        )  # name: time.monotonic() of its last call, loss it reported
         self.copies = CopiesElsewhere()
         self.withheld: set[str] = set()  # hosted, but claimed by another server
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
@@ -247,7 +247,7 @@ class ExpertService:
 
     def _note_peer(self, peer: str, message: Message) -> None:
         loss = message.meta.get(protocol.LOSS) or self.peers.pop(peer, (0.0, ""))[1]
-        self.peers[peer] = (time.time(), loss[:20])
+        self.peers[peer] = (time.monotonic(), loss[:20])
         self.peers.move_to_end(peer)
         while len(self.peers) > MAX_SHOWN_PEERS:
             self.peers.popitem(last=False)

@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
 from simulation import Network, close, endpoint_of
 
 from fmoe_ext.remote.beam_search import beam_search
-from fmoe_ext.remote.dht.records import uid_key
+from fmoe_ext.remote.dht.records import places_of, uid_key
 from fmoe_ext.remote.discovery import Cached, DiscoveryError, StaticList, Unanswered
 
 TTL = 100.0
@@ -210,16 +211,62 @@ def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
             assert await discovery.declare([f"expert.{n}"], f"host{n}:1", 30.0)
         uids = [f"expert.{n}" for n in range(len(nodes))]
         at_once = [endpoints(await d.get(uids)) for d in nodes]
-        local = [(await d.get(uids))[0].expires - d.node.clock.local() for d in nodes]
+        left = [(await d.get(uids))[0].expires - time.monotonic() for d in nodes]
         network.seconds += 31
         late = [endpoints(await d.get(uids)) for d in nodes]
         await close(nodes)
-        return at_once, local, late
+        return at_once, left, late
 
-    at_once, local, late = asyncio.run(run())
+    at_once, left, late = asyncio.run(run())
     assert at_once == [[f"host{n}:1" for n in range(len(skews))]] * len(skews)
     assert late == [[None] * len(skews)] * len(skews)
-    assert all(29 < seconds <= 30.5 for seconds in local)  # by the clock of who asks
+    assert all(29 < seconds <= 30.5 for seconds in left)  # whatever the clock of who asks
+
+
+async def replay(network, nodes, signed):
+    """Stores old records again at every node, as a node that kept their bytes can."""
+    for discovery in nodes:
+        for record in signed:
+            for key in places_of(record.uid):
+                discovery.node.store.put(key, record, network.seconds)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_replayed_records_of_earlier_starts_never_win_while_nodes_come_and_go(seed):
+    async def run():
+        network = Network(seed=seed)
+        nodes, old, wrong, num_found = await network.nodes(16), [], [], 0
+        owner = nodes[0]
+        uids = [f"expert.{n}" for n in range(4)]
+        for start in range(5):  # of a server that dies and comes back at another endpoint
+            endpoint = f"start{start}:1"
+            calls = [owner.declare(uids, endpoint, 600.0, timeout=30)]
+            for _ in range(3):  # nodes die and join while it declares
+                network.kill(nodes.pop(network.rng.randrange(1, len(nodes))))
+            calls += [network.node(network.rng.choice(nodes)) for _ in range(3)]
+            granted, *new = await asyncio.gather(*calls)
+            nodes += new
+            assert granted == set(uids)
+            await replay(network, nodes, old)
+            for _ in range(6):
+                asking = network.rng.choice(nodes)
+                records, places, _ = await asyncio.gather(
+                    asking.get(uids, timeout=30),
+                    asking.successors(["expert"], timeout=30),
+                    replay(network, nodes, old),
+                )
+                num_found += len(places["expert"])
+                wrong += [r and r.endpoints for r in records if r is None or r.endpoints != (endpoint,)]
+            old += list(owner._declared.values())
+            network.kill(owner)
+            owner, identity = await network.node(nodes[1]), owner.identity
+            owner.identity = identity
+            nodes[0] = owner
+            network.seconds += 20
+        await close(nodes)
+        return wrong, num_found
+
+    assert asyncio.run(run()) == ([], 5 * 6 * 4)
 
 
 def test_partition_that_heals_is_one_network_again():

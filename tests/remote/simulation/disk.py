@@ -1,7 +1,10 @@
 """A disk that outlives processes, and what it does to files: flips, cuts, zero pages, old contents, short reads."""
 
+import contextlib
 import errno
 import io
+
+from fmoe_ext.remote.server.checkpoints import Damaged, decode_with_checksums
 
 PAGE = 512
 
@@ -11,7 +14,7 @@ class Disk:
 
     def __init__(self, rng):
         self.rng = rng
-        self.files, self.older = {}, {}  # older: a content that the name had before
+        self.files, self.older = {}, {}  # older: a content that the file had before
         self.owner = self.writer = None  # processes
         self.is_full = self.fails_to_sync = False
         self.short_reads = 0.0  # share of reads that end early
@@ -42,17 +45,23 @@ class Disk:
 
     def misname(self, one, other):
         """An operator gives a file the name of another, which gets its name if it is there."""
-        moved = {new: self.files.pop(old) for old, new in ((one, other), (other, one)) if old in self.files}
-        self.files |= moved
-        self.true_names |= {new: one if new == other else other for new in moved}
+        names = {old: new for old, new in ((one, other), (other, one)) if old in self.files}
+        self._rename_all(names)
+        self.true_names |= {new: old for old, new in names.items()}
 
     def repair_names(self):
         """The operator has read why the server does not start."""
-        moved = {
-            true: self.files.pop(wrong) for wrong, true in self.true_names.items() if wrong in self.files
-        }
-        self.files |= moved
+        self._rename_all(self.true_names)
         self.true_names.clear()
+        for name in [name for name in self.files if name.endswith(".safetensors")]:
+            with contextlib.suppress(Damaged):  # the server puts it aside
+                if f"{decode_with_checksums(self.files[name]).meta['uid']}.safetensors" != name:
+                    del self.files[name]  # one that was written, or came back, under the wrong name
+
+    def _rename_all(self, names):
+        """An older content stays with its file."""
+        for contents in (self.files, self.older):
+            contents |= {new: contents.pop(old) for old, new in names.items() if old in contents}
 
     def wipe(self):
         self.files.clear()

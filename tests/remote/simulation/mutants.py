@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.replication import recovery, replicas
@@ -9,6 +10,7 @@ from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Sender, settle
 from fmoe_ext.remote.replication.recovery import Action
+from fmoe_ext.remote.replication.registry import Registry
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server import checkpoints
 from fmoe_ext.remote.server.checkpoints import Checkpoints, decode_with_checksums
@@ -164,7 +166,7 @@ def share_a_folder(patch):
 def stop_saving_at_the_first_failure(patch):
     """An expert that cannot be written keeps the later ones from the disk."""
 
-    async def save(self, uid):
+    async def save(self, uid, patience=None):
         state = await self.read_state(uid)
         await self._call(self.checkpoints.save, state)
         self.saved[uid] = end_of_state(state)
@@ -185,6 +187,11 @@ def trust_names_of_files(patch):
     patch.setattr(Checkpoints, "load", load)
 
 
+def count_leases_by_the_clock_on_the_wall(patch):
+    """A clock that is set back makes a lease longer than etcd's."""
+    patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
+
+
 MUTANTS = {
     order_by_version: ["cut", "stop", "kill"],
     keep_the_wait_of_an_earlier_vacancy: ["stop"],
@@ -200,4 +207,5 @@ MUTANTS = {
     share_a_folder: ["start_twice"],
     stop_saving_at_the_first_failure: ["bad_disk"],
     trust_names_of_files: ["misname"],
+    count_leases_by_the_clock_on_the_wall: ["pause"],
 }

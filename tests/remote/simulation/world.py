@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import random
+import time
 import types
+from unittest import mock
 
 import torch
 
@@ -18,7 +20,7 @@ from tests.remote.simulation.etcd import Etcd
 from tests.remote.simulation.losses import Losses
 from tests.remote.simulation.network import Network
 from tests.remote.simulation.server import ASIDE, UIDS, SimServer
-from tests.remote.simulation.virtual import Process, VirtualLoop
+from tests.remote.simulation.virtual import Process, VirtualLoop, wall_time
 
 TTL = 2.0
 RECOVERY_WAIT = 5.0
@@ -79,8 +81,8 @@ class World:
     def run(self):
         gc.disable()
         try:
-            task = self.outside.spawn(self._main())
-            self.loop.run_until_complete(task)
+            with mock.patch.object(time, "time", wall_time):
+                self.loop.run_until_complete(self.outside.spawn(self._main()))
             bad = [e for e in self.loop.errors if not isinstance(e.get("exception"), asyncio.CancelledError)]
             if bad and self.faults is None:
                 raise Failed(f"an error nobody handled: {bad[0]}")
@@ -94,6 +96,7 @@ class World:
         for machine in range(len(self.servers)):
             self._start(machine)
         self.outside.spawn(self._watch_members())
+        self.outside.spawn(self._set_clocks())
         trainers = [self.outside.spawn(self._train(n)) for n in range(self.rng.randint(1, 3))]
         await self._make_faults(self.rng.uniform(8.0, 25.0))
         self._heal()
@@ -183,6 +186,15 @@ class World:
             kind = rng.choice(kinds)
             await FAULTS[kind](self)
             await asyncio.sleep(rng.choice((0.05, 0.5, 2.0, 4.0)))
+
+    async def _set_clocks(self):
+        """Beside the other faults, in each run, and drawn apart: no correct server notices."""
+        rng = random.Random(f"clocks {self.seed}")
+        while not self.is_over:
+            await asyncio.sleep(rng.uniform(0.2, 5.0))
+            process = rng.choice(self.everyone()).process
+            process.clock_step = rng.choice((0.0, 3600.0, -3600.0, 1.0, -1.0, 172800.0))
+            self.note("set the clock of", process.name, "by", process.clock_step)
 
     def _later(self, delay, function):
         self.network.later(delay, function)
