@@ -1,9 +1,9 @@
 """The layer of automodel_experts with constant routing weights."""
 
 import automodel_experts
-from automodel_experts import batch, dtype, loss, parallelize, tolerance
+from automodel_experts import batch, dtype, loss, parallelize
 
-__all__ = ["batch", "dtype", "loss", "model", "parallelize", "tolerance"]
+__all__ = ["batch", "dtype", "loss", "model", "parallelize"]
 
 
 def model():
