@@ -60,7 +60,7 @@ class RecipeItem(pytest.Item):
 
 @pytest.fixture
 def audit_plan(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """audit_plan(recipe, **changes): fmoe_ext.audit.audit_plan of a file beside the test, which fails the test if it must."""
+    """fmoe_ext.audit.audit_plan(recipe, **changes) of a file beside the test; fails the test if something differs."""
 
     def audited(recipe: str | Path, **changes: Any) -> Any:
         return _audit(request.path.parent / recipe, changes)

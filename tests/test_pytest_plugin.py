@@ -2,6 +2,8 @@
 
 import pytest
 
+import fmoe_ext.audit  # noqa: F401  # pytester forgets what a run imports, and torch cannot be imported twice
+
 pytest_plugins = ["pytester"]
 
 RECIPE = """

@@ -22,7 +22,8 @@ LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.(.*)")
 class Engine(Parallel):
     """model: built for this rank, with ep_size in its MoE layers; whole: the same in one process.
 
-    config: of deepspeed.initialize, with micro batch size and stage; gradient_accumulation_steps microbatches. Every rank gets its own part of each batch.
+    config: of deepspeed.initialize, with micro batch size and stage. Every rank gets its own part of each batch, in
+    gradient_accumulation_steps microbatches.
     Raises AuditError for ZeRO 3, whose parameters are whole in no process, and for offloading.
     """
 
