@@ -52,7 +52,7 @@ def test_recipe_files_are_tests_and_the_report_is_the_failure(pytester):
     assert "Traceback" not in result.stdout.str()
 
 
-def test_nothing_is_collected_without_the_setting(pytester):
+def test_recipe_files_without_the_setting_are_not_collected(pytester):
     project(pytester)
     run(pytester).assert_outcomes()
 
@@ -66,7 +66,7 @@ def test_every_number_of_ranks_is_a_test_that_a_marker_leaves_out(pytester):
 
 @pytest.mark.parametrize(
     ("recipe", "said"),
-    [("unreduced.py", "gradient of 2.bias is off by"), ("absent.py", "cannot be audited: there is no file")],
+    [("unreduced.py", "gradient of 2.bias is off by"), ("absent.py", "absent.py cannot be audited: ")],
 )
 def test_fixture_fails_the_test_that_calls_it(pytester, recipe, said):
     project(pytester)

@@ -194,7 +194,7 @@ def clipping(case: Case) -> Iterator[Finding]:
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     expected = norm(list(before.values()))
     said = case.subject.clip(model, expected / 2)
-    clipped = {n: p.grad for n, p in model.named_parameters()}
+    clipped = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     factors = {n: float((clipped[n] * g).sum() / (g * g).sum()) for n, g in before.items()}
     experts = [n for layer in layers_of(model) for n in layer.parameters()]
     wrong = [n for n in [*experts, *before] if off(factors.get(n, 0.5), 0.5) > 1e-3]

@@ -16,6 +16,8 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.plan import Parallel, PlanRecipe, share_of
 from fmoe_ext.audit.recipe import Batch
 
+# DeepSpeed compiles an all-reduce in shared memory for minutes where its operators allow it; gloo does the same.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.(.*)")
 
 

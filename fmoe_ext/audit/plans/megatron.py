@@ -80,7 +80,7 @@ class DataAndExpertParallel(Parallel):
     def step(self) -> None:
         """Step the recipe's optimizer on main_grad."""
         for p in self.model.parameters():
-            p.grad = p.main_grad
+            p.grad = getattr(p, "main_grad")  # noqa: B009  # Megatron's attribute
         super().step()
         for p in self.model.parameters():
             p.grad = None

@@ -26,8 +26,8 @@ class Decoder(Parallel):
     """model after parallelize(model, dims), every rank with its own part of each batch.
 
     parallelize: calls torchtitan's function, such as parallelize_deepseekv3 or apply_fsdp_to_decoder, with the
-    ParallelDims that are made of sizes (ep=2, dp_replicate=1, ...). Losses are divided by the ranks, because torchtitan's
-    FSDP sums gradients. Raises AuditError for tensor, context and pipeline parallelism, which it has for CUDA alone.
+    ParallelDims of sizes (ep=2, dp_replicate=1, ...). Losses are divided by the ranks, because torchtitan's FSDP sums
+    gradients. Raises AuditError for tensor, context and pipeline parallelism, which it has for CUDA alone.
     """
 
     def __init__(

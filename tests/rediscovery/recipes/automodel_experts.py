@@ -54,7 +54,7 @@ class Sharded(Parallel):
     """Experts are DTensors over the ranks; each rank has its part of the tokens."""
 
     def backward(self, recipe, batch):
-        """Average the gradients of what all ranks have, and divide those of the experts, which see all tokens."""
+        """Average the gradients of what all ranks have, and divide those of the experts: they get all tokens."""
         loss = super().backward(recipe, batch)
         for name, p in self.model.named_parameters():
             if p.grad is None:
