@@ -38,10 +38,11 @@ BUGS = [
     Bug("DeepSpeed#8382", "deepspeed", "0.19.4", "0.19.8", "deepspeed_zero1_buckets", "head.bias"),
     Bug(
         *("Automodel#2995", "nemo-automodel", "0.5.0", "0.6.0", "automodel_experts", "router.weight"),
+        note="zero here",
         options=("--no-deps",),
     ),
     Bug(
-        *("Automodel#1260", "nemo-automodel", "0.3.0", "0.6.0"),
+        *("Automodel#1260", "nemo-automodel", "0.3.0", "0.5.0"),
         *("automodel_experts_without_router", "embedding.weight"),
         options=("--no-deps",),
     ),
