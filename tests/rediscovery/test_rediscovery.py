@@ -34,8 +34,7 @@ BUGS = [
         note="2 times that of one process",
     ),
     Bug("DeepSpeed#7718", "deepspeed", "0.18.2", "0.18.3", "deepspeed_zero2_accumulation", "head.bias"),
-    Bug("DeepSpeed#8224", "deepspeed", "0.19.3", "0.19.8", "deepspeed_zero2_twice", "encoder.2.bias"),
-    Bug("DeepSpeed#8382", "deepspeed", "0.19.4", "0.19.8", "deepspeed_zero1_buckets", "head.bias"),
+    Bug("DeepSpeed#8382", "deepspeed", "0.19.3", "0.19.8", "deepspeed_zero1_buckets", "head.bias"),
     Bug(
         *("Automodel#2995", "nemo-automodel", "0.5.0", "0.6.0", "automodel_experts", "router.weight"),
         note="zero here",
@@ -44,6 +43,11 @@ BUGS = [
     Bug(
         *("Automodel#1260", "nemo-automodel", "0.3.0", "0.5.0"),
         *("automodel_experts_without_router", "embedding.weight"),
+        options=("--no-deps",),
+    ),
+    Bug(
+        *("Automodel#3822", "nemo-automodel", "0.6.0", "0.7.0"),
+        *("automodel_qwen3_tp", "model.layers.1.self_attn.k_norm.weight"),
         options=("--no-deps",),
     ),
 ]

@@ -1,9 +1,8 @@
-"""A dense model under a stage of ZeRO, whose encoder may run twice in a step under reentrant checkpointing."""
+"""A dense model under a stage of ZeRO."""
 
 import deepspeed
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext.audit.plans.deepspeed import Engine
 
@@ -12,17 +11,13 @@ dtype = "float32"
 
 
 class Model(nn.Module):
-    def __init__(self, twice=False):
+    def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, D), nn.Linear(D, VOCAB)
         self.encoder = nn.Sequential(nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, D))
-        self.twice = twice
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        if self.twice:
-            x = x + checkpoint(self.encoder, x, use_reentrant=True)
-            return self.head(x + checkpoint(self.encoder, x, use_reentrant=True))
         return self.head(x + self.encoder(x))
 
 
