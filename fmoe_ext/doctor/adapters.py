@@ -45,18 +45,20 @@ def merged(case: Case) -> Iterator[Finding]:
     if case.subject.merge is None:
         return
     model = case.copy().eval()
-    adapters = [p for n, p in model.named_parameters() if "lora_" in n]
+    adapters = {n: p for n, p in model.named_parameters() if "lora_" in n}
     torch.manual_seed(11)
     with torch.no_grad():
-        for p in adapters:
+        for p in adapters.values():
             p.add_(torch.randn_like(p))
     result = case.subject.merge(copied(model)).eval()
     losses = [float(case.run(m, case.subject.batch, case.subject.task)[0].detach()) for m in (model, result)]
-    before = {n: p for layer in layers_of(model) for n, p in layer.parameters().items() if "lora_" not in n}
+    beside = tuple({n.partition("lora_")[0] for n in adapters})
+    experts = {n: p for layer in layers_of(model) for n, p in layer.parameters().items() if p.ndim > 1}
+    before = {n: p for n, p in experts.items() if n.startswith(beside) and n not in adapters}
     after = {n.replace("base_layer.", ""): p for n, p in result.named_parameters()}
     kept = [
         n for n, p in before.items() if (q := after.get(n.replace("base_layer.", ""))) is None or p.equal(q)
     ]
-    moved = f"{len(before) - len(kept)} of {len(before)} tensors of experts move"
+    moved = f"{len(before) - len(kept)} of {len(before)} matrices beside adapters move"
     text = f"{moved}; loss {losses[0]:.8g}, merged {losses[1]:.8g}"
     yield verdict("merged", (kept or [""])[0], off(*losses) > 1e-6, text)
