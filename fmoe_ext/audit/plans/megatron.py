@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from fmoe_ext.audit.plan import Parallel, PlanRecipe
 from fmoe_ext.audit.recipe import Batch
 
 LOCAL_EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)\.(.*)")
-REFUSED = {  # sizes of parallel_state
-    "tensor": parallel_state.get_tensor_model_parallel_world_size,
-    "pipeline": parallel_state.get_pipeline_model_parallel_world_size,
-    "context": parallel_state.get_context_parallel_world_size,
-    "expert tensor": parallel_state.get_expert_tensor_parallel_world_size,
-}
+REFUSED = MappingProxyType(  # sizes of parallel_state
+    {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size,
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size,
+        "context": parallel_state.get_context_parallel_world_size,
+        "expert tensor": parallel_state.get_expert_tensor_parallel_world_size,
+    }
+)
 
 
 class DataAndExpertParallel(Parallel):
