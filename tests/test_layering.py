@@ -332,7 +332,8 @@ def test_users_import_public_names(folder):
 FOLDERS_OF_DOCUMENTS = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
 DOCUMENTS = [path for folder in FOLDERS_OF_DOCUMENTS for path in sorted(ROOT.glob(f"{folder}/*.md"))]
 HISTORY = ("tests/cuda/kernel_resources.md", "CHANGELOG.md")  # name what there was
-OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp")  # how paths of others begin
+# how paths of others begin, and of files that a reader makes
+OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp", "layouts/", "qwen3_vl.py")
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
 NO_MODULES = ("fmoe_ext.forward",)  # a key in autograd's metadata
 NEEDS_OTHERS = ("fmoe_ext.torchtitan.routed_experts",)  # test_torchtitan.py has it by this name

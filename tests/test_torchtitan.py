@@ -2,6 +2,7 @@
 # ruff: noqa: E402  # imported only where it is installed, for the CPU
 
 import contextlib
+import dataclasses
 import functools
 
 import pytest
@@ -294,3 +295,26 @@ def test_counts_and_bias_stay_torchtitans():
         moe.train()(tokens(torch.float32))
     assert torch.equal(ours.tokens_per_expert_E, theirs.tokens_per_expert_E)
     assert ours.tokens_per_expert_E.sum() == B * L * K
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [("parallelize", None), ("undivided", "gradient"), ("over_tensors", "tp=2: torchtitan is audited with")],
+)
+def test_audit_of_experts_over_ranks_under_fsdp(plan, said):
+    import audit_torchtitan as audited
+
+    from fmoe_ext.audit import audit_plan
+
+    report = audit_plan(dataclasses.replace(audited.RECIPE, parallelize=getattr(audited, plan)))
+    if said is None:
+        assert report.ok, str(report)
+    elif said == "gradient":
+        first = report.first
+        assert (first.quantity, first.name, first.note) == (
+            "gradient",
+            "lm_head.bias",
+            "2 times that of one process",
+        )
+    else:
+        assert said in report.error

@@ -54,6 +54,7 @@ def test_contents(wheel, unpacked):
     package = {path.relative_to(ROOT) for path in parts} | {
         Path("fmoe_ext/py.typed"),
         Path("fmoe_ext_command.py"),
+        Path("fmoe_ext_pytest.py"),
     }
     files = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
     described = {path for path in files if path.parts[0] == f"fmoe_ext-{VERSION}.dist-info"}

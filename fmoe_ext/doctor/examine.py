@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.audit.cases import AuditError
-from fmoe_ext.doctor import behaviour, gradients, wiring
+from fmoe_ext.doctor import adapters, behaviour, gradients, wiring
 from fmoe_ext.doctor.case import Case, verdict
 from fmoe_ext.doctor.finding import repeated, unregistered
 from fmoe_ext.doctor.report import Finding, Report
@@ -31,6 +31,7 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("frozen", wiring.frozen_choice),
     ("cleared", wiring.grows),
     ("optimizer", gradients.optimizer_steps),
+    ("clip-norm", gradients.clipping),
     ("balance-size", gradients.balance),
     ("evaluation", behaviour.evaluation),
     ("batch", behaviour.batch),
@@ -40,7 +41,8 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("checkpoint", behaviour.checkpoint),
     ("repeatable", behaviour.repeatable),
     ("options", behaviour.options),
-    ("adapters", behaviour.adapters),
+    ("adapters", adapters.adapters),
+    ("merged", adapters.merged),
 )
 
 

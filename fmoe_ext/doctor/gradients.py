@@ -185,6 +185,26 @@ def optimizer_steps(case: Case) -> Iterator[Finding]:
         )
 
 
+def clipping(case: Case) -> Iterator[Finding]:
+    """Clipping scales every gradient by max_norm over the norm of all gradients, each counted once."""
+    if case.subject.clip is None:
+        return
+    model = case.copy()
+    case.run(model, case.subject.batch, case.subject.loss)[0].backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    expected = norm(list(before.values()))
+    said = case.subject.clip(model, expected / 2)
+    clipped = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    factors = {n: float((clipped[n] * g).sum() / (g * g).sum()) for n, g in before.items()}
+    experts = [n for layer in layers_of(model) for n in layer.parameters()]
+    wrong = [n for n in [*experts, *before] if off(factors.get(n, 0.5), 0.5) > 1e-3]
+    told = expected if said is None else float(said)
+    others = f"{len(set(wrong))} of {len(before)} are clipped otherwise"
+    text = f"norm {told:.5g}, that of all gradients {expected:.5g}; {others}"
+    bad = bool(wrong) or off(told, expected) > 1e-3
+    yield verdict("clip-norm", (wrong or [""])[0], bad, text)
+
+
 def balance(case: Case) -> Iterator[Finding]:
     s = case.subject
     if s.parts is None:

@@ -31,6 +31,7 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "experts-differ": ("Muon#65", "draw each expert from its own random numbers, or say upcycled=True"),
         "optimizer": (NO_THREAD, "give every trainable parameter to the optimizer"),
         "frozen": (NO_THREAD, "leave frozen parameters out of the optimizer and of in-place updates"),
+        "clip-norm": ("Megatron-LM#5916", "clip by one norm over all ranks' gradients, every expert's once"),
         "balance-size": ("transformers#43688", "divide by tokens and by K, so that f and P each sum to 1"),
         "balance-padding": (
             "transformers#28505",
@@ -47,12 +48,13 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "evaluation": ("transformers#33969", "draw noise only when training, never in evaluation"),
         "batch": (NO_THREAD, "let a token's experts depend on this token alone; declare a capacity"),
-        "drops": (NO_THREAD, "send every token to its experts, or declare a capacity"),
+        "drops": (NO_THREAD, "send every token to all of its experts, or declare a capacity"),
         "checkpoint": ("torchtitan#1222", "register buffers as persistent, and update them in place"),
         "optimizer-checkpoint": (NO_THREAD, "save the optimizer's entries of every expert"),
         "repeatable": (NO_THREAD, "seed every generator that the model draws from"),
         "options": ("trl#7222", "read the option where it acts, or refuse it by name"),
         "adapters": ("unsloth-zoo#1242", "use the adapter in the forward that really runs"),
+        "merged": ("unsloth#6387", "merge every expert's delta in the orientation of its weight, or fail"),
         "adapter-targets": (
             "unsloth#6936",
             "name parameters that exist (PEFT: target_parameters for stacked experts)",

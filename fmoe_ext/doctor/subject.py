@@ -58,6 +58,11 @@ def train_step(
     optimizer.step()
 
 
+def load_by_name(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> Any:
+    """Load the tensors that the model has."""
+    return model.load_state_dict(saved, strict=False)
+
+
 def recomputed(forward: Callable[..., Any], *args: Any) -> Any:
     """Run a layer under torch's activation checkpointing without reentrance."""
     return checkpoint(forward, *args, use_reentrant=False)
@@ -70,8 +75,9 @@ class Subject:
     loss: the tensor that is differentiated. parts(model, batch): (task loss, balance loss), for the checks of
     the balance loss, which enters with balance_weight. padded: the batch with padding. with_top_k(k): the model
     with other K, the same weights. options: {name: the model with this option changed}. adapted: parts of names
-    that adapters shall cover. build(): a fresh model of other random weights. recompute(forward, *args):
-    the activation checkpointing of the training.
+    that adapters shall cover. merge(model): the model with its adapters merged into the weights. clip(model, max_norm)
+    scales gradients in place and returns their norm. build(): a fresh model of other random weights. save(model) and
+    load(model, saved): a file and its reader. recompute(forward, *args): the activation checkpointing of the training.
     """
 
     model: nn.Module
@@ -83,11 +89,14 @@ class Subject:
     with_top_k: Callable[[int], nn.Module] | None = None
     options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     adapted: Sequence[str] = ()
+    merge: Callable[[Any], nn.Module] | None = None
+    clip: Callable[[nn.Module, float], Any] | None = None
     build: Callable[[], nn.Module] | None = None
     recompute: Callable[..., Any] = recomputed
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     step: Callable[..., None] = train_step
     save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict
+    load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = load_by_name
     save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
     upcycled: bool = False
 

@@ -6,7 +6,10 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 import audit_megatron as models
+import audit_plan_megatron as plan
 from audit_shared import ONE, PLAIN, audited, first_difference, unreduced
+
+from fmoe_ext.audit import audit_plan
 
 
 @pytest.mark.long
@@ -63,3 +66,21 @@ def test_finds_an_optimizer_that_misses_routers(pool):
     report = audited(pool, replace(models.RECIPE, optimizer=models.optimizer_without_routers), **ONE)
     assert not report.failures and not report.ok
     assert report.facts.not_updated == [f"decoder.layers.{i}.mlp.moe.gate.gate.weight" for i in (0, 1)]
+
+
+def test_experts_over_ranks_under_data_parallel_are_equal(pool):
+    report = audit_plan(plan.RECIPE, pool=pool)
+    assert report.ok, str(report)
+    worst = report.as_dict()["worst"]
+    assert worst.keys() >= {"loss", "gradient", "parameter"} and all(x <= 1e-12 for x in worst.values())
+
+
+def test_summed_expert_gradients_are_named_by_the_expert(pool):
+    first = audit_plan(replace(plan.RECIPE, parallelize=plan.summed), pool=pool).first
+    assert (first.step, first.quantity) == (1, "gradient") and ".local_experts." in first.name
+    assert first.note == "2 times that of one process"
+
+
+def test_tensor_parallel_ranks_are_refused_by_name(pool):
+    report = audit_plan(replace(plan.RECIPE, parallelize=plan.over_tensors), pool=pool)
+    assert "tensor parallel 2: Megatron is audited with data and expert parallel ranks alone" in report.error

@@ -17,6 +17,7 @@ from tests.doctor.held_out_by_search import AFTER_A_CHANGE, BY_SEARCH, MISSED
 from tests.doctor.held_out_by_second_search import AFTER_ANOTHER_CHANGE, MISSED_AGAIN, SECOND_SEARCH
 from tests.doctor.held_out_by_third_search import MISSED_BY_THE_THIRD, SEEN_ELSEWHERE, THIRD_SEARCH
 from tests.doctor.museum import EXHIBITS, subject
+from tests.doctor.museum_finetune import healthy_finetuning
 from tests.doctor.museum_wiring import healthy_models
 from tests.doctor.plain import Model
 
@@ -69,7 +70,9 @@ def test_plain_model_without_a_mistake_raises_no_alarm(options):
 
 
 @pytest.mark.parametrize(
-    ("name", "made"), healthy_models(), ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "made"),
+    [*healthy_models(), *healthy_finetuning()],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_model_without_a_mistake_raises_no_alarm(name, made):
     report = doctor.check(made)

@@ -13,7 +13,7 @@ SETTINGS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSIT
 
 
 def make(folder, *packages):
-    """The Python of a new environment in folder with the packages installed."""
+    """The Python of a new environment in folder with the packages, or options of pip, installed."""
     venv.create(folder, with_pip=False)
     python = Path(folder, "bin", "python")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

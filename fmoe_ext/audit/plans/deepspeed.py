@@ -13,16 +13,19 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from fmoe_ext.audit.cases import AuditError
-from fmoe_ext.audit.plan import Parallel, PlanRecipe
+from fmoe_ext.audit.plan import Parallel, PlanRecipe, share_of
 from fmoe_ext.audit.recipe import Batch
 
+# DeepSpeed compiles an all-reduce in shared memory for minutes where its operators allow it; gloo does the same.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.(.*)")
 
 
 class Engine(Parallel):
     """model: built for this rank, with ep_size in its MoE layers; whole: the same in one process.
 
-    config: of deepspeed.initialize, with micro batch size and stage. Every rank gets its own part of each batch.
+    config: of deepspeed.initialize, with micro batch size and stage. Every rank gets its own part of each batch, in
+    gradient_accumulation_steps microbatches.
     Raises AuditError for ZeRO 3, whose parameters are whole in no process, and for offloading.
     """
 
@@ -50,14 +53,23 @@ class Engine(Parallel):
         self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config)[0]
 
     def backward(self, recipe: PlanRecipe, batch: Batch) -> torch.Tensor:
-        """Forward and backward of the engine, which reduces gradients."""
-        loss = recipe.loss(self.engine, batch)
-        self.engine.backward(loss)
-        return loss.detach()
+        """Forward and backward of the engine, which reduces gradients, in gradient_accumulation_steps microbatches."""
+        steps, losses = self.config.get("gradient_accumulation_steps", 1), []
+        for index in range(steps):
+            loss = recipe.loss(self.engine, share_of(batch, (index, steps)))
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+            if index < steps - 1:
+                self.engine.step()  # counts the microbatch
+        return torch.stack(losses).mean()
 
     def step(self) -> None:
         """Update the parameters by the engine."""
         self.engine.step()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """None where they see microbatches."""
+        return {} if self.config.get("gradient_accumulation_steps", 1) > 1 else super().modules()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of this rank, experts by their number in the whole model."""
