@@ -52,7 +52,7 @@ def test_file_is_named_and_the_older_one_stays(tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 def test_prune(kind, tmp_path):
     """The next call goes on with what is whole."""
-    streamed = pytest.importorskip("tests.integrations.streamed_models", reason="pip install transformers")
+    streamed = pytest.importorskip("tests.finetune.streamed_models", reason="pip install transformers")
     model, name = streamed.save(tmp_path / "model", num_hidden_layers=2), "model.safetensors"
     if kind == "gguf":
         pytest.importorskip("gguf", reason="pip install gguf")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fmoe_ext import balance, huggingface
-from tests.integrations.test_balance_callback import (
+from tests.huggingface.test_balance_callback import (
     WEIGHT,
     Small,
     make_examples,

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from format_models import MODELS, assert_equal_logits, load, logits, make
 
 import fmoe_ext
 from fmoe_ext import fmoefy, huggingface, lora
-from tests.integrations.huggingface_models import make_model
-from tests.integrations.streamed_models import save, streamed
+from tests.finetune.streamed_models import save, streamed
+from tests.formats.format_models import MODELS, assert_equal_logits, load, logits, make
+from tests.huggingface.huggingface_models import make_model
 
 transformers = pytest.importorskip("transformers")
 hub = pytest.importorskip("huggingface_hub")
