@@ -1,6 +1,6 @@
 """Compare an adapter with its base model, and compute the change of each weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -47,10 +47,19 @@ def linear(of_base: BaseExperts, key: str) -> str | None:
 
 def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
     """Sentences about what of an adapter does not fit a base."""
-    wrong = []
     base = of_base.base
+    return compare_experts(adapter, of_base.at) + [
+        f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
+        for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
+        if (name := linear(of_base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
+    ]
+
+
+def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> list[str]:
+    """Sentences about what of an adapter does not fit the experts at its paths."""
+    wrong = []
     for layer, projections in adapter.layers.items():
-        experts = of_base.at(layer)
+        experts = at(layer)
         if experts is None:
             wrong.append(f"{layer}: the base has no experts there")
             continue
@@ -66,11 +75,7 @@ def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
                     f"{layer}: {role} has {factors.num_experts} experts {factors.d_in} -> {factors.d_out}, the base "
                     f"{experts.num_experts} of {expected[role][0]} -> {expected[role][1]}"
                 )
-    return wrong + [
-        f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
-        for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
-        if (name := linear(of_base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
-    ]
+    return wrong
 
 
 def plain_pairs(
