@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 import torch
 
+from fmoe_ext.adapters import change_of
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
@@ -112,11 +113,10 @@ def delta(loaded: Loaded, experts: Experts, role: str, e: int) -> torch.Tensor |
         rows = _rows(name, role, experts)
         if rows is None:
             continue
-        wide = torch.promote_types(a.dtype, torch.float32)
         take, put, num_rows = rows
-        product = b[e].to(wide)[take] @ a[e].to(wide) * factors.scaling
+        product = change_of(a[e], b[e][take], factors.scaling)
         if total is None:
-            total = torch.zeros(num_rows, product.shape[1], dtype=wide)
+            total = torch.zeros(num_rows, product.shape[1], dtype=product.dtype)
         total[put] += product
     return total.T if total is not None and experts.turned else total
 
