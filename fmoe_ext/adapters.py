@@ -27,7 +27,7 @@ class OnLattice(Lora):
 
 
 def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * b @ a of one expert, a [rank, in] and b [out, rank], at least in float32: the same bits wherever it is."""
+    """scale * b @ a of one expert, a [rank, in] and b [out, rank], at least in float32, to the bit everywhere."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return b.to(wide).contiguous() @ a.to(wide).contiguous() * scale
 

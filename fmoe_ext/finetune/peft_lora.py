@@ -39,7 +39,9 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
             return None
         if self.on_lattice:
             if len(names) > 1:
-                raise RuntimeError(f"one adapter at a time is rounded with its weight, but {', '.join(names)} are active")
+                raise RuntimeError(
+                    f"one adapter at a time is rounded with its weight, but {', '.join(names)} are active"
+                )
             return OnLattice(*self._factors(names[0]), self.scaling[names[0]])
         dtype = self.get_param().dtype
         factors = [(*self._factors(name), self.scaling[name]) for name in names]
@@ -99,7 +101,7 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
             _check_lattice(path, wrapper, quantize)
     for wrapper in wrappers.values():
         wrapper.__class__ = FusedParamWrapper
-        wrapper.on_lattice = quantize is not None
+        cast(FusedParamWrapper, wrapper).on_lattice = quantize is not None
     if is_peft_model(model) and any(adapters_around(model)):
         replace_save_pretrained(model, save_adapters)
 
@@ -110,8 +112,8 @@ def _check_lattice(path: str, wrapper: ParamWrapper, format: str) -> None:
     found = "of floats in memory" if streamed is None else streamed.format_of(wrapper.parameter_name)
     if found != format:
         raise ValueError(
-            f'quantize="{format}" trains on the values of experts that are {format} in their files, but those of {path} '
-            f"are {found}: give stream() a folder or GGUF file with {format} experts"
+            f'quantize="{format}" trains on the values of experts that their files have in {format}, but those of '
+            f"{path} are {found}: give stream() a folder or GGUF file with {format} experts"
         )
 
 

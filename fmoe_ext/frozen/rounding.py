@@ -16,7 +16,7 @@ from fmoe_ext.frozen.formats import FORMATS, Format
 from fmoe_ext.frozen.formats.base import Grid
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
-COLUMNS = 64  # that are rounded one after the other before the rest of a row hears of them
+COLUMNS = 64  # that are rounded one after the other before the rest of a row is corrected
 SWEEPS = 3
 DAMPING = 0.01  # of the mean of the diagonal
 

@@ -59,13 +59,15 @@ def rounded(weight: Quantized, adapter: Lora) -> Quantized:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, packed: Any, transposed: bool, x: Tensor, topk_weights: Tensor, *_: Any) -> Tensor:
+    def forward(
+        ctx: Any, run: Run, packed: Any, transposed: bool, x: Tensor, topk_weights: Tensor, *_: Any
+    ) -> Tensor:
         ctx.run, ctx.packed, ctx.transposed = run, packed, transposed
         ctx.save_for_backward(x, topk_weights)
         return run(x, topk_weights, *packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, topk_weights = (t.detach().requires_grad_() for t in ctx.saved_tensors)
         weights = [replace(q, interleaved=False).dequantize(x.dtype).requires_grad_() for q in ctx.packed]
         with torch.enable_grad():

@@ -24,7 +24,9 @@ def made(folder, kind, std=0.1):
     """(model, adapter): a random packed model, and an adapter of its experts."""
     if kind.startswith("mxfp4"):
         architecture = "GptOssForCausalLM" if "GPT" in kind else "Qwen3MoeForCausalLM"
-        sizes = {"intermediate_size": 32, "swiglu_limit": 7.0, "num_hidden_layers": 2} if "GPT" in kind else SIZES
+        sizes = (
+            {"intermediate_size": 32, "swiglu_limit": 7.0, "num_hidden_layers": 2} if "GPT" in kind else SIZES
+        )
         source = pack(save(folder / "model", architecture, torch.bfloat16, **sizes))
     else:
         sizes = SIZES if kind == "int4" else WIDE | {"num_hidden_layers": 1}
@@ -161,7 +163,9 @@ def test_other_packings_are_refused(name, said, tmp_path):
     if name is not None:
         pack_linear(source, name)
     with_adapters(fmoe_ext.stream(source, 2**30, dtype=torch.float32)).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(SystemExit, match=f"the experts of .* are {said}.*--to packed is for mxfp4, int4, q4_k"):
+    with pytest.raises(
+        SystemExit, match=f"the experts of .* are {said}.*--to packed is for mxfp4, int4, q4_k"
+    ):
         run(tmp_path, source, tmp_path / "adapter")
     assert not (tmp_path / "out").exists()
 

@@ -34,6 +34,7 @@ print(json.dumps({"grown": status("VmHWM:") - before, "layers": report["layers"]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc"
 )

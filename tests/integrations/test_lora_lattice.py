@@ -66,7 +66,9 @@ def test_gradients_are_those_of_the_sum_at_the_rounded_weights(kind, tmp_path):
 
 
 def test_other_formats_are_refused(tmp_path):
-    packed = pack(save(tmp_path / "packed", dtype=torch.bfloat16, intermediate_size=32, moe_intermediate_size=32))
+    packed = pack(
+        save(tmp_path / "packed", dtype=torch.bfloat16, intermediate_size=32, moe_intermediate_size=32)
+    )
     plain = save(tmp_path / "plain", dtype=torch.bfloat16)
     for source, format, said in (
         (packed, "int4", r'^quantize="int4" trains .* are mxfp4: give stream\(\)'),
@@ -84,5 +86,7 @@ def test_two_active_adapters_are_refused(tmp_path):
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     model.add_adapter("second", peft.LoraConfig(r=2, target_parameters=targets, init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
-    with pytest.raises(RuntimeError, match="one adapter at a time is rounded with its weight, but default, second"):
+    with pytest.raises(
+        RuntimeError, match="one adapter at a time is rounded with its weight, but default, second"
+    ):
         fmoe_ext.lora.fuse(model, quantize="mxfp4")(input_ids=make_ids())

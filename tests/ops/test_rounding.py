@@ -88,7 +88,9 @@ def test_zero_points_and_groups_of_128_are_kept():
 @pytest.mark.parametrize("format", ["nf4", "q8_0", "fp8_block", "q6_k"])
 def test_other_formats_are_refused(format):
     packed = frozen.quantize(torch.randn(1, OUT, IN), format)
-    with pytest.raises(ValueError, match=f"^{format} is not rounded by second moments: mxfp4, int4, q4_k are"):
+    with pytest.raises(
+        ValueError, match=f"^{format} is not rounded by second moments: mxfp4, int4, q4_k are"
+    ):
         round_packed(packed, packed.dequantize()[0], torch.eye(IN))
 
 

@@ -179,9 +179,14 @@ def _parser() -> argparse.ArgumentParser:
         help="nearest: without a text, for adapters trained by lora.fuse(quantize=)",
     )
     join.add_argument("--memory", default="auto", help='for the model while it reads, as "8GiB"')
-    join.add_argument("--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default")
     join.add_argument(
-        "--held-out", type=float, default=0.25, help="share of the text to measure the error on, 0.25 by default"
+        "--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default"
+    )
+    join.add_argument(
+        "--held-out",
+        type=float,
+        default=0.25,
+        help="share of the text to measure the error on, 0.25 by default",
     )
     join.add_argument(
         "--force", action="store_true", help="write a result that errs more than leaving the adapter out"

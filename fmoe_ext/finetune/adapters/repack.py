@@ -1,7 +1,7 @@
 """Add an adapter to packed experts and pack them again, in the files' own format: bytes of a copy are replaced.
 
 A text is read once. When it reaches a layer, the experts are rounded one at a time by the second moments of their
-inputs (frozen.rounding), and the error is measured on the last part of the text against that of leaving the adapter out.
+inputs (frozen.rounding). The error is measured on the last part of the text, against that of leaving the adapter out.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class _Repack:
         self.base = None if self.is_file else Base(source)
         wrong = compare_experts(adapter, self.experts.get)
         if adapter.others and self.base is None:
-            wrong.append(f"{next(iter(adapter.others))} is no adapter of experts, the only ones merged into GGUF files")
+            wrong.append(
+                f"{next(iter(adapter.others))} is no adapter of experts, the only ones merged into GGUF files"
+            )
         if wrong:
             raise CheckpointError(f"{adapter.folder} does not fit {source}: {'; '.join(wrong[:3])}")
         self.ids: torch.Tensor | None = None
@@ -210,7 +212,11 @@ class _Repack:
 
     @staticmethod
     def _round(
-        packed: Quantized, target: torch.Tensor, rows: torch.Tensor | None, num: int, prior: torch.Tensor | None
+        packed: Quantized,
+        target: torch.Tensor,
+        rows: torch.Tensor | None,
+        num: int,
+        prior: torch.Tensor | None,
     ) -> tuple[Quantized, dict[str, int]]:
         if rows is None:
             return to_nearest(packed, target), {"nearest": target.shape[0]}

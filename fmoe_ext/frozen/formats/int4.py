@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from fmoe_ext.frozen.formats.base import FLOATS, Format, Grid, Packed, Shape, Tensors, pairs, require, same_shape
+from fmoe_ext.frozen.formats.base import (
+    FLOATS,
+    Format,
+    Grid,
+    Packed,
+    Shape,
+    Tensors,
+    pairs,
+    require,
+    same_shape,
+)
 
 
 def check(q: Packed) -> Shape:
