@@ -46,13 +46,9 @@ def round_packed(
     ways = {"file": packed, "kept": kept}
     if (refitted := _refitted(kept, target, hessian)) is not None:
         ways["refitted"] = _recoded(refitted, descent(_grid(refitted), _values(refitted)))
-    nearest = quantize(target[None], packed.format)
-    if packed.zero is None and (packed.scale is None or nearest.scale.shape == packed.scale.shape):  # type: ignore[union-attr]
-        if packed.scale is not None and packed.scale.dtype.is_floating_point:
-            scale = nearest.scale.to(packed.scale.dtype)  # type: ignore[union-attr]
-            nearest = to_nearest(replace(nearest, scale=scale), target)
-        ways["nearest"] = replace(nearest, interleaved=packed.interleaved)
-        ways["fresh"] = _recoded(ways["nearest"], descent(_grid(ways["nearest"])))
+    if (nearest := _with_fresh_scales(packed, target[None])) is not None:
+        ways["nearest"] = nearest
+        ways["fresh"] = _recoded(nearest, descent(_grid(nearest)))
     errors = torch.stack([error_of(_values(q) - target, hessian) for q in ways.values()])
     best = errors.argmin(0)
     counts = {name: int((best == i).sum()) for i, name in enumerate(ways)}
@@ -60,13 +56,49 @@ def round_packed(
 
 
 def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
-    """target [E, out, in] or [out, in] rounded to the nearest values that the scales of packed allow."""
+    """target [E, out, in] or [out, in] at the nearest values in the packing of packed.
+
+    Each block has its scale of packed or, where the block then errs less, that of quantize().
+    """
     target = target.view(packed.shape).float()
+    kept, fresh = _nearest_values(packed, target), _with_fresh_scales(packed, target)
+    if fresh is None:
+        return kept
+    parts = target.shape[2] // packed.kind.block if packed.scale is None else packed.scale.shape[2]
+    errors = [(q.kind.decode(q) - target).square().unflatten(2, (parts, -1)).sum(-1) for q in (fresh, kept)]
+    is_better = errors[0] < errors[1]
+
+    def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        blocks = [t.flatten(2).unflatten(2, (parts, -1)) for t in (new, old)]
+        return torch.where(is_better[..., None], *blocks).view_as(old)
+
+    data = chosen(fresh.data, kept.data)
+    if kept.scale is None or fresh.scale is None:
+        return replace(kept, data=data)
+    raw = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (fresh.scale, kept.scale)]
+    return replace(kept, data=data, scale=chosen(*raw).view(kept.scale.dtype))
+
+
+def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
+    """target [E, out, in] at the nearest values that the scales of packed allow."""
     grid = _grid(packed)
     width = packed.shape[2] // grid.step.shape[2]
     blocks = target.unflatten(2, (-1, width))
     index = _nearest(blocks, grid.step[..., None], grid.low[..., None], grid.values)
     return replace(packed, data=packed.kind.recode(packed, grid.codes[index].flatten(2)))  # type: ignore[misc]
+
+
+def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | None:
+    """quantize(target) in the dtypes of packed; None where packed has zero points or groups of another size."""
+    nearest = quantize(target, packed.format)
+    if packed.scale is None or nearest.scale is None:
+        return replace(packed, data=nearest.data)
+    if packed.zero is not None or nearest.scale.shape != packed.scale.shape:
+        return None
+    if not packed.scale.dtype.is_floating_point or packed.scale.element_size() == 1:
+        return replace(packed, data=nearest.data, scale=nearest.scale.view(packed.scale.dtype))
+    same = replace(packed, data=nearest.data, scale=nearest.scale.to(packed.scale.dtype))
+    return _nearest_values(same, target)
 
 
 def error_of(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

@@ -44,17 +44,19 @@ def run_rounded(
 
 
 def rounded(weight: Quantized, adapter: Lora) -> Quantized:
-    """weight + adapter at the nearest values that the scales of weight allow: what `fmoe adapter merge` writes."""
+    """weight + adapter at the nearest values of the packing: what `fmoe adapter merge --rounding nearest` writes."""
     lies = replace(weight, interleaved=False)
     experts = [
         to_nearest(
             lies.map(lambda t, e=e: t[e : e + 1]),  # type: ignore[misc]
             lies.map(lambda t, e=e: t[e : e + 1]).dequantize()[0]  # type: ignore[misc]
             + change_of(adapter.a[e], adapter.b[e], adapter.scale).float(),
-        ).data
+        )
         for e in range(weight.shape[0])
     ]
-    return replace(weight.map(torch.clone), data=torch.cat(experts))
+    scale = None if weight.scale is None else torch.cat([q.scale for q in experts])  # type: ignore[misc]
+    zero = None if weight.zero is None else weight.zero.clone()
+    return replace(weight, data=torch.cat([q.data for q in experts]), scale=scale, zero=zero)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -131,7 +131,7 @@ def test_nearest_values_need_no_text(tmp_path):
     assert run(tmp_path, source, adapter, text=False) == 0
     old, new = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
     changed = {name for name, value in old.items() if not torch.equal(value, new[name])}
-    assert changed == {name for name in old if name.endswith("_blocks")}
+    assert changed == {name for name in old if name.endswith(("_blocks", "_scales"))}
 
 
 def test_killed_merge_goes_on_to_the_same_bytes(tmp_path, monkeypatch):

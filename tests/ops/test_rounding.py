@@ -61,7 +61,7 @@ def test_no_row_errs_more_than_without_the_change(format):
 
 
 @pytest.mark.parametrize("format", ROUNDED)
-def test_nearest_values_of_the_scales(format):
+def test_nearest_values_have_the_better_scale_of_each_block(format):
     packed, weight, change = case(format, 0.3)
     assert torch.equal(to_nearest(packed, weight).dequantize()[0], weight)
     target = weight + change
@@ -69,8 +69,14 @@ def test_nearest_values_of_the_scales(format):
     width = IN // grid.step.shape[2]
     step, low = (t[0].repeat_interleave(width, -1)[..., None] for t in (grid.step, grid.low))
     levels = step * grid.values - low
-    expected = levels.gather(-1, (levels - target[..., None]).abs().argmin(-1, keepdim=True))[..., 0]
-    torch.testing.assert_close(to_nearest(packed, target).dequantize()[0], expected, rtol=1e-6, atol=1e-6)
+    kept = levels.gather(-1, (levels - target[..., None]).abs().argmin(-1, keepdim=True))[..., 0]
+    fresh, found = (
+        q.dequantize()[0] for q in (frozen.quantize(target[None], format), to_nearest(packed, target))
+    )
+    block = packed.kind.block
+    errors = [(v - target).square().unflatten(1, (-1, block)).sum(-1) for v in (found, kept, fresh)]
+    torch.testing.assert_close(errors[0], torch.minimum(*errors[1:]), rtol=1e-4, atol=1e-6)
+    assert (errors[1] < errors[2]).any() and (errors[2] < errors[1]).any()
 
 
 def test_zero_points_and_groups_of_128_are_kept():
