@@ -69,8 +69,8 @@ def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
     is_better = errors[0] < errors[1]
 
     def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        blocks = [t.flatten(2).unflatten(2, (parts, -1)) for t in (new, old)]
-        return torch.where(is_better[..., None], *blocks).view_as(old)
+        first, second = (t.flatten(2).unflatten(2, (parts, -1)) for t in (new, old))
+        return torch.where(is_better[..., None], first, second).view_as(old)
 
     data = chosen(fresh.data, kept.data)
     if kept.scale is None or fresh.scale is None:
