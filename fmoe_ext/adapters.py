@@ -20,6 +20,18 @@ class Lora(NamedTuple):
     scale: float = 1.0
 
 
+class OnLattice(Lora):
+    """An adapter that is rounded together with its weight, to the values that the packed weight can take."""
+
+    __slots__ = ()
+
+
+def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * b @ a of one expert, a [rank, in] and b [out, rank], at least in float32, to the bit everywhere."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return b.to(wide).contiguous() @ a.to(wide).contiguous() * scale
+
+
 def take(module: nn.Module) -> Mapping[str, Lora]:
     """Adapters that this call of a module must compute, by the parameter's name; the caller computes all of them."""
     given: dict[str, Lora] = module.__dict__.get(_KEY, {})

@@ -7,7 +7,7 @@ from torch import nn
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def fuse(model: Model) -> Model:
+def fuse(model: Model, quantize: str | None = None) -> Model:
     """Computes the adapters that PEFT put on expert weights as two thin products beside the frozen ones -> the model.
 
     model: with LoRA adapters by LoraConfig(target_parameters=[...]) on the experts of a Transformers model under
@@ -15,14 +15,18 @@ def fuse(model: Model) -> Model:
     Losses, gradients, names, files and PEFT's own functions (disable_adapter, merge_and_unload, save_pretrained) stay.
     PEFT alone adds scale * B @ A of all experts to the weight at every forward, and keeps the gradient of the sum.
     Calling it again changes nothing; call it again after an adapter was added.
+    quantize: "mxfp4", "int4" or "q4_k", the format of a stream()'s experts: the forward computes with W + scale * B @ A
+    rounded to the values that the packed W can take, and gradients reach A and B as if it had not been rounded. Then
+    `fmoe adapter merge --to packed --rounding nearest` writes a model that has the logits of that forward.
     Raises ImportError without PEFT 0.19 or newer, ValueError if PEFT has no adapter on experts that fmoe_ext computes,
-    or if adapters that are trained have an option of LoraConfig that PEFT leaves out for target_parameters.
-    Equivalent to: model, to rounding.
+    if adapters that are trained have an option of LoraConfig that PEFT leaves out for target_parameters, and for
+    experts in another format than quantize.
+    Equivalent to: model, to rounding; with quantize, the model of the merged and packed weights.
     """
     from fmoe_ext._require import require
 
     require("peft", "lora.fuse()")
     from fmoe_ext.finetune.peft_lora import fuse_adapters
 
-    fuse_adapters(model)
+    fuse_adapters(model, quantize)
     return model

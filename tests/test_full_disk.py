@@ -1,7 +1,7 @@
 """Writers on a full disk: one error that names the file, nothing half written beside it, and the older file is whole.
 
 A limit on the size of files stands for the disk. More of them: checkpoint/test_savers_and_disks.py,
-integrations/test_formats_files.py (export), integrations/test_stream_activations.py, test_choice_log.py.
+formats/test_formats_files.py (export), finetune/test_stream_activations.py, test_choice_log.py.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ COVERED = MappingProxyType(
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
         r"fmoe prune ": "tests/compress/test_prune_command.py",
+        r"fmoe adapter merge adapter --base packed": "tests/checkpoint/test_adapter_repack.py",
         r"make finetune$": "tests/finetune/test_example_finetune.py",
         r"make train-ep": "tests/distributed/test_train_ep.py",
         r"make train-pipeline": "tests/test_example_pipeline_lm.py",

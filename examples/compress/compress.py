@@ -25,6 +25,7 @@ import small
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 KEPT = (0.75, 0.5, 0.25)
+STYLES = {"healed": "o--", "merge": "o:"}  # merge lies on REAP where no two experts are alike
 MEMORY = "8MB"  # of the model, its files have 15 MB
 SIMILAR = 0.1  # cosine of experts that are merged; those of a model trained from nothing are hardly alike
 
@@ -101,7 +102,7 @@ def heal(folder: Path, code: bytes, test: torch.Tensor, steps: int) -> float:
 def draw(before: float, losses: dict[str, list[float]], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for name, values in losses.items():
-        axes.plot([1, *KEPT], [before, *values], "o--" if name == "healed" else "o-", label=name)
+        axes.plot([1, *KEPT], [before, *values], STYLES.get(name, "o-"), label=name)
     axes.set(xlabel="share of the experts that stay", ylabel="loss on held-out text (nats a token)")
     axes.invert_xaxis()
     axes.legend()

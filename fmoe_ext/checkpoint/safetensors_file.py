@@ -225,6 +225,21 @@ def _in_file(file: Any, name: str, shape: Sequence[int], dtype: torch.dtype) -> 
     return StoredTensor(shape, dtype, lambda: file.get_tensor(name), rows)
 
 
+def renew_checksum(path: Path) -> None:
+    """Writes the checksum of a file whose tensors were changed in place; leaves a file without one alone."""
+    expected = (_opened(path).metadata() or {}).get("sha256")
+    if expected is None:
+        return
+    with open(path, "r+b") as file:
+        (num_header,) = struct.unpack("<Q", size := file.read(8))
+        text = file.read(num_header).replace(expected.encode(), NO_CHECKSUM.encode(), 1)
+        digest = hashlib.sha256(size + text)
+        while block := file.read(BLOCK):
+            digest.update(block)
+        file.seek(len(size))
+        file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+
+
 def verify_safetensors(path: Path, progress: Callable[[int], Any] | None = None) -> bool:
     """Checks the checksum; returns whether the file has one."""
     metadata = _opened(Path(path)).metadata() or {}

@@ -13,7 +13,7 @@ from fmoe_ext.checkpoint.cli import table
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress.prune import PAGE, prune
 from fmoe_ext.compress.scores import CRITERIA
-from fmoe_ext.compress.text import read_tokens, tokenize
+from fmoe_ext.finetune.text import read_tokens, tokenize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

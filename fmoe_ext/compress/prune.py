@@ -24,8 +24,8 @@ from fmoe_ext.compress.gguf import GgufCut
 from fmoe_ext.compress.merge import Shares, choose, similarities
 from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Measurement, Scores
-from fmoe_ext.compress.text import sequences
 from fmoe_ext.finetune.streaming.model import stream
+from fmoe_ext.finetune.text import sequences
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 REPORT, PAGE = "prune_report.json", "prune_report.html"

@@ -9,8 +9,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.adapters import Lora, given
+from fmoe_ext.adapters import Lora, OnLattice, given
 from fmoe_ext.frozen import frozen_mlp
+from fmoe_ext.frozen.rounding import ROUNDED
 from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, save_adapters
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.linear import FMoELinear, NotesHooks
@@ -20,6 +21,8 @@ OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's si
 
 class FusedParamWrapper(NotesHooks, ParamWrapper):
     """PEFT's wrapper of one weight of experts, which hands A and B to the experts instead of adding B @ A up."""
+
+    on_lattice = False  # computes with the packed sum of weight and adapter, lora.fuse(quantize=)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = self.adapter
@@ -34,6 +37,12 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not names:
             return None
+        if self.on_lattice:
+            if len(names) > 1:
+                raise RuntimeError(
+                    f"one adapter at a time is rounded with its weight, but {', '.join(names)} are active"
+                )
+            return OnLattice(*self._factors(names[0]), self.scaling[names[0]])
         dtype = self.get_param().dtype
         factors = [(*self._factors(name), self.scaling[name]) for name in names]
         if len(factors) == 1:
@@ -66,8 +75,10 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 FusedParamWrapper.__name__ = ParamWrapper.__name__  # by which PEFT knows wrappers when it adds an adapter
 
 
-def fuse_adapters(model: nn.Module) -> None:
+def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
     """Makes every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
+    if quantize is not None and quantize not in ROUNDED:
+        raise ValueError(f'quantize must be one of {", ".join(ROUNDED)}, but got "{quantize}"')
     if tuple(int(part) for part in peft.__version__.split(".")[:2]) < OLDEST:
         raise ImportError(
             f"lora.fuse needs PEFT 0.19 or newer, but this is {peft.__version__}: pip install -U peft"
@@ -85,10 +96,25 @@ def fuse_adapters(model: nn.Module) -> None:
                 _refuse_ignored_options(
                     config, path.removeprefix("base_model.model.").removesuffix(".base_layer")
                 )
+    if quantize is not None:
+        for path, wrapper in wrappers.items():
+            _check_lattice(path, wrapper, quantize)
     for wrapper in wrappers.values():
         wrapper.__class__ = FusedParamWrapper
+        cast(FusedParamWrapper, wrapper).on_lattice = quantize is not None
     if is_peft_model(model) and any(adapters_around(model)):
         replace_save_pretrained(model, save_adapters)
+
+
+def _check_lattice(path: str, wrapper: ParamWrapper, format: str) -> None:
+    """ValueError unless the weight of a wrapper is streamed in the format."""
+    streamed = getattr(wrapper.get_base_layer(), "streamed", None)
+    found = "of floats in memory" if streamed is None else streamed.format_of(wrapper.parameter_name)
+    if found != format:
+        raise ValueError(
+            f'quantize="{format}" trains on the values of experts that their files have in {format}, but those of '
+            f"{path} are {found}: give stream() a folder or GGUF file with {format} experts"
+        )
 
 
 def _refuse_ignored_options(config: Any, path: str) -> None:

@@ -25,6 +25,7 @@ from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
 from fmoe_ext.frozen import decode
 from fmoe_ext.huggingface.glu import apply_gate
+from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
 from fmoe_ext.huggingface.saved import from_pretrained
 from fmoe_ext.huggingface.training import add_balance_loss
 from fmoe_ext.linear import DTYPES
@@ -178,6 +179,12 @@ def compute(
     weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product. adapters: of w1 and w2.
     """
     w1, b1, w2, b2 = weights
+    if is_rounded(adapters):
+
+        def run(x: Tensor, topk_weights: Tensor, w1: Any, w2: Any) -> Tensor:
+            return compute(experts, (w1, b1, w2, b2), x, topk_idx, topk_weights, (None, None))
+
+        return run_rounded(run, x, topk_weights, (w1, w2), adapters, experts.is_transposed)
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
     is_packed = isinstance(w1, frozen.Quantized)
     activation = _packed_activation(experts) if is_packed else fused_activation(experts)

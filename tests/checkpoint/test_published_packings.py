@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.methods import check_method
+from fmoe_ext.checkpoint.methods import check_method, is_usual
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import Quantized
@@ -183,3 +183,9 @@ def test_values_equal_those_of_transformers(tmp_path):
         scale = tensors[f"{stem}scale" if "V4" in name else f"{stem}weight_scale_inv"]
         theirs = decode(tensors[f"{stem}weight"], scale, torch.float32)
         assert torch.equal(w2[0], theirs)
+
+
+def test_empty_sparsity_config_is_that_of_a_dense_folder():
+    """llm-compressor 0.14 writes it."""
+    assert is_usual("sparsity_config", {}) and is_usual("sparsity_config", {"format": "dense"})
+    assert not is_usual("sparsity_config", {"format": "sparse-24-bitmask"})

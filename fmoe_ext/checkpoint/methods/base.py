@@ -207,6 +207,6 @@ USUAL = MappingProxyType({"fmt": ("e4m3", "float8_e4m3fn"), "pack_dtype": ("int3
 
 def is_usual(key: str, value: Any) -> bool:
     """True for a value that says "as usual", of a key that is refused with any other."""
-    if key == "sparsity_config" and isinstance(value, Mapping):
+    if key == "sparsity_config" and isinstance(value, Mapping) and value:
         return value.get("format") == "dense"
     return value in (None, False, "", [], {}) or value in USUAL.get(key, ())

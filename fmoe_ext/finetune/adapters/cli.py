@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext._cli import reason
+from fmoe_ext._cli import positive_int, reason
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import Base
@@ -19,19 +19,26 @@ from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import LAYOUTS, convert
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
-from fmoe_ext.finetune.adapters.reading import read_adapter
+from fmoe_ext.finetune.adapters.reading import Adapter, read_adapter
+from fmoe_ext.finetune.adapters.repack import as_text as certificate_as_text
+from fmoe_ext.finetune.adapters.repack import repack
+from fmoe_ext.finetune.text import read_tokens, tokenize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
-    except (CheckpointError, OSError, MemoryError) as error:
+    except (CheckpointError, OSError, ValueError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
 
 
 def _run(options: argparse.Namespace) -> int:
     adapter = read_adapter(Path(options.path), options.packing, options.orientation)
+    if options.command == "merge":
+        _check_merge(options)
+        if options.to == "packed":
+            return _repack(adapter, options)
     base = Base(Path(options.base)) if options.base else None
     if base is not None:
         decode(base)
@@ -59,6 +66,43 @@ def _run(options: argparse.Namespace) -> int:
             report["logits"] = logits(adapter, base, Path(folder, "merged"))
     print(json.dumps(report, indent=2) if options.json else _as_text(report))
     return 1 if report["problems"] else 0
+
+
+def _check_merge(options: argparse.Namespace) -> None:
+    """CheckpointError for options of the two kinds of merge that exclude each other."""
+    has_text = options.text is not None or options.tokens is not None
+    if options.to == "packed" and options.dtype:
+        raise CheckpointError("--dtype is of float weights: --to packed keeps the format of the base")
+    if options.to == "packed" and has_text == (options.rounding == "nearest"):
+        raise CheckpointError(
+            "--to packed needs --text or --tokens, a text like that the model is for"
+            if options.rounding == "calibrated"
+            else "--rounding nearest reads no text: leave --text and --tokens out"
+        )
+    if options.to is None and (has_text or options.force or options.rounding != "calibrated"):
+        raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
+
+
+def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
+    source = Path(options.base)
+    tokens = None
+    if options.tokens:
+        tokens = read_tokens(options.tokens)
+    elif options.text:
+        tokens = tokenize(options.text, options.tokenizer or source)
+    certificate = repack(
+        adapter,
+        source,
+        Path(options.out),
+        tokens,
+        memory=options.memory,
+        seq_len=options.seq_len,
+        held_out=options.held_out,
+        force=options.force,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(certificate_as_text(certificate))
+    return 0
 
 
 def _as_text(report: dict[str, Any]) -> str:
@@ -123,4 +167,28 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("bfloat16", "float32"), help="of the weights, the model's by default"
     )
     join.add_argument("-o", "--out", required=True, help="folder to write")
+    join.add_argument("--to", choices=("packed",), help="pack the experts again, in the format of the base")
+    text = join.add_mutually_exclusive_group()
+    text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")
+    text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
+    join.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, that of the model by default")
+    join.add_argument(
+        "--rounding",
+        choices=("calibrated", "nearest"),
+        default="calibrated",
+        help="nearest: without a text, for adapters trained by lora.fuse(quantize=)",
+    )
+    join.add_argument("--memory", default="auto", help='for the model while it reads, as "8GiB"')
+    join.add_argument(
+        "--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default"
+    )
+    join.add_argument(
+        "--held-out",
+        type=float,
+        default=0.25,
+        help="share of the text to measure the error on, 0.25 by default",
+    )
+    join.add_argument(
+        "--force", action="store_true", help="write a result that errs more than leaving the adapter out"
+    )
     return parser

@@ -1,10 +1,11 @@
 """Compare an adapter with its base model, and compute the change of each weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
 
+from fmoe_ext.adapters import change_of
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
@@ -47,10 +48,19 @@ def linear(of_base: BaseExperts, key: str) -> str | None:
 
 def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
     """Sentences about what of an adapter does not fit a base."""
-    wrong = []
     base = of_base.base
+    return compare_experts(adapter, of_base.at) + [
+        f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
+        for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
+        if (name := linear(of_base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
+    ]
+
+
+def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> list[str]:
+    """Sentences about what of an adapter does not fit the experts at its paths."""
+    wrong = []
     for layer, projections in adapter.layers.items():
-        experts = of_base.at(layer)
+        experts = at(layer)
         if experts is None:
             wrong.append(f"{layer}: the base has no experts there")
             continue
@@ -66,11 +76,7 @@ def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
                     f"{layer}: {role} has {factors.num_experts} experts {factors.d_in} -> {factors.d_out}, the base "
                     f"{experts.num_experts} of {expected[role][0]} -> {expected[role][1]}"
                 )
-    return wrong + [
-        f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
-        for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
-        if (name := linear(of_base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
-    ]
+    return wrong
 
 
 def plain_pairs(
@@ -107,11 +113,10 @@ def delta(loaded: Loaded, experts: Experts, role: str, e: int) -> torch.Tensor |
         rows = _rows(name, role, experts)
         if rows is None:
             continue
-        wide = torch.promote_types(a.dtype, torch.float32)
         take, put, num_rows = rows
-        product = b[e].to(wide)[take] @ a[e].to(wide) * factors.scaling
+        product = change_of(a[e], b[e][take], factors.scaling)
         if total is None:
-            total = torch.zeros(num_rows, product.shape[1], dtype=wide)
+            total = torch.zeros(num_rows, product.shape[1], dtype=product.dtype)
         total[put] += product
     return total.T if total is not None and experts.turned else total
 

@@ -6,6 +6,7 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,6 +88,14 @@ class Streamed:
             out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
         return out.to(hidden_states.dtype)
 
+    def format_of(self, parameter: str) -> str:
+        """Format in the files of the weight that a parameter of the experts is, one of frozen.FORMATS or "floats"."""
+        layer = self.stream.pool.layers[self.index]
+        if not layer.is_packed:
+            return "floats"
+        weights = layer.weights(np.zeros(layer.num_bytes(1), np.uint8), 1)
+        return str(weights[parameter == "down_proj"].format)
+
     def _whole(self, is_backward: bool, is_training: bool) -> Any:
         weights = self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
         return self._multiplied(weights)
@@ -139,4 +148,4 @@ def _unpack(streamed: Streamed, kept: Any) -> Tensor:
 
 
 def _of_slots(lora: Lora | None, order: Tensor) -> Lora | None:
-    return None if lora is None else Lora(lora.a[order], lora.b[order], lora.scale)
+    return None if lora is None else lora._replace(a=lora.a[order], b=lora.b[order])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -30,6 +30,18 @@ class Packed(Protocol):
     def device(self) -> torch.device: ...
 
 
+class Grid(NamedTuple):
+    """The values that a packed weight can take without another scale: step * values[i] - low, for code codes[i].
+
+    values, codes uint8 [n], in increasing order of the values; step, low float32 [E, out, blocks] of the columns.
+    """
+
+    values: torch.Tensor
+    codes: torch.Tensor
+    step: torch.Tensor
+    low: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of packed weights, one of fmoe_ext.frozen.FORMATS."""
@@ -46,6 +58,10 @@ class Format:
     # of parts packed apart
     join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: scale
     has_integers: bool = False  # products in integers, Quantized.int8_activations
+    grid: Callable[[Packed], Grid] | None = None
+    recode: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None  # codes uint8 [E, out, in] -> data
+    # factors [E, out, parts of a row] of all values of a part -> data and scale; None where scales are powers of two
+    rescale: Callable[[Packed, torch.Tensor], Tensors] | None = None
 
 
 def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:

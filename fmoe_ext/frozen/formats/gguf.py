@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from fmoe_ext.frozen.formats.base import Format, Packed, Shape, Tensors, refuse, require
+from fmoe_ext.frozen.formats.base import Format, Grid, Packed, Shape, Tensors, refuse, require
 
 
 def _whole_blocks(block_bytes: int, block: int) -> Callable[[Packed], Shape]:
@@ -51,15 +51,43 @@ def _pack_q8_0(weight: torch.Tensor) -> Tensors:
     return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), -1).flatten(2), None
 
 
-def _decode_q4_k(q: Packed) -> torch.Tensor:
-    blocks = q.data.unflatten(-1, (-1, 144))
+def _steps_q4_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(step, low) [..., 8] of blocks [..., 144]."""
     d, dmin, packed = _half(blocks[..., :2]), _half(blocks[..., 2:4]), blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scale = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
     minimum = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
+    return d * scale, dmin * minimum
+
+
+def _decode_q4_k(q: Packed) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 144))
+    step, low = _steps_q4_k(blocks)
     pairs = blocks[..., 16:].unflatten(-1, (4, 1, 32))
     values = torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3, -2)  # [..., 8, 32]
-    return ((d * scale)[..., None] * values - (dmin * minimum)[..., None]).flatten(-3)
+    return (step[..., None] * values - low[..., None]).flatten(-3)
+
+
+def _grid_q4_k(q: Packed) -> Grid:
+    step, low = _steps_q4_k(q.data.unflatten(-1, (-1, 144)))
+    codes = torch.arange(16, dtype=torch.uint8)
+    return Grid(codes.float(), codes, step.flatten(-2), low.flatten(-2))
+
+
+def _recode_q4_k(q: Packed, codes: torch.Tensor) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 144))
+    return torch.cat((blocks[..., :16], _pairs_q4_k(codes.unflatten(-1, (-1, 8, 32)))), -1).flatten(-2)
+
+
+def _pairs_q4_k(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [..., 8, 32] -> uint8 [..., 128]."""
+    return (codes[..., ::2, :] | codes[..., 1::2, :] << 4).flatten(-2)
+
+
+def _rescale_q4_k(q: Packed, factor: torch.Tensor) -> Tensors:
+    blocks = q.data.unflatten(-1, (-1, 144))
+    units = [_half_bytes(_half(blocks[..., i : i + 2])[..., 0] * factor) for i in (0, 2)]
+    return torch.cat((*units, blocks[..., 4:]), -1).flatten(-2), None
 
 
 def _pack_q4_k(weight: torch.Tensor) -> Tensors:
@@ -74,9 +102,8 @@ def _pack_q4_k(weight: torch.Tensor) -> Tensors:
     first = s[..., :4] | s[..., 4:] >> 4 << 6
     second = m[..., :4] | m[..., 4:] >> 4 << 6
     third = s[..., 4:] & 15 | (m[..., 4:] & 15) << 4
-    pairs = (codes[..., ::2, :] | codes[..., 1::2, :] << 4).flatten(-2)
     head = (_half_bytes(d[..., 0]), _half_bytes(dmin[..., 0]), first, second, third)
-    return torch.cat((*head, pairs), -1).flatten(2), None
+    return torch.cat((*head, _pairs_q4_k(codes)), -1).flatten(2), None
 
 
 def _decode_q6_k(q: Packed) -> torch.Tensor:
@@ -124,6 +151,9 @@ GGUF = MappingProxyType(
             _decode_q4_k,
             _pack_q4_k,
             has_integers=True,
+            grid=_grid_q4_k,
+            recode=_recode_q4_k,
+            rescale=_rescale_q4_k,
         ),
         "q6_k": Format(
             6,

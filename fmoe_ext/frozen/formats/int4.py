@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from fmoe_ext.frozen.formats.base import FLOATS, Format, Packed, Shape, Tensors, pairs, require, same_shape
+from fmoe_ext.frozen.formats.base import (
+    FLOATS,
+    Format,
+    Grid,
+    Packed,
+    Shape,
+    Tensors,
+    pairs,
+    require,
+    same_shape,
+)
 
 
 def _check(q: Packed) -> Shape:
@@ -28,13 +38,32 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts) & 15).flatten(-2)
 
 
+def _zeros(q: Packed) -> torch.Tensor:
+    """[E, out, groups] or one number; values and zero points are both stored with 8 added."""
+    return torch.tensor(8) if q.zero is None else _words(q.zero.mT).mT[:, : q.data.shape[1]]
+
+
 def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     E, out, groups = q.scale.shape
     values = _words(q.data).reshape(E, out, groups, -1)
-    # Values and zero points are both stored with 8 added.
-    zero = 8 if q.zero is None else _words(q.zero.mT).mT[:, :out].unsqueeze(-1)
-    return ((values - zero).float() * q.scale.float()[..., None]).flatten(-2)
+    return ((values - _zeros(q)[..., None]).float() * q.scale.float()[..., None]).flatten(-2)
+
+
+def _grid(q: Packed) -> Grid:
+    assert q.scale is not None
+    codes = torch.arange(16, dtype=torch.uint8)
+    step = q.scale.float()
+    return Grid(codes.float(), codes, step, step * _zeros(q).float())
+
+
+def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
+    return pairs(codes).view(torch.int32)
+
+
+def _rescale(q: Packed, factor: torch.Tensor) -> Tensors:
+    assert q.scale is not None
+    return q.data, (q.scale.float() * factor).to(q.scale.dtype)
 
 
 def _pack(weight: torch.Tensor) -> Tensors:
@@ -54,4 +83,7 @@ INT4 = Format(
     _decode,
     _pack,
     of_bytes=lambda rows: rows.view(torch.int32),
+    grid=_grid,
+    recode=_recode,
+    rescale=_rescale,
 )

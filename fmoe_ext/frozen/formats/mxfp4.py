@@ -6,6 +6,7 @@ import torch
 
 from fmoe_ext.frozen.formats.base import (
     Format,
+    Grid,
     Packed,
     Shape,
     Tensors,
@@ -41,17 +42,28 @@ def e2m1(device: torch.device) -> torch.Tensor:
     return torch.where(code < 8, value, -value)
 
 
+def _steps(scale: torch.Tensor) -> torch.Tensor:
+    exponent = scale.view(torch.uint8).int()
+    # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
+    bits = torch.where(exponent == 0, 0x400000, exponent << 23)
+    return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+
+
 def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     values = e2m1(q.device)[nibbles(q.data).int()]
-    exponent = q.scale.view(torch.uint8).int()
-    # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
-    bits = torch.where(exponent == 0, 0x400000, exponent << 23)
-    bits = torch.where(exponent == 255, 0x7FC00000, bits)
-    return (values * bits.view(torch.float32)[..., None]).flatten(-2)
+    return (values * _steps(q.scale)[..., None]).flatten(-2)
 
 
-FP8_BLOCK = 128
+def _grid(q: Packed) -> Grid:
+    assert q.scale is not None
+    codes = torch.cat((torch.arange(15, 8, -1), torch.arange(8))).to(torch.uint8)
+    step = _steps(q.scale)
+    return Grid(e2m1(q.device)[codes.int()], codes, step, torch.zeros_like(step))
+
+
+def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
+    return pairs(codes).view_as(q.data)
 
 
 def _pack(weight: torch.Tensor) -> Tensors:
@@ -75,4 +87,6 @@ MXFP4 = Format(
     _decode,
     _pack,
     of_bytes=lambda rows: rows.unflatten(2, (-1, 16)),
+    grid=_grid,
+    recode=_recode,
 )

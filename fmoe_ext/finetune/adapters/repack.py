@@ -1,0 +1,373 @@
+"""Add an adapter to packed experts and pack them again, in the files' own format: bytes of a copy are replaced.
+
+A text is read once. When it reaches a layer, the experts are rounded one at a time by the second moments of their
+inputs (frozen.rounding). The error is measured on the last part of the text, against that of leaving the adapter out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Layer
+from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.safetensors_file import renew_checksum
+from fmoe_ext.checkpoint.shards import check_is_free
+from fmoe_ext.finetune.adapters.delta import compare_experts, delta, linear, plain_pairs
+from fmoe_ext.finetune.adapters.merge import COPIED
+from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter
+from fmoe_ext.finetune.streaming.model import stream
+from fmoe_ext.finetune.text import sequences
+from fmoe_ext.frozen import Quantized
+from fmoe_ext.frozen.rounding import ROUNDED, error_of, round_packed, shrunk_moments, to_nearest
+from fmoe_ext.huggingface.glu import apply_gate
+
+CERTIFICATE, JOB = "merge_certificate.json", ".job.json"
+Say: TypeAlias = Callable[[str], None]
+Bytes: TypeAlias = "np.ndarray[Any, Any]"
+ROLES = ("w1", "w2")
+
+
+def repack(
+    adapter: Adapter,
+    source: Path,
+    out: Path,
+    tokens: torch.Tensor | None,
+    *,
+    memory: int | str = "auto",
+    seq_len: int = 512,
+    held_out: float = 0.25,
+    force: bool = False,
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """Write a packed model with an adapter merged into it -> the certificate, also in out/merge_certificate.json.
+
+    source: a folder or GGUF file that stream() reads, experts in MXFP4, int4 or Q4_K; it is only read. tokens: ids [N]
+    int64; the last held_out of the sequences measures the error. None: rounds to the nearest values of the file's
+    scales and measures nothing, for adapters that lora.fuse(quantize=) trained. memory: of stream().
+    certificate["ratio"]: ||X (Q - (W + D))|| / ||X (W - (W + D))||, over all experts and for each layer and weight.
+    Raises CheckpointError for what does not fit, and unless force where a ratio is not below 1: then nothing is at
+    `out`, and the certificate is in the text and in <out>.certificate.json. A call that ended early goes on.
+    """
+    out, source = Path(out).absolute(), Path(source)
+    check_is_free(out)
+    adapter.require_whole()
+    if adapter.undecided:
+        next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
+    job = _Repack(adapter, source, memory, say)
+    if tokens is not None:
+        job.take_text(tokens, seq_len, held_out)
+    work = out.with_name(f".{out.name}.merging")
+    with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"merging into {out}"):
+        certificate = job.run(work, _digest(tokens), [seq_len, held_out])
+        beside = out.with_name(f"{out.name}.certificate.json")
+        worse = certificate["not_better"]
+        if worse and not force:
+            _write(beside, certificate)
+            raise CheckpointError(
+                f"{as_text(certificate)}\nthe result is not nearer to the merged weights than the model without the "
+                f"adapter ({', '.join(worse[:3])}): train with lora.fuse(quantize=), give more text, or merge into "
+                f"bfloat16. --force writes it. The certificate is {beside}"
+            )
+        beside.unlink(missing_ok=True)
+        _write(work / CERTIFICATE, certificate)
+        (work / JOB).unlink()
+        os.rename(work, out)
+        sync_folder(out.parent)
+    return certificate
+
+
+def as_text(certificate: Mapping[str, Any]) -> str:
+    """A line for each weight of a layer: its error relative to leaving the adapter out."""
+    lines = []
+    for path, weights in certificate["layers"].items():
+        for name, found in weights.items():
+            ways = ", ".join(f"{way} {share:.0%}" for way, share in found["ways"].items())
+            ratio = "not measured" if found["ratio"] is None else f"{found['ratio']:.3f}"
+            lines.append(f"{path}.{name}: error relative to not merging {ratio}; rows: {ways}")
+    total = certificate["ratio"]
+    return "\n".join([*lines, f"all experts: {'not measured' if total is None else f'{total:.3f}'}"])
+
+
+class _Repack:
+    """One merge into packed experts. calibration, measured: rows of a text for each of them."""
+
+    def __init__(self, adapter: Adapter, source: Path, memory: int | str, say: Say) -> None:
+        self.adapter, self.source, self.say = adapter, source, say
+        self.model: Any = stream(source, memory)
+        found = {p: m for p, m in self.model.named_modules() if hasattr(m, "is_transposed")}
+        self.modules = {path: found[path] for path in found if path in adapter.layers}
+        self.files = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
+        for path, layer in self.files.items():
+            _check(source, path, layer)
+        self.experts = {path: _experts(m, self.files[path]) for path, m in self.modules.items()}
+        self.is_file = source.is_file()
+        self.base = None if self.is_file else Base(source)
+        wrong = compare_experts(adapter, self.experts.get)
+        if adapter.others and self.base is None:
+            wrong.append(
+                f"{next(iter(adapter.others))} is no adapter of experts, the only ones merged into GGUF files"
+            )
+        if wrong:
+            raise CheckpointError(f"{adapter.folder} does not fit {source}: {'; '.join(wrong[:3])}")
+        self.ids: torch.Tensor | None = None
+        self.rows = 0
+
+    def take_text(self, tokens: torch.Tensor, seq_len: int, held_out: float) -> None:
+        """Notes the text: rows of the calibration come first."""
+        config = self.model.config.get_text_config()
+        size = max(e.num_experts for e in self.experts.values())
+        calibration, measured = sequences(tokens, seq_len, held_out, size, config.vocab_size)
+        if not len(measured):
+            raise CheckpointError(f"held_out={held_out} leaves no text to measure the error on")
+        self.ids, self.rows = torch.cat((calibration, measured)), calibration.numel()
+
+    def run(self, work: Path, text: str, split: Sequence[float]) -> dict[str, Any]:
+        """Copies the files, replaces the bytes of experts -> the certificate."""
+        work.mkdir(exist_ok=True)
+        sources = [self.source] if self.base is None else [*self.base.files]
+        used = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *sources]
+        times = [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in used]
+        about = {"files": times, "text": text, "split": list(split), "packing": self.adapter.packing}
+        note = read_json(work / JOB) if (work / JOB).exists() else {"about": about, "layers": {}}
+        if note["about"] != about:
+            raise CheckpointError(f"{work} holds parts of another merge: remove it, or give another folder")
+        _write(work / JOB, note)
+        _copy(self.source, sources, work)
+        self._merge_plain(work)
+        with self._watched(work, note):
+            if self.ids is None:
+                for path in self.modules:
+                    self._layer(work, note, path, None, None)
+            else:
+                with torch.no_grad():
+                    self.model.base_model(input_ids=self.ids, use_cache=False)
+        for file in work.glob("*.safetensors"):
+            renew_checksum(file)
+        return _certificate(note["layers"], self.ids is not None)
+
+    @contextmanager
+    def _watched(self, work: Path, note: dict[str, Any]) -> Iterator[None]:
+        order = ("hidden_states", "top_k_index")
+
+        def hook(path: str) -> Any:
+            def see(module: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
+                x, idx = (named[name] if name in named else given[i] for i, name in enumerate(order))
+                self._layer(work, note, path, x.float(), idx)
+
+            return see
+
+        hooks = [m.register_forward_hook(hook(p), with_kwargs=True) for p, m in self.modules.items()]
+        try:
+            yield
+        finally:
+            for one in hooks:
+                one.remove()
+
+    @torch.no_grad()
+    def _layer(
+        self, work: Path, note: dict[str, Any], path: str, x: torch.Tensor | None, idx: torch.Tensor | None
+    ) -> None:
+        """Rounds the experts of a layer. x [T, D]: their inputs; idx [T, K]: the experts of each."""
+        if path in note["layers"]:
+            return
+        self.say(f"rounding the experts of {path}")
+        module, layer, experts = self.modules[path], self.files[path], self.experts[path]
+        loaded = {role: (f, f.read()) for role, f in self.adapter.layers[path].items()}
+        prior = None if x is None else shrunk_moments(x[: self.rows])
+        sums = {name: _Sums(experts.num_experts) for name in ROLES}
+        for e in range(experts.num_experts):
+            weights = _read(layer, e)
+            tokens = None if idx is None else (idx == e).any(1).nonzero()[:, 0]
+            rows = None if x is None or tokens is None else x[tokens]
+            num = 0 if tokens is None else int((tokens < self.rows).sum())
+            for name, role, packed in zip(ROLES, experts.names, weights, strict=True):
+                change = delta(loaded, experts, role, e)
+                lies = replace(packed, interleaved=False)
+                weight = lies.dequantize()[0]
+                target = weight if change is None else weight + change.float()
+                if not target.isfinite().all():
+                    raise CheckpointError(f"{path}.{e}.{role}: the merged weight is not finite")
+                if change is not None and change.any():
+                    done = self._round(lies, target, rows, num, prior if name == "w1" else None)
+                    sums[name].add(e, done[0], weight, target, rows, num, done[1])
+                    _put(work, layer, name, e, done[0])
+                if name == "w1" and rows is not None:
+                    rows = _hidden(module, rows, target, e)
+        note["layers"][path] = {name: sums[name].report() for name in ROLES}
+        _write(work / JOB, note)
+
+    @staticmethod
+    def _round(
+        packed: Quantized,
+        target: torch.Tensor,
+        rows: torch.Tensor | None,
+        num: int,
+        prior: torch.Tensor | None,
+    ) -> tuple[Quantized, dict[str, int]]:
+        if rows is None:
+            return to_nearest(packed, target), {"nearest": target.shape[0]}
+        return round_packed(packed, target, shrunk_moments(rows[:num], prior))
+
+    def _merge_plain(self, work: Path) -> None:
+        """Adds the adapters of layers outside of the experts, whose weights are floats in the files."""
+        if self.base is None:
+            return
+        of_base = BaseExperts(self.base)
+        for key, (a, b, scaling) in plain_pairs(self.adapter).items():
+            name = linear(of_base, key)
+            stored = self.base.tensors.get(str(name))
+            if stored is None or stored.dtype not in FLOATS or stored.place is None:
+                raise CheckpointError(
+                    f"{self.source} has no float weight for {key}: adapters of packed layers outside of the experts "
+                    "are not merged"
+                )
+            if stored.shape != (b.shape[0], a.shape[1]):
+                raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
+            value = stored.read()
+            wide = torch.promote_types(value.dtype, torch.float32)
+            merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)
+            path, begin = stored.place
+            _patch(work / path.name, begin, _raw(merged))
+
+
+class _Sums:
+    """Squared errors of the experts of one weight, with and without the adapter, and how their rows were rounded."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.errors: list[tuple[float, float] | None] = [None] * num_experts
+        self.ways: dict[str, int] = {}
+
+    def add(
+        self,
+        e: int,
+        packed: Quantized,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        rows: torch.Tensor | None,
+        num: int,
+        ways: Mapping[str, int],
+    ) -> None:
+        for way, count in ways.items():
+            self.ways[way] = self.ways.get(way, 0) + count
+        if rows is not None and len(rows) > num:
+            moments = rows[num:].T @ rows[num:]
+            pair = (error_of(w - target, moments).sum().item() for w in (packed.dequantize()[0], weight))
+            self.errors[e] = (next(pair), next(pair))
+
+    def report(self) -> dict[str, Any]:
+        count = max(1, sum(self.ways.values()))
+        return {
+            "experts": self.errors,
+            "ratio": _ratio(self.errors),
+            "ways": {way: n / count for way, n in self.ways.items()},
+        }
+
+
+def _ratio(errors: Sequence[Sequence[float] | None]) -> float | None:
+    known = [pair for pair in errors if pair is not None]
+    ours, without = (sum(pair[i] for pair in known) for i in range(2))
+    return (ours / without) ** 0.5 if without else None
+
+
+def _certificate(layers: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
+    changed = {f"{p}.{name}": w for p, ws in layers.items() for name, w in ws.items() if w["ways"]}
+    not_better = [p for p, w in changed.items() if is_measured and (w["ratio"] is None or w["ratio"] >= 1)]
+    total = _ratio([pair for w in changed.values() for pair in w["experts"]])
+    return {"ratio": total, "not_better": not_better, "layers": layers}
+
+
+def _experts(module: Any, layer: Layer) -> Experts:
+    """The places of gate and up in the packed rows."""
+    (E, _, d), (_, _, h) = layer.shapes
+    names = dict.fromkeys(("gate_up" if module.has_gate else "up", "down"), ("",) * E)
+    in_turn = bool(module.has_gate) and not getattr(module, "is_concatenated", True)
+    return Experts(names, d, h, True, False, _read(layer, 0)[0].interleaved, in_turn)
+
+
+def _check(source: Path, path: str, layer: Layer) -> None:
+    spans = [span for part in layer.parts.values() for of_expert in part.spans for span in of_expert]
+    formats = {w.format for w in _read(layer, 0)} if layer.is_packed else {"floats"}
+    if not formats <= set(ROUNDED) or any(span.turn is not None for span in spans):
+        kind = ", ".join(sorted(formats)) + (" in another layout" if formats <= set(ROUNDED) else "")
+        raise CheckpointError(
+            f"{source}: the experts of {path} are {kind}: --to packed is for {', '.join(ROUNDED)} as they lie in the "
+            "file. Merge into a float model without it"
+        )
+
+
+def _read(layer: Layer, e: int) -> tuple[Any, Any]:
+    """(w1, w2) of one expert, from the files."""
+    buffer = np.zeros(layer.num_bytes(1), np.uint8)
+    for span in layer.spans([e], [0], 1):
+        with open(span.path, "rb") as file:
+            file.seek(span.begin)
+            raw = np.frombuffer(file.read(span.num_bytes), np.uint8)
+        turned = raw if span.turn is None else span.turn(raw).reshape(-1).view(np.uint8)
+        buffer[span.at : span.at + turned.size] = turned
+    found: tuple[Any, Any] = layer.weights(buffer, 1)
+    return found
+
+
+def _put(work: Path, layer: Layer, name: str, e: int, packed: Quantized) -> None:
+    """Writes one expert's weight to its place in the copies of the files."""
+    for key, part in layer.parts.items():
+        weight, _, piece = key.partition(".")
+        if weight == name:
+            raw = _raw(getattr(packed, piece))
+            for span in part.spans[e]:
+                _patch(work / span.path.name, span.begin, raw[span.at : span.at + span.num_bytes])
+
+
+def _raw(tensor: torch.Tensor) -> Bytes:
+    raw: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def _patch(path: Path, begin: int, raw: Bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(begin)
+        file.write(raw.tobytes())
+
+
+def _hidden(module: Any, rows: torch.Tensor, weight: torch.Tensor, e: int) -> torch.Tensor:
+    """Inputs of the down projection [n, H]."""
+    h = rows @ weight.T
+    if module.has_bias:
+        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        h = h + bias[e].float()
+    activated: torch.Tensor = apply_gate(module, h) if module.has_gate else module.act_fn(h)
+    return activated
+
+
+def _copy(source: Path, sources: Sequence[Path], work: Path) -> None:
+    """Copies what is not there yet: the weights, and what tells programs how to read them."""
+    folder = source.parent if source.is_file() else source
+    others = [folder / "config.json"] if source.is_file() else sorted(folder.iterdir())
+    for file in (*sources, *(f for f in others if f.suffix in COPIED and f.is_file())):
+        if not (work / file.name).exists():
+            unfinished = work / f"{file.name}.tmp"
+            shutil.copyfile(file if file in sources else inside(folder, file.name), unfinished)
+            unfinished.rename(work / file.name)
+
+
+def _digest(tokens: torch.Tensor | None) -> str:
+    return "" if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    with atomic_file(file) as out:
+        out.write(json.dumps(content, indent=2).encode())

@@ -1,0 +1,243 @@
+"""Round a weight to a packed format by the inputs that it multiplies, from the packed weight that it came from.
+
+A packed weight is a point of a lattice. Plain rounding of W + D finds the nearest point, which is W itself while D is
+below half a step everywhere. Rounding by second moments of the inputs moves the error to directions that no input has.
+GPTQ: Frantar et al., 2022, https://arxiv.org/abs/2210.17323
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fmoe_ext.frozen.formats import FORMATS, Format
+from fmoe_ext.frozen.formats.base import Grid
+from fmoe_ext.frozen.quantized import Quantized, quantize
+
+COLUMNS = 64  # that are rounded one after the other before the rest of a row is corrected
+SWEEPS = 3
+DAMPING = 0.01  # of the mean of the diagonal
+
+ROUNDED = tuple(name for name, kind in FORMATS.items() if kind.grid is not None)
+
+
+def round_packed(
+    packed: Quantized, target: torch.Tensor, hessian: torch.Tensor
+) -> tuple[Quantized, dict[str, int]]:
+    """target [out, in] in the packing of one expert -> (the weight, number of rows that each way of rounding gave).
+
+    packed: [1, out, in] of the format, that target is near to: W of W + D. hessian [in, in]: X^T X of the inputs.
+    Each row is the best, by the error on these inputs, of: file (packed as it is), nearest (quantize), kept (by second
+    moments with the scales of packed), refitted (its scales fitted by least squares after that), fresh (by second
+    moments with the scales of quantize). Raises ValueError for a format without a grid, and for other shapes.
+    """
+    kind = packed.kind
+    if kind.grid is None or kind.recode is None:
+        raise ValueError(f"{packed.format} is not rounded by second moments: {', '.join(ROUNDED)} are")
+    if tuple(target.shape) != packed.shape[1:] or packed.shape[0] != 1:
+        raise ValueError(
+            f"target must be [out, in] of packed {list(packed.shape)} with E = 1, but got {list(target.shape)}"
+        )
+    target, hessian = target.float(), hessian.float()
+    descent = _Descent(target, hessian)
+    kept = _recoded(packed, descent(_grid(packed)))
+    ways = {"file": packed, "kept": kept}
+    if (refitted := _refitted(kept, target, hessian)) is not None:
+        ways["refitted"] = _recoded(refitted, descent(_grid(refitted), _values(refitted)))
+    if (nearest := _with_fresh_scales(packed, target[None])) is not None:
+        ways["nearest"] = nearest
+        ways["fresh"] = _recoded(nearest, descent(_grid(nearest)))
+    errors = torch.stack([error_of(_values(q) - target, hessian) for q in ways.values()])
+    best = errors.argmin(0)
+    counts = {name: int((best == i).sum()) for i, name in enumerate(ways)}
+    return _rows_of([*ways.values()], best), {name: n for name, n in counts.items() if n}
+
+
+def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
+    """target [E, out, in] or [out, in] at the nearest values in the packing of packed.
+
+    Each block has its scale of packed or, where the block then errs less, that of quantize().
+    """
+    target = target.view(packed.shape).float()
+    kept, fresh = _nearest_values(packed, target), _with_fresh_scales(packed, target)
+    if fresh is None:
+        return kept
+    parts = target.shape[2] // packed.kind.block if packed.scale is None else packed.scale.shape[2]
+    errors = [(q.kind.decode(q) - target).square().unflatten(2, (parts, -1)).sum(-1) for q in (fresh, kept)]
+    is_better = errors[0] < errors[1]
+
+    def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        first, second = (t.flatten(2).unflatten(2, (parts, -1)) for t in (new, old))
+        return torch.where(is_better[..., None], first, second).view_as(old)
+
+    data = chosen(fresh.data, kept.data)
+    if kept.scale is None or fresh.scale is None:
+        return replace(kept, data=data)
+    raw = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (fresh.scale, kept.scale)]
+    return replace(kept, data=data, scale=chosen(*raw).view(kept.scale.dtype))
+
+
+def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
+    """target [E, out, in] at the nearest values that the scales of packed allow."""
+    grid = _grid(packed)
+    width = packed.shape[2] // grid.step.shape[2]
+    blocks = target.unflatten(2, (-1, width))
+    index = _nearest(blocks, grid.step[..., None], grid.low[..., None], grid.values)
+    return replace(packed, data=packed.kind.recode(packed, grid.codes[index].flatten(2)))  # type: ignore[misc]
+
+
+def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | None:
+    """quantize(target) in the dtypes of packed; None where packed has zero points or groups of another size."""
+    nearest = quantize(target, packed.format)
+    if packed.scale is None or nearest.scale is None:
+        return replace(packed, data=nearest.data)
+    if packed.zero is not None or nearest.scale.shape != packed.scale.shape:
+        return None
+    if not packed.scale.dtype.is_floating_point or packed.scale.element_size() == 1:
+        return replace(packed, data=nearest.data, scale=nearest.scale.view(packed.scale.dtype))
+    same = replace(packed, data=nearest.data, scale=nearest.scale.to(packed.scale.dtype))
+    return _nearest_values(same, target)
+
+
+def error_of(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """||X d||^2 [out] of each row d of a difference [out, in]."""
+    return ((difference @ hessian) * difference).sum(1)
+
+
+def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> torch.Tensor:
+    """Second moments [in, in] of rows [N, in], drawn to a prior the more the fewer they are; of no rows, the prior.
+
+    prior [in, in]: of other rows like these; the identity at their mean square without one. The share is OAS:
+    Chen et al., 2010, https://arxiv.org/abs/0907.4698
+    """
+    count, width = rows.shape
+    if count == 0:
+        return torch.eye(width) if prior is None else prior
+    moments = rows.T @ rows / count
+    trace, square = moments.trace(), moments.square().sum()
+    around = (square - trace**2 / width) * (count + 1 - 2 / width)
+    share = ((1 - 2 / width) * square + trace**2) / around.clamp(min=1e-30)
+    share = share.clamp(0, 1)
+    if prior is None:
+        prior = trace / width * torch.eye(width)
+    return (1 - share) * moments + share * prior
+
+
+class _Descent:
+    """Finds lattice points near a target in the metric of a Hessian: Babai's point by GPTQ, then column by column."""
+
+    def __init__(self, target: torch.Tensor, hessian: torch.Tensor) -> None:
+        self.order = hessian.diag().argsort(descending=True)
+        self.back = self.order.argsort()
+        self.target = target[:, self.order]
+        sorted_hessian = hessian[self.order][:, self.order].double()
+        level = sorted_hessian.diag().mean().clamp(min=1e-30)
+        damped = sorted_hessian + DAMPING * level * torch.eye(len(hessian), dtype=torch.float64)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        self.factor = torch.linalg.cholesky(inverse, upper=True).float()
+        self.hessian = damped.float()
+
+    def __call__(self, grid: Grid, start: torch.Tensor | None = None) -> torch.Tensor:
+        """Index into grid.values [out, in]. start: values to improve, instead of Babai's point."""
+        width = self.target.shape[1] // grid.step.shape[2]
+        step, low = (t[0].repeat_interleave(width, -1)[:, self.order] for t in (grid.step, grid.low))
+
+        def value(values: torch.Tensor, j: int) -> torch.Tensor:
+            index = _nearest(values, step[:, j], low[:, j], grid.values)
+            return step[:, j] * grid.values[index] - low[:, j]
+
+        point = self._babai(value) if start is None else start[:, self.order].clone()
+        for _ in range(SWEEPS):
+            if not self._sweep(point, value):
+                break
+        return _nearest(point, step, low, grid.values)[:, self.back]
+
+    def _babai(self, value: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        left, point = self.target.clone(), torch.empty_like(self.target)
+        for begin in range(0, left.shape[1], COLUMNS):
+            end = min(begin + COLUMNS, left.shape[1])
+            errors = torch.empty_like(left[:, begin:end])
+            for j in range(begin, end):
+                point[:, j] = value(left[:, j], j)
+                error = (left[:, j] - point[:, j]) / self.factor[j, j]
+                left[:, j:end] -= error[:, None] * self.factor[j, j:end]
+                errors[:, j - begin] = error
+            left[:, end:] -= errors @ self.factor[begin:end, end:]
+        return point
+
+    def _sweep(self, point: torch.Tensor, value: Callable[[torch.Tensor, int], torch.Tensor]) -> bool:
+        """Moves each column to its best value while the others stay, in place -> True if any moved."""
+        has_moved = False
+        slope = (self.target - point) @ self.hessian
+        for begin in range(0, point.shape[1], COLUMNS):
+            end = min(begin + COLUMNS, point.shape[1])
+            here, moves = slope[:, begin:end].clone(), torch.empty_like(slope[:, begin:end])
+            for j in range(begin, end):
+                new = value(point[:, j] + here[:, j - begin] / self.hessian[j, j], j)
+                moves[:, j - begin] = new - point[:, j]
+                here -= moves[:, j - begin, None] * self.hessian[j, begin:end]
+                point[:, j] = new
+            slope -= moves @ self.hessian[begin:end]
+            has_moved |= bool(moves.any())
+        return has_moved
+
+
+def _nearest(
+    values: torch.Tensor, step: torch.Tensor, low: torch.Tensor, levels: torch.Tensor
+) -> torch.Tensor:
+    scaled = (values + low) / torch.where(step == 0, 1, step)
+    return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
+
+
+def _grid(packed: Quantized) -> Grid:
+    assert packed.kind.grid is not None
+    return packed.kind.grid(packed)
+
+
+def _values(packed: Quantized) -> torch.Tensor:
+    """[out, in], rows as they lie."""
+    return packed.kind.decode(packed)[0]
+
+
+def _recoded(packed: Quantized, index: torch.Tensor) -> Quantized:
+    kind: Format = packed.kind
+    assert kind.recode is not None
+    return replace(packed, data=kind.recode(packed, _grid(packed).codes[index][None]))
+
+
+def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) -> Quantized | None:
+    """packed with each scale multiplied by its best factor while the others stay; None for powers of two."""
+    kind = packed.kind
+    if kind.rescale is None:
+        return None
+    values = _values(packed)
+    width = values.shape[1] // packed.scale.shape[2] if packed.scale is not None else kind.block
+    slope = (target - values) @ hessian
+    factors = []
+    for begin in range(0, values.shape[1], width):
+        part = values[:, begin : begin + width]
+        bent = part @ hessian[begin : begin + width]
+        curvature = (bent[:, begin : begin + width] * part).sum(1)
+        more = (slope[:, begin : begin + width] * part).sum(1) / curvature.clamp(min=1e-30)
+        more = torch.where(curvature > 0, more, 0).clamp(-0.5, 0.5)
+        slope = slope - more[:, None] * bent
+        factors.append(1 + more)
+    data, scale = kind.rescale(packed, torch.stack(factors, -1)[None])
+    return replace(packed, data=data, scale=scale)
+
+
+def _rows_of(candidates: list[Quantized], best: torch.Tensor) -> Quantized:
+    def chosen(parts: list[torch.Tensor]) -> torch.Tensor:
+        rows = parts[0].clone()
+        for i, part in enumerate(parts):
+            rows[0, best == i] = part[0, best == i]
+        return rows
+
+    first = candidates[0]
+    data = chosen([q.data for q in candidates])
+    if first.scale is None:
+        return replace(first, data=data)
+    raw = [q.scale.view(torch.uint8) if first.scale.element_size() == 1 else q.scale for q in candidates]  # type: ignore[union-attr]
+    return replace(first, data=data, scale=chosen(raw).view(first.scale.dtype))  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""Experts with W + B A rounded to the values of the packed W, and gradients as if nothing had been rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.adapters import Lora, OnLattice, change_of
+from fmoe_ext.frozen import Quantized
+from fmoe_ext.frozen.rounding import to_nearest
+
+# (x, topk_weights, w1, w2) -> weighted sums of the experts
+Run: TypeAlias = Callable[[Tensor, Tensor, Any, Any], Tensor]
+
+
+def is_rounded(adapters: tuple[Lora | None, Lora | None]) -> bool:
+    """True if an adapter is to be rounded together with its weight."""
+    return any(isinstance(adapter, OnLattice) for adapter in adapters)
+
+
+def run_rounded(
+    run: Run,
+    x: Tensor,
+    topk_weights: Tensor,
+    weights: tuple[Quantized, Quantized],
+    adapters: tuple[Lora | None, Lora | None],
+    transposed: bool,
+) -> Tensor:
+    """run with the packed sums of weights and adapters. transposed: run takes float weights as [E, in, out].
+
+    The backward decodes the weights of this layer, and keeps them and their gradients for its time.
+    Straight-through: Bengio et al., 2013, https://arxiv.org/abs/1308.3432
+    """
+    pairs = [*zip(weights, adapters, strict=True)]
+    with torch.no_grad():
+        packed = tuple(w.map(torch.clone) if a is None else rounded(w, a) for w, a in pairs)
+    changes = (None if a is None else a.scale * torch.bmm(a.b, a.a) for _, a in pairs)
+    result: Tensor = _StraightThrough.apply(run, packed, transposed, x, topk_weights, *changes)
+    return result
+
+
+def rounded(weight: Quantized, adapter: Lora) -> Quantized:
+    """weight + adapter at the nearest values of the packing: what `fmoe adapter merge --rounding nearest` writes."""
+    lies = replace(weight, interleaved=False)
+    experts = [
+        to_nearest(
+            lies.map(lambda t, e=e: t[e : e + 1]),  # type: ignore[misc]
+            lies.map(lambda t, e=e: t[e : e + 1]).dequantize()[0]  # type: ignore[misc]
+            + change_of(adapter.a[e], adapter.b[e], adapter.scale).float(),
+        )
+        for e in range(weight.shape[0])
+    ]
+    scale = None if weight.scale is None else torch.cat([q.scale for q in experts])  # type: ignore[misc]
+    zero = None if weight.zero is None else weight.zero.clone()
+    return replace(weight, data=torch.cat([q.data for q in experts]), scale=scale, zero=zero)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, packed: Any, transposed: bool, x: Tensor, topk_weights: Tensor, *_: Any
+    ) -> Tensor:
+        ctx.run, ctx.packed, ctx.transposed = run, packed, transposed
+        ctx.save_for_backward(x, topk_weights)
+        return run(x, topk_weights, *packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, topk_weights = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        weights = [replace(q, interleaved=False).dequantize(x.dtype).requires_grad_() for q in ctx.packed]
+        with torch.enable_grad():
+            y = ctx.run(x, topk_weights, *(w.mT if ctx.transposed else w for w in weights))
+        needed = ctx.needs_input_grad[3:]
+        inputs = [t for t, is_needed in zip((x, topk_weights, *weights), needed, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(y, inputs, grad, allow_unused=True))
+        return None, None, None, *(next(found) if is_needed else None for is_needed in needed)

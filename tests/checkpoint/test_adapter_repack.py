@@ -1,0 +1,193 @@
+"""fmoe adapter merge --to packed: the adapter in packed experts, and the certificate of its error."""
+
+import json
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fmoe_ext
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.finetune.adapters import cli, repack
+from fmoe_ext.finetune.adapters.reading import read_adapter
+from tests.finetune.streamed_models import WIDE, pack, pack_linear, save, with_adapters, write_gguf
+from tests.huggingface.huggingface_models import make_ids
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+KINDS = ["mxfp4", "mxfp4 of GPT-OSS", "int4", "q4_k"]
+
+
+def made(folder, kind, std=0.1):
+    """(model, adapter): a random packed model, and an adapter of its experts."""
+    if kind.startswith("mxfp4"):
+        architecture = "GptOssForCausalLM" if "GPT" in kind else "Qwen3MoeForCausalLM"
+        sizes = (
+            {"intermediate_size": 32, "swiglu_limit": 7.0, "num_hidden_layers": 2} if "GPT" in kind else SIZES
+        )
+        source = pack(save(folder / "model", architecture, torch.bfloat16, **sizes))
+    else:
+        sizes = SIZES if kind == "int4" else WIDE | {"num_hidden_layers": 1}
+        source = save(folder / "model", dtype=torch.bfloat16, **sizes)
+        if kind == "q4_k":
+            source, _ = write_gguf(source, kind)
+        else:
+            pack_linear(source, kind)
+    model = with_adapters(fmoe_ext.stream(source, 2**30, dtype=torch.float32))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(std / 0.1)
+    model.save_pretrained(folder / "adapter")
+    return source, folder / "adapter"
+
+
+def tokens(count=1200):
+    return torch.randint(3, 61, (count,), generator=torch.Generator().manual_seed(3))
+
+
+def run(folder, source, adapter, *options, text=True):
+    numpy.save(folder / "ids.npy", tokens().numpy())
+    given = ["--tokens", str(folder / "ids.npy"), "--seq-len", "20"] if text else ["--rounding", "nearest"]
+    arguments = [str(adapter), "--base", str(source), "--packing", "rank_major", "--to", "packed"]
+    return cli.main(["merge", *arguments, "-o", str(folder / "out"), *given, *options])
+
+
+def contents(source):
+    files = [source] if source.is_file() else sorted(source.iterdir())
+    return {file.name: file.read_bytes() for file in files}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=make_ids()).logits.double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_model_is_nearer_to_the_adapted_one(kind, tmp_path, capsys):
+    source, adapter = made(tmp_path, kind)
+    before = contents(source)
+    assert run(tmp_path, source, adapter) == 0
+    assert contents(source) == before
+    result = tmp_path / "out" / source.name if source.is_file() else tmp_path / "out"
+    base, merged = (fmoe_ext.stream(path, 2**30, dtype=torch.float32) for path in (source, result))
+    expected = logits(with_adapters(fmoe_ext.stream(source, 2**30, dtype=torch.float32)))
+    assert (logits(merged) - expected).norm() < 0.9 * (logits(base) - expected).norm()
+    certificate = json.loads((tmp_path / "out/merge_certificate.json").read_text())
+    assert 0 < certificate["ratio"] < 1 and certificate["not_better"] == []
+    assert f"all experts: {certificate['ratio']:.3f}" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "ids.npy", "model", "out"]
+
+
+def test_certificate_has_the_error_of_the_outputs(tmp_path):
+    """The ratio of the first layer's w1, computed again from the two folders."""
+    source, adapter = made(tmp_path, "mxfp4")
+    run(tmp_path, source, adapter)
+    model = fmoe_ext.stream(source, 2**30)
+    seen = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_hook(lambda m, given, y: seen.append(given[:2]))
+    whole = tokens().view(-1, 20)
+    with torch.no_grad():
+        model(input_ids=whole[45:])
+    (x, idx), *_ = seen
+    x = x.float()
+    first, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    old, new = (
+        fmoe_ext.frozen.Quantized("mxfp4", t[f"{name}_blocks"], t[f"{name}_scales"]).dequantize()
+        for t in (first, after)
+    )
+    wrapper = with_adapters(model).base_model.model.model.layers[0].mlp.experts
+    while wrapper.parameter_name != "gate_up_proj":
+        wrapper = wrapper.base_layer
+    change = wrapper.get_delta_weight("default").detach().float()
+    ours, without = torch.zeros(()), torch.zeros(())
+    for e in range(len(old)):
+        rows = x[(idx == e).any(1)]
+        ours += (rows @ (new[e] - old[e] - change[e]).T).square().sum()
+        without += (rows @ change[e].T).square().sum()
+    certificate = json.loads((tmp_path / "out/merge_certificate.json").read_text())
+    found = certificate["layers"]["model.layers.0.mlp.experts"]["w1"]["ratio"]
+    assert found == pytest.approx((ours / without).sqrt().item(), rel=1e-3)
+
+
+def test_adapter_too_small_for_the_lattice_is_refused(tmp_path, capsys):
+    source, adapter = made(tmp_path, "mxfp4", std=1e-5)
+    with pytest.raises(SystemExit, match=r"not nearer to the merged weights .*--force writes it"):
+        run(tmp_path, source, adapter)
+    assert not (tmp_path / "out").exists()
+    certificate = json.loads((tmp_path / "out.certificate.json").read_text())
+    assert certificate["ratio"] == 1 and len(certificate["not_better"]) == 4
+    assert run(tmp_path, source, adapter, "--force") == 0
+    assert "error relative to not merging 1.000; rows: file 100%" in capsys.readouterr().out
+    assert contents(tmp_path / "out")["model.safetensors"] == contents(source)["model.safetensors"]
+
+
+def test_nearest_values_need_no_text(tmp_path):
+    source, adapter = made(tmp_path, "mxfp4")
+    assert run(tmp_path, source, adapter, text=False) == 0
+    old, new = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
+    changed = {name for name, value in old.items() if not torch.equal(value, new[name])}
+    assert changed == {name for name in old if name.endswith(("_blocks", "_scales"))}
+
+
+def test_killed_merge_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    source, adapter = made(tmp_path, "mxfp4")
+    run(tmp_path, source, adapter)
+    expected = contents(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "whole")
+    rounded = []
+
+    def dies(*arguments):
+        rounded.append(1)
+        if len(rounded) == 9:
+            raise KeyboardInterrupt
+        return round_packed(*arguments)
+
+    round_packed = repack.round_packed
+    monkeypatch.setattr(repack, "round_packed", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, source, adapter)
+    monkeypatch.setattr(repack, "round_packed", round_packed)
+    assert (tmp_path / ".out.merging").exists() and not (tmp_path / "out").exists()
+    run(tmp_path, source, adapter)
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("name, said", [("gptq", "int4 in another layout"), ("nf4", "nf4"), (None, "floats")])
+def test_other_packings_are_refused(name, said, tmp_path):
+    source = save(tmp_path / "model", dtype=torch.bfloat16, num_hidden_layers=1, **WIDE)
+    if name is not None:
+        pack_linear(source, name)
+    with_adapters(fmoe_ext.stream(source, 2**30, dtype=torch.float32)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        SystemExit, match=f"the experts of .* are {said}.*--to packed is for mxfp4, int4, q4_k"
+    ):
+        run(tmp_path, source, tmp_path / "adapter")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--to", "packed"], "--to packed needs --text or --tokens"),
+        (["--to", "packed", "--dtype", "float32"], "--dtype is of float weights"),
+        (["--to", "packed", "--rounding", "nearest", "--text", "a"], "--rounding nearest reads no text"),
+        (["--force"], "are for --to packed"),
+    ],
+)
+def test_options_that_exclude_each_other(options, said, tmp_path):
+    source, adapter = made(tmp_path, "mxfp4")
+    with pytest.raises(SystemExit, match=said):
+        cli.main(["merge", str(adapter), "--base", str(source), "-o", str(tmp_path / "out"), *options])
+
+
+def test_text_without_a_held_out_part_is_refused(tmp_path):
+    source, adapter = made(tmp_path, "mxfp4")
+    with pytest.raises(CheckpointError, match="held_out=0 leaves no text to measure the error on"):
+        repack.repack(
+            read_adapter(adapter, "rank_major"), source, tmp_path / "out", tokens(), seq_len=20, held_out=0
+        )
