@@ -3,8 +3,10 @@
 import asyncio
 import concurrent.futures
 import os
+import queue
+import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fmoe_ext.remote.errors import CallTimeout
@@ -48,3 +50,23 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+def end_signals() -> Callable[[float], bool]:
+    """Takes SIGTERM and SIGINT from now on -> wait(seconds), True once one came; 0.0 waits without end.
+
+    A handler may run while its thread holds the lock of what it waits for: threading.Event then waits for itself, for
+    ever. A SimpleQueue may be filled in a handler.
+    """
+    came: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: came.put(number))
+
+    def wait(seconds: float) -> bool:
+        try:
+            came.get(timeout=min(seconds, threading.TIMEOUT_MAX) or None)
+        except queue.Empty:
+            return False
+        return True
+
+    return wait

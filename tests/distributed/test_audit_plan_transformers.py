@@ -35,9 +35,9 @@ def test_plan_that_divides_nothing_is_refused(pool):
 
 
 def test_recipe_of_the_page_has_15_lines_at_most_and_is_equal(pool, tmp_path, monkeypatch):
-    code = re.search(r"^```python\n(from transformers.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[
-        1
-    ]
+    code = re.search(
+        r"^```python\n# recipe.py\n(from transformers.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )[1]
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 15
     file = tmp_path / "recipe_of_the_page.py"
     file.write_text(code)

@@ -8,6 +8,8 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -33,6 +35,53 @@ def expert_at(endpoint, uid="expert.0"):
 def step(expert, count=1):
     for _ in range(count):
         expert(torch.randn(4, D)).pow(2).sum().backward()
+
+
+SIGNAL_AT_EVERY_LINE = """
+import os, signal, sys, time
+from fmoe_ext.remote import loop
+
+def at_line(number):
+    left = [number]
+    def trace(frame, event, _):
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return trace
+    return trace
+
+def child(number):
+    has_to_end = loop.end_signals()
+    sys.settrace(at_line(number))
+    os._exit(7 if has_to_end(0.05) or has_to_end(0.05) else 8)
+
+children = {}
+for number in range(1, 41):
+    if (pid := os.fork()) == 0:
+        child(number)
+    children[pid] = number
+end, codes = time.monotonic() + 20, {}
+while children.keys() - codes.keys() and time.monotonic() < end:
+    for pid in children.keys() - codes.keys():
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    time.sleep(0.01)
+hung = sorted(children[pid] for pid in children.keys() - codes.keys())
+for pid in children.keys() - codes.keys():
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+print(hung, sum(code == 7 for code in codes.values()) > 0)
+"""
+
+
+def test_signal_at_any_line_of_the_wait_ends_it():
+    """threading.Event hung where the handler ran while its lock was held."""
+    run = subprocess.run(
+        [sys.executable, "-c", SIGNAL_AT_EVERY_LINE], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "[] True\n", run.stdout + run.stderr
 
 
 def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):

@@ -40,7 +40,7 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
 
 def _zeros(q: Packed) -> torch.Tensor:
     """[E, out, groups] or one number; values and zero points are both stored with 8 added."""
-    return torch.tensor(8) if q.zero is None else _words(q.zero.mT).mT[:, : q.data.shape[1]]
+    return torch.tensor(8, device=q.device) if q.zero is None else _words(q.zero.mT).mT[:, : q.data.shape[1]]
 
 
 def _decode(q: Packed) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 import argparse
 import logging
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = Parser("fmoe-dht", NodeOptions, Command, description=__doc__ or "").read(arguments)
     protocol.allow_more_files()
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    has_to_end = loop.end_signals()
     try:
         discovery, services = loop.run(_open(flags), 30)
     except (OSError, ValueError, DiscoveryError) as error:
         log.error("%s", error)
         return CANNOT
     log.info("DHT node listens on port %d", discovery.node.port)
-    while not stopped.wait(min(flags.stats_report_interval, threading.TIMEOUT_MAX) or None):
+    while not has_to_end(flags.stats_report_interval):
         log.info("Knows %d nodes, keeps %d records", len(discovery.node.table), len(discovery.node.store))
     for service in (*services, discovery):
         loop.run(service.close(), 10)

@@ -4,9 +4,7 @@ import argparse
 import importlib.util
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.custom_module_path is not None:
         _run_file(flags.custom_module_path)
     protocol.allow_more_files()
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    has_to_end = loop.end_signals()
     sys.setswitchinterval(0.001)  # the network's thread must not wait for the one that computes
     try:
         server = make_server(flags)
@@ -135,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CANNOT
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
-    while not stopped.wait(min(interval, threading.TIMEOUT_MAX) or None):
+    while not has_to_end(interval):
         counted = report(server, interval, counted)
     server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
