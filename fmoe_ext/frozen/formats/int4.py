@@ -38,23 +38,23 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts) & 15).flatten(-2)
 
 
-def _zeros(q: Packed) -> torch.Tensor:
-    """[E, out, groups] or one number; values and zero points are both stored with 8 added."""
-    return torch.tensor(8, device=q.device) if q.zero is None else _words(q.zero.mT).mT[:, : q.data.shape[1]]
+def _zeros(q: Packed) -> torch.Tensor | int:
+    """[E, out, groups, 1] or one number; values and zero points are both stored with 8 added."""
+    return 8 if q.zero is None else _words(q.zero.mT).mT[:, : q.data.shape[1], :, None]
 
 
 def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     E, out, groups = q.scale.shape
     values = _words(q.data).reshape(E, out, groups, -1)
-    return ((values - _zeros(q)[..., None]).float() * q.scale.float()[..., None]).flatten(-2)
+    return ((values - _zeros(q)).float() * q.scale.float()[..., None]).flatten(-2)
 
 
 def _grid(q: Packed) -> Grid:
     assert q.scale is not None
     codes = torch.arange(16, dtype=torch.uint8)
     step = q.scale.float()
-    return Grid(codes.float(), codes, step, step * _zeros(q).float())
+    return Grid(codes.float(), codes, step, (step[..., None] * _zeros(q)).flatten(-2))
 
 
 def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
