@@ -56,6 +56,7 @@ def audited(folder, bug, version):
     python = environment.make(folder, *bug.options, f"{bug.package}=={version}")
     status, output, errors = environment.audit(python, bug.recipe)
     assert status in (0, 1), errors
+    output = "\n" + output
     return json.loads(output[output.rindex("\n{\n") :])  # after what the library prints
 
 
