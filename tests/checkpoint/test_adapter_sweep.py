@@ -168,6 +168,13 @@ def test_adapter_is_equal_for_peft_or_refused(architecture, tmp_path):
     assert architecture != "Qwen3MoeForCausalLM" or ("experts", "per-expert") in equal
 
 
+def test_adapters_of_shared_experts_are_not_merged(tmp_path):
+    """Encoder and decoder of DiffusionGemma share experts: the change of one would be lost."""
+    outcomes = sweep("DiffusionGemmaForBlockDiffusion", tmp_path, {"gate_up": KINDS["gate_up"]})
+    assert wrong(outcomes) == {}
+    assert "share model.decoder.layers.0.experts.gate_up_proj" in outcomes["gate_up", "merge"]
+
+
 def sweep_all(folder, kinds):
     found = {}
     for architecture in every_moe():

@@ -13,7 +13,7 @@ from tests.compress import planted
 from tests.formats.format_models import without_float32
 
 ROOT = Path(__file__).resolve().parents[2]
-MEMORY = 24_000_000
+MEMORY = 48_000_000
 DEAD, COPIES = [3, 11, 17, 30], {8: 5, 21: 6, 29: 7, 31: 9}
 # The first call loads the program: a model in that shape, with fewer and smaller layers.
 CHILD = """
@@ -39,9 +39,9 @@ print(json.dumps({"grown": status("VmHWM:") - before, "layers": report["layers"]
     not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc"
 )
 def test_planted_experts_of_a_large_model_go_within_the_memory(tmp_path):
-    sizes = {"experts": 32, "width": 128, "hidden": 96}
+    sizes = {"experts": 32, "width": 128, "hidden": 160}
     planted.make(tmp_path / "small", DEAD, COPIES, None, layers=1, experts=32)
-    folder = planted.make(tmp_path / "model", DEAD, COPIES, None, layers=14, **sizes)
+    folder = planted.make(tmp_path / "model", DEAD, COPIES, None, layers=16, **sizes)
     in_files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert in_files > 5 * MEMORY
     arguments = [str(tmp_path / name) for name in ("small", "model", "out")]

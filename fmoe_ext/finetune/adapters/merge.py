@@ -47,10 +47,12 @@ class _Merge:
         self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})
         self.losses: Losses = {}
         self.changes: dict[str, Callable[[StoredTensor, torch.dtype], StoredTensor]] = {}
+        self.owners: dict[str, str] = {}
         for layer in adapter.layers:
             self._plan_layer(layer)
         for key, (a, b, scaling) in plain_pairs(adapter).items():
             name = str(linear(self.of_base, key))
+            self._claim(name, key)
             self.changes[name] = self._plain(name, a, b, scaling)
 
     def tensor(self, name: str) -> StoredTensor:
@@ -68,10 +70,20 @@ class _Merge:
         if experts is None:
             raise CheckpointError(f"{self.base.folder} has no experts at {layer}")
         for role, names in experts.names.items():
+            for name in set(names):
+                self._claim(name, layer)
             if experts.is_stack:
                 self.changes[names[0]] = self._all(layer, experts, role)
             else:
                 self.changes |= {name: self._one(layer, experts, role, e) for e, name in enumerate(names)}
+
+    def _claim(self, name: str, module: str) -> None:
+        """CheckpointError for a tensor of two modules: merged, both would have the change of one."""
+        if (other := self.owners.setdefault(name, module)) != module:
+            raise CheckpointError(
+                f"{other} and {module} share {name}, and each has an adapter of its own: merged they would be one. "
+                "Leave the adapter unmerged"
+            )
 
     def _of(self, layer: str) -> dict[str, tuple[Factors, Pair]]:
         if self.loaded[0] != layer:

@@ -111,8 +111,15 @@ class _Repack:
         found = {p: m for p, m in self.model.named_modules() if hasattr(m, "is_transposed")}
         self.modules = {path: found[path] for path in found if path in adapter.layers}
         self.files = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
+        owners: dict[tuple[Path, int], str] = {}
         for path, layer in self.files.items():
             _check(source, path, layer)
+            first = next(iter(layer.parts.values())).spans[0][0]
+            if (other := owners.setdefault((first.path, first.begin), path)) != path:
+                raise CheckpointError(
+                    f"{other} and {path} share their experts, and each has an adapter of its own: merged they would be "
+                    "one. Leave the adapter unmerged"
+                )
         self.experts = {path: _experts(m, self.files[path]) for path, m in self.modules.items()}
         self.is_file = source.is_file()
         self.base = None if self.is_file else Base(source)
