@@ -45,8 +45,9 @@ def _scores(report: Mapping[str, Any]) -> str:
     order = relative.sort(1, descending=True).values
     up = [str(i) for i in places(len(layers))]
     along = [str(i) for i in places(values.shape[1])]
+    height = max(20 * len(up), 6 * len(layers))  # a label takes 18 pixels
     picture = figure(
-        order, f"stayed: columns 0 to {report['experts_after'] - 1}", up, along, f"height:{12 * len(up)}px"
+        order, f"stayed: columns 0 to {report['experts_after'] - 1}", up, along, f"height:{height}px"
     )
     return (
         "<h2>Scores</h2><p>Layers on the left; experts in the order of their scores below. The colour is the score "
