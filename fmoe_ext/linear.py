@@ -23,7 +23,9 @@ def cumulative_ends(
     counts = torch.as_tensor(fwd_expert_count)
     if counts.shape != (num_experts,):
         raise ValueError(f"fwd_expert_count must have shape [{num_experts}], but got {list(counts.shape)}")
-    return counts.to(device).cumsum(0, dtype=torch.int32)
+    counts = counts.to(device, torch.int32)
+    # Inductor of torch 2.13 makes int64 of the sums of one number.
+    return counts if num_experts == 1 else counts.cumsum(0, dtype=torch.int32)
 
 
 def check_sizes(**sizes: int) -> None:
