@@ -48,10 +48,13 @@ def bullet(layers, peers):
         f"{span(backward.values())} times the speed of a compiled pipeline on grouped_mm ({len(forward)} models, "
         "16,384 tokens, bfloat16); "
     )
-    beside = ratios(peers["results"]["rows"], "SonicMoE", "both") if peers else {}
-    if not beside:
+    if not peers:
         return text + "SonicMoE was not measured."
-    return text + f"SonicMoE takes {span(beside.values())} times our time for both ({', '.join(beside)})."
+    forward, backward, both = (ratios(peers["results"]["rows"], "SonicMoE", part) for part in PARTS)
+    return text + (
+        f"SonicMoE takes {span(forward.values())} times our time forward, {span(backward.values())} backward, "
+        f"{span(both.values())} in all ({', '.join(both)})."
+    )
 
 
 def layer_table(rows):
