@@ -88,7 +88,7 @@ def test_bad_network_and_dying_servers(etcd, steps, kills):
     done, rng = threading.Event(), random.Random(0)
 
     def replicated():
-        members = [servers[-1].placement.registry.members(uid)[0] for uid in UIDS]
+        members = [servers[-1].placement.registry.view.members(uid)[0] for uid in UIDS]
         alive = {s.placement.name for s in servers}
         return all(m is not None and len(set(m.endpoints) & alive) == 2 for m in members)
 
