@@ -94,14 +94,14 @@ def _run_references(
     found = []
     for dtype in dtypes:
         try:
-            (outcome,) = pool.run(run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout)
+            (outcome,) = pool.run(_run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout)
         except DistributedError as error:
             raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
         found.append(outcome)
     return found[0]
 
 
-def run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[Facts, list[float]]:
+def _run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[Facts, list[float]]:
     """In a process of the pool: one process on the whole batch; files for run_case."""
     case = Case(dtype=dtype)
     initial = Path(folder, "initial")
@@ -133,7 +133,7 @@ def _run(
     found: list[Difference] = []
     text = None
     try:
-        for of_rank in pool.run(run_case, source, case, steps, folder, world_size=size, timeout=timeout):
+        for of_rank in pool.run(_run_case, source, case, steps, folder, world_size=size, timeout=timeout):
             found += of_rank
     except DistributedError as error:
         text = str(error)  # unless a rank has said more
@@ -151,7 +151,7 @@ def _times(paths: Sequence[Path]) -> list[float]:
     return [path.stat().st_mtime for path in paths if path.exists()]
 
 
-def run_case(source: Source, case: Case, steps: int, folder: str) -> list[Difference]:
+def _run_case(source: Source, case: Case, steps: int, folder: str) -> list[Difference]:
     """On every rank of a case: each tensor's distance from the reference; none, and a file, where it fails."""
     found: list[Difference] = []
     rank = torch.distributed.get_rank()

@@ -53,7 +53,7 @@ class Training:
         self.view = ModelView(self.bare)
         if whole is not None:
             self.view.load(dict(whole))
-        self.recorder = Recorder(self.bare, case.padding)
+        self.recorder = _Recorder(self.bare, case.padding)
         if case.recomputation != "none":
             recipe.recompute(self.bare, case.recomputation)
         self.model = recipe.wrap(self.bare, layout)
@@ -118,7 +118,7 @@ class Training:
         return take(whole, first, end), first
 
 
-class Recorder:
+class _Recorder:
     """The outputs of a model's blocks for every sample, of the first forward of each microbatch."""
 
     def __init__(self, model: nn.Module, padding: str) -> None:

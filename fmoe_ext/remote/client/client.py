@@ -76,7 +76,7 @@ class Outcome:
     endpoint: str
 
 
-class Watcher(Protocol):
+class _Watcher(Protocol):
     """The calls of a client to its Auditor; each may raise Cheated."""
 
     async def after_forward(
@@ -197,7 +197,7 @@ class Client:
         self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
         self.counts: Counter[str] = Counter()
         self._attempts = _Attempts(self.discovery, self.settings, self.caller, self.counts)
-        self.watcher: Watcher | None = None
+        self.watcher: _Watcher | None = None
         self.loss = ""  # shown on the pages of the servers that are called
 
     def handle(self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None) -> Handle:

@@ -79,7 +79,7 @@ class Nearby:
     hops: int
 
 
-class Neighbours:
+class _Neighbours:
     """The nodes that this one knows, and what it learns of them by each call: who lives, and what time it is there.
 
     lost: endpoints of forgotten nodes. announced: where others find this node; greeting: calls back to strangers.
@@ -169,7 +169,7 @@ class KademliaNode:
         self.rng = rng or random.Random(secrets.randbits(64))
         self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
         self.node_id = node_id_of(self._identity.public)
-        self.neighbours = Neighbours(self.node_id, transport, self.clock, self.options.call_timeout)
+        self.neighbours = _Neighbours(self.node_id, transport, self.clock, self.options.call_timeout)
         self.table = self.neighbours.table
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None

@@ -23,7 +23,7 @@ HOST_AGAIN = 3.0  # seconds until another server is asked to be a replica
 NOTE_EVERY = 5.0  # seconds between notes of the end in the registry
 
 
-class Members:
+class _Members:
     """Who is a member in a leader's term.
 
     record: as it is in etcd. needed: those whose confirmation an update needs, this server too; a server is needed
@@ -207,7 +207,7 @@ class Leader:
         self.start = self.shipped.version
         self._waiting: list[tuple[int, Finish, Fail]] = []
         self._commits: set[asyncio.Task[None]] = set()
-        self.members = Members(self, record)
+        self.members = _Members(self, record)
 
     def holds(self) -> bool:
         """True while nobody else can lead, by this server's clock; from any thread."""

@@ -71,7 +71,7 @@ log = logging.getLogger("fmoe_ext.remote")
 RETRY_SECONDS = 0.5
 
 
-class View:
+class _View:
     """etcd's keys as this server has seen them last. An older revision of a key never replaces a newer one."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Registry:
         self.store = store
         self.server, self.ttl = server, ttl
         self.changed: Callable[[], None] = lambda: None
-        self.view = View()
+        self.view = _View()
         self.num_returns = 0
         self._revision = 0  # the largest in an answer
         self._cluster = 0

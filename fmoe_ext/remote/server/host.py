@@ -96,7 +96,7 @@ Fail: TypeAlias = "Callable[[Exception], None]"
 WhenCommitted: TypeAlias = "Callable[[str, int, Finish, Fail], None]"
 
 
-def committed_at_once(uid: str, version: int, finish: Finish, fail: Fail) -> None:
+def _committed_at_once(uid: str, version: int, finish: Finish, fail: Fail) -> None:
     """Nobody else has to know of an update before its senders do."""
     finish()
 
@@ -120,7 +120,7 @@ class ExpertHost:
         self.training = training or Training()
         self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
-        self.when_committed: WhenCommitted = committed_at_once
+        self.when_committed: WhenCommitted = _committed_at_once
         self.is_replicated = False  # set before the first expert: steps need a leader
         self.may_step: Callable[[str], None] = lambda uid: None
         self._stack = stack or make_stack(expert_class, hidden_dim, torch.device(device))

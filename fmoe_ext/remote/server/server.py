@@ -104,7 +104,7 @@ class Server:
         self._grpc = grpc.aio.server(options=protocol.server_options(self.options.max_message_bytes))
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
         port = _bind(self._grpc, self.options)
-        self._endpoint = self.options.announce or announced(self.options.listen_on, port)
+        self._endpoint = self.options.announce or _announced(self.options.listen_on, port)
         self.compute.start()
         try:
             if self.checkpoints is not None:
@@ -114,7 +114,7 @@ class Server:
             await self._grpc.start()
             if self.options.http_on is not None:
                 await self.pages.start(self.options.http_on)
-                log.info("Status page at http://%s/", announced(self.options.http_on, self.pages.port))
+                log.info("Status page at http://%s/", _announced(self.options.http_on, self.pages.port))
         except BaseException:
             await self._stop(save=False)
             raise
@@ -272,15 +272,15 @@ def _bytes_in_flight() -> int | None:
     return max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None
 
 
-def announced(listen_on: str, port: int) -> str:
+def _announced(listen_on: str, port: int) -> str:
     """The endpoint that others can reach: the address that is listened on, or for all addresses this host's own."""
     host = listen_on.rpartition(":")[0]
     if host in ("0.0.0.0", "[::]", "*", ""):
-        host = own_address()
+        host = _own_address()
     return f"{host}:{port}"
 
 
-def own_address() -> str:
+def _own_address() -> str:
     """The address of the interface that leads outside; 127.0.0.1 where none does. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
