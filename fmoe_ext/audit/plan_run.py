@@ -97,7 +97,7 @@ def _run_rank(source: _PlanSource, folder: str) -> Rank:
     _env.replace(before | number)
     found = Rank()
     try:
-        _run_rank(recipe, folder, rank, world, found)
+        _train_rank(recipe, folder, rank, world, found)
     except Exception as error:
         dist.barrier()  # lets a rank that is ahead fail by itself
         found.error = f"rank {rank}: {type(error).__name__}: {error}"
@@ -106,7 +106,7 @@ def _run_rank(source: _PlanSource, folder: str) -> Rank:
     return found
 
 
-def _run_rank(recipe: PlanRecipe, folder: str, rank: int, world: int, found: Rank) -> None:
+def _train_rank(recipe: PlanRecipe, folder: str, rank: int, world: int, found: Rank) -> None:
     truth: list[Computed] = torch.load(Path(folder, "truth"), weights_only=False)
     model = make_model(recipe)
     model.load_state_dict(torch.load(Path(folder, "initial")))

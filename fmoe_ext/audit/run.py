@@ -24,10 +24,9 @@ from fmoe_ext.audit.cases import (
     make_cases,
     parse_layout,
 )
-from fmoe_ext.audit.draws import watch_draws
 from fmoe_ext.audit.report import AuditReport, Result
 from fmoe_ext.audit.source import FromConfig, Source, source_of
-from fmoe_ext.audit.training import Facts, Training, look_closely
+from fmoe_ext.audit.training import Facts, Training, look_closely, watch_draws
 from fmoe_ext.audit.values import QUANTITIES, Difference, Step, Value, check_finite, compare
 from fmoe_ext.testing import DistributedError, DistributedPool
 

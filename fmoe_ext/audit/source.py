@@ -20,9 +20,8 @@ from torch import nn
 
 from fmoe_ext._cli import reason
 from fmoe_ext.audit.cases import AuditError, Layout
-from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe
+from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
-from fmoe_ext.audit.spread import spread_experts
 
 NUM_SAMPLES, SEQ_LEN = 12, 8  # of the batches that are made here
 

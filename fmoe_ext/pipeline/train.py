@@ -15,15 +15,28 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
 from fmoe_ext.ep.process_groups import check_same
 from fmoe_ext.gates.accumulation import refuse_all_forwards_first
-from fmoe_ext.pipeline.data_parallel import check_data_parallel, check_tied, joined, num_copies, wrap
+from fmoe_ext.pipeline.data_parallel import (
+    TiedParameters,
+    check_data_parallel,
+    check_tied,
+    joined,
+    num_copies,
+    wrap,
+)
 from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups, sum_over
-from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.materialize import fill, materialize, on_meta
-from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors, num_rows
+from fmoe_ext.pipeline.microbatch import (
+    Tensors,
+    as_tuple,
+    check_tensors,
+    count_targets,
+    map_tensors,
+    num_rows,
+    token_cross_entropy,
+)
 from fmoe_ext.pipeline.overlap import Overlap
 from fmoe_ext.pipeline.schedules import Kind, check_compiled_blocks, find_schedule
 from fmoe_ext.pipeline.stage import Microbatches, Stage, cut
-from fmoe_ext.pipeline.tied import TiedParameters
 from fmoe_ext.pipeline.trace import Span, TimedStage
 
 
