@@ -41,9 +41,7 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:
-        if (
-            future.done()
-        ):  # the coroutine's own error, a CallTimeout for one: from Python 3.11 on they are of one kind
+        if future.done():  # the coroutine's own error: from Python 3.11 on CallTimeout is of the same kind
             return future.result()
         future.cancel()
         raise CallTimeout(f"no answer within {timeout} s") from None

@@ -96,10 +96,10 @@ class _Watcher(Protocol):
 
 
 class _Attempts:
-    """Where an expert is asked, and how often: retries, hedging and re-resolution within a deadline."""
+    """Repeat calls to an expert within a deadline: retries, hedging, re-resolution."""
 
-    def __init__(self, discovery: Cached | None, settings: Settings, caller: Caller, counts: Counter[str]):
-        self._discovery, self._settings, self._caller, self._counts = discovery, settings, caller, counts
+    def __init__(self, client: "Client"):
+        self._client = client
 
     async def of_any(self, handle: Handle, timeout: float, method: str, data: bytes) -> tuple[Message, str]:
         """The answer of any replica of an expert, and its endpoint."""
@@ -112,26 +112,28 @@ class _Attempts:
         begin = time.monotonic()
         deadline, pause = begin + timeout, FIRST_PAUSE
         while True:
-            self._counts["calls"] += 1
+            self._client.counts["calls"] += 1
             try:
                 return await attempt(deadline)
             except PASSING as error:
                 failure = error
             now = time.monotonic()
-            hopeless = isinstance(failure, errors.ExpertGone) and now - begin >= self._settings.patience
+            hopeless = (
+                isinstance(failure, errors.ExpertGone) and now - begin >= self._client.settings.patience
+            )
             if hopeless or now + pause >= deadline:
                 self.note_failure(handle)
                 raise _final(failure, handle, now - begin)
             self._forget(handle)
-            self._counts["retries"] += 1
+            self._client.counts["retries"] += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
         """The record of the expert; ExpertGone if there is none."""
-        if handle.record is None and self._discovery is not None:
+        if handle.record is None and self._client.discovery is not None:
             left = max(0.0, deadline - time.monotonic())
-            (handle.record,) = await self._discovery.get([handle.uid], timeout=left)
+            (handle.record,) = await self._client.discovery.get([handle.uid], timeout=left)
         if handle.record is None or not handle.record.endpoints:
             raise errors.ExpertGone(f"nobody hosts {handle.uid}")
         return handle.record
@@ -146,8 +148,8 @@ class _Attempts:
             while untried or waiting:
                 if untried:
                     endpoint = untried.pop(0)
-                    self._counts["hedges"] += bool(waiting)
-                    call = self._caller.call(endpoint, method, data, deadline - time.monotonic())
+                    self._client.counts["hedges"] += bool(waiting)
+                    call = self._client.caller.call(endpoint, method, data, deadline - time.monotonic())
                     waiting[asyncio.ensure_future(call)] = endpoint
                 pause = self._hedge_after(handle) if untried else None
                 done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
@@ -166,19 +168,19 @@ class _Attempts:
         raise failure
 
     def _hedge_after(self, handle: Handle) -> float:
-        if self._settings.hedge_after is not None:
-            return self._settings.hedge_after
+        if self._client.settings.hedge_after is not None:
+            return self._client.settings.hedge_after
         usual = handle.usual_seconds
         return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
 
     def _forget(self, handle: Handle) -> None:
         """Asks discovery anew at the next attempt."""
-        if self._discovery is not None:
-            self._discovery.forget([handle.uid])
+        if self._client.discovery is not None:
+            self._client.discovery.forget([handle.uid])
             handle.record = None
 
     def note_failure(self, handle: Handle) -> None:
-        self._counts["failures"] += 1
+        self._client.counts["failures"] += 1
         handle.gone_until = time.monotonic() + GONE_FOR
 
 
@@ -196,7 +198,7 @@ class Client:
         check_codec(self.settings.compression)
         self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
         self.counts: Counter[str] = Counter()
-        self._attempts = _Attempts(self.discovery, self.settings, self.caller, self.counts)
+        self._attempts = _Attempts(self)
         self.watcher: _Watcher | None = None
         self.loss = ""  # shown on the pages of the servers that are called
 

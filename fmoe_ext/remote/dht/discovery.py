@@ -41,9 +41,8 @@ from fmoe_ext.remote.security import Credentials
 
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote.dht")
-INCARNATION = (
-    "incarnation"  # of a record's metadata: when its process made its first claim, and a random number
-)
+# Key of a record's metadata: when its process made its first claim, and a random number.
+INCARNATION = "incarnation"
 SHARE_FOR_LOOKUP = 0.6  # of the time that declare() has
 
 
@@ -190,16 +189,13 @@ class KademliaDiscovery(Discovery):
             return record is None
         theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
         declared = self._declared.get(uid)
-        is_new = (
-            declared is not None and record.sequence > declared.sequence
-        )  # it was written by a living process
+        # written by a living process
+        is_new = declared is not None and record.sequence > declared.sequence
         if is_new and theirs not in ("", mine, *self._copies):
             self._copies.add(theirs)
-            log.error(
-                "two servers have one identity: %s is also claimed at %s, by the one that began %s; "
-                "give each server a key of its own",
-                *(uid, record.endpoint, "earlier and keeps it" if theirs < mine else "later"),
-            )
+            began = "earlier and keeps it" if theirs < mine else "later"
+            text = "two servers have one identity: %s is also claimed at %s, by the one that began %s; "
+            log.error(text + "give each server a key of its own", uid, record.endpoint, began)
         return theirs not in self._copies or theirs > mine
 
     def _own_incarnation(self) -> str:
@@ -274,9 +270,8 @@ class KademliaDiscovery(Discovery):
         self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> None:
         if records:
-            signed = [
-                self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records
-            ]  # lives as long as what it takes back
+            # lives as long as what it takes back
+            signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records]
             await self._put(signed, near, timeout)
         for record in records:
             self._declared.pop(record.uid, None)

@@ -24,7 +24,7 @@ NOTE_EVERY = 5.0  # seconds between notes of the end in the registry
 
 
 class _Members:
-    """Who is a member in a leader's term.
+    """Members of an expert in a leader's term.
 
     record: as it is in etcd. needed: those whose confirmation an update needs, this server too; a server is needed
     before the record has it, and until a record without it is written. senders: of members and of servers that join.

@@ -102,9 +102,8 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
     starts = record.starts
     if action is Action.RECOVER:  # what its log lacks is no part of the history any more
         starts = {t: v for t, v in starts.items() if int(t) <= vacancy.end.term.number}
-    if (
-        vacancy.start is not None and vacancy.end >= known
-    ):  # the last leader may have died before its first note
+    # the last leader may have died before its first note
+    if vacancy.start is not None and vacancy.end >= known:
         starts = with_start(starts, vacancy.end.term.number, vacancy.start)
     requests = vacancy.requests if vacancy.end == known else record.requests
     return replace(

@@ -92,10 +92,8 @@ class Succession:
         if any(replica.loss):
             for name, count in zip(("updates_lost_total", "gradients_lost_total"), replica.loss, strict=True):
                 self._site.server.metrics.add(name, count)
-            log.error(
-                "%s lost at least %d updates, which were %d gradients or more: no replica had them",
-                *(replica.uid, *replica.loss),
-            )
+            text = "%s lost at least %d updates, which were %d gradients or more: no replica had them"
+            log.error(text, replica.uid, *replica.loss)
             replica.loss = 0, 0
         replica.ledger.lacks = 0
         task = asyncio.create_task(leader.confirm())

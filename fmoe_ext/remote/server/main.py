@@ -91,10 +91,11 @@ def _report(server: Server, seconds: float, before: dict[str, float]) -> dict[st
         "rows": float(sum(expert.num_rows for expert in list(server.host.experts.values()))),
     }
     new = {key: value - before.get(key, 0) for key, value in now.items()}
-    log.info(
-        "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting",
-        *(new["batches"], seconds, new["forward"], new["rows"], new["backward"], len(server.queue)),
+    batches, rows, forward, backward = (new[key] for key in ("batches", "rows", "forward", "backward"))
+    text = (
+        "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting"
     )
+    log.info(text, batches, seconds, forward, rows, backward, len(server.queue))
     return now
 
 

@@ -110,10 +110,8 @@ class Saver:
         while True:
             await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
             self.late = time.monotonic() - begin
-            log.warning(
-                "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s",
-                *(self._writing, self.late, period),
-            )
+            text = "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s"
+            log.warning(text, self._writing, self.late, period)
 
     async def save(self, patience: float | None = None) -> dict[str, str]:
         """Writes every expert that has changed since it was written -> why others could not be, by uid.
