@@ -40,11 +40,7 @@ class _PlanSource:
 
 
 def audit_plan(
-    what: str | PlanRecipe,
-    *,
-    timeout: float = 300.0,
-    pool: DistributedPool | None = None,
-    **changes: Any,
+    what: str | PlanRecipe, *, timeout: float = 300.0, pool: DistributedPool | None = None, **changes: Any
 ) -> PlanReport:
     """Train a model under a parallel plan and compare every tensor with one process.
 

@@ -116,13 +116,7 @@ def _run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple
 
 
 def _run(
-    pool: DistributedPool,
-    source: Source,
-    case: Case,
-    steps: int,
-    folder: str,
-    bound: float,
-    timeout: float,
+    pool: DistributedPool, source: Source, case: Case, steps: int, folder: str, bound: float, timeout: float
 ) -> Result:
     began = time.monotonic()
     size = case.layout.num_ranks

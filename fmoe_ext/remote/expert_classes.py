@@ -160,9 +160,7 @@ def find_expert_class(name: str) -> ExpertClass:
 
 
 def register_expert_class(
-    name: str,
-    sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]],
-    keywords: Sequence[str] = (),
+    name: str, sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]], keywords: Sequence[str] = ()
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Class decorator: lets servers host a module as --expert_cls name; the module is made as cls(hidden_dim).
 

@@ -47,10 +47,7 @@ class NodeOptions:
         None, "host:port that others should call, if it is not where they see this node", type=endpoint
     )
     relay: str | None = flag(
-        None,
-        "host:port of a relay through which this node can be reached",
-        type=endpoint,
-        group=UNREACHABLE,
+        None, "host:port of a relay through which this node can be reached", type=endpoint, group=UNREACHABLE
     )
     relay_token: str = flag(
         "", "token of the relay, this one or that one", needs=("relay", "relay_on"), group=UNREACHABLE

@@ -326,10 +326,7 @@ class EtcdDiscovery(Discovery):
         for uid in map(check_uid, uids):
             key = leader_key(uid)
             answer = await self.etcd.transact(
-                [created_at(key, 0)],
-                [put(key, value, lease)],
-                [read(key)],
-                deadline - time.monotonic(),
+                [created_at(key, 0)], [put(key, value, lease)], [read(key)], deadline - time.monotonic()
             )
             owner = None if answer.succeeded or not answer.ranges[0] else answer.ranges[0][0]
             if answer.succeeded or (owner is not None and owner.value == value):

@@ -32,10 +32,7 @@ def make_server(flags: argparse.Namespace) -> Server:
     """The server that the flags describe, not yet started."""
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
     options = build(
-        Options,
-        flags,
-        training=build(Training, flags),
-        security=build(Security, flags, tokens=tokens),
+        Options, flags, training=build(Training, flags), security=build(Security, flags, tokens=tokens)
     )
     return Server(options, _placement(flags, tokens))
 
