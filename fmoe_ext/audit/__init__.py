@@ -15,10 +15,9 @@ from fmoe_ext.audit.cases import AuditError, Case, Layout
 from fmoe_ext.audit.plan import Parallel, PlanRecipe
 from fmoe_ext.audit.plan_report import PlanReport
 from fmoe_ext.audit.plan_run import audit_plan
-from fmoe_ext.audit.recipe import Part, Recipe
+from fmoe_ext.audit.recipe import Part, Recipe, spread_experts
 from fmoe_ext.audit.report import AuditReport, Result
 from fmoe_ext.audit.run import audit
-from fmoe_ext.audit.spread import spread_experts
 
 __all__ = [
     "AuditError",

@@ -48,11 +48,11 @@ class Parallel:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters or modules of this rank under the names of the model that was given."""
-        return {plain_name(name): p for name, p in self.model.named_parameters()}
+        return {_plain_name(name): p for name, p in self.model.named_parameters()}
 
     def modules(self) -> dict[str, nn.Module]:
         """Parameters or modules of this rank under the names of the model that was given."""
-        return {plain_name(name): module for name, module in self.model.named_modules()}
+        return {_plain_name(name): module for name, module in self.model.named_modules()}
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
         """Gradient of a parameter, as it is on this rank."""
@@ -67,7 +67,7 @@ class Parallel:
         """Undo what the plan left in this process, after the last step."""
 
 
-def mean_loss(model: Any, batch: Batch) -> torch.Tensor:
+def _mean_loss(model: Any, batch: Batch) -> torch.Tensor:
     """Loss that a model of Transformers returns."""
     return loss_of_transformers(model, batch)
 
@@ -90,7 +90,7 @@ class PlanRecipe:
     model: Callable[[], nn.Module]
     parallelize: Callable[[nn.Module, int, int], Any]
     batch: Callable[[int], Batch] | None = None
-    loss: Callable[[Any, Batch], torch.Tensor] = mean_loss
+    loss: Callable[[Any, Batch], torch.Tensor] = _mean_loss
     optimizer: Callable[[Any], Optimizer] = make_optimizer
     world: int = 2
     dtype: str = "float64"
@@ -109,7 +109,7 @@ class PlanRecipe:
         """The whole batch of a step; random tokens if the recipe has none and the model is one of Transformers."""
         if self.batch is not None:
             return self.batch(step)
-        if not is_of_transformers(model):
+        if not _is_of_transformers(model):
             raise AuditError(
                 f"no batch can be made for {type(model).__name__}: give batch(step) -> dict of tensors"
             )
@@ -122,17 +122,17 @@ class PlanRecipe:
             return self.tolerance
         if self.dtype == "float32":
             return 1e-5
-        return 1e-5 if is_of_transformers(model) else 1e-12
+        return 1e-5 if _is_of_transformers(model) else 1e-12
 
 
-def is_of_transformers(model: Any) -> bool:
+def _is_of_transformers(model: Any) -> bool:
     """True for a PreTrainedModel of Transformers."""
     return hasattr(getattr(model, "config", None), "to_dict") and hasattr(
         model, "gradient_checkpointing_enable"
     )
 
 
-def plain_name(name: str) -> str:
+def _plain_name(name: str) -> str:
     """A name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 

@@ -24,7 +24,7 @@ from fmoe_ext.testing import DistributedError, DistributedPool
 
 
 @dataclass(frozen=True)
-class PlanSource:
+class _PlanSource:
     """A recipe that every process makes for itself: of a file or module, of a function in it, or one that was given."""
 
     place: str = ""
@@ -40,11 +40,7 @@ class PlanSource:
 
 
 def audit_plan(
-    what: str | PlanRecipe,
-    *,
-    timeout: float = 300.0,
-    pool: DistributedPool | None = None,
-    **changes: Any,
+    what: str | PlanRecipe, *, timeout: float = 300.0, pool: DistributedPool | None = None, **changes: Any
 ) -> PlanReport:
     """Train a model under a parallel plan and compare every tensor with one process.
 
@@ -52,24 +48,24 @@ def audit_plan(
     the recipe, such as world=4. Raises AuditError for what cannot be run; what a rank raises is part of the report.
     """
     pairs = tuple(changes.items())
-    source = PlanSource(what, None, pairs) if isinstance(what, str) else PlanSource("", what, pairs)
+    source = _PlanSource(what, None, pairs) if isinstance(what, str) else _PlanSource("", what, pairs)
     world, began = source().world, time.monotonic()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if pool is None:
             pool = stack.enter_context(DistributedPool(world))
         try:
-            ((names, losses),) = pool.run(run_reference, source, folder, world_size=1, timeout=timeout)
+            ((names, losses),) = pool.run(_run_reference, source, folder, world_size=1, timeout=timeout)
         except DistributedError as error:
             raise AuditError(f"the training fails in one process:\n{_last_line(error)}") from None
         try:
-            ranks = pool.run(run_rank, source, folder, world_size=world, timeout=timeout)
+            ranks = pool.run(_run_rank, source, folder, world_size=world, timeout=timeout)
         except DistributedError as error:
             ranks = [Rank(error=str(error))]
     return PlanReport(ranks, names, losses, source().steps, world, time.monotonic() - began)
 
 
-def run_reference(source: PlanSource, folder: str) -> tuple[list[str], list[float]]:
+def _run_reference(source: _PlanSource, folder: str) -> tuple[list[str], list[float]]:
     """In one process: a file of every step's tensors -> names of the parameters, losses."""
     recipe = source()
     model = make_model(recipe)
@@ -88,7 +84,7 @@ def run_reference(source: PlanSource, folder: str) -> tuple[list[str], list[floa
     return order, [computed.loss.item() for computed in history if computed.loss is not None]
 
 
-def run_rank(source: PlanSource, folder: str) -> Rank:
+def _run_rank(source: _PlanSource, folder: str) -> Rank:
     """On every rank: the errors of all tensors of this rank."""
     recipe, rank, world = source(), dist.get_rank(), dist.get_world_size()
     number = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -97,7 +93,7 @@ def run_rank(source: PlanSource, folder: str) -> Rank:
     _env.replace(before | number)
     found = Rank()
     try:
-        _run_rank(recipe, folder, rank, world, found)
+        _train_rank(recipe, folder, rank, world, found)
     except Exception as error:
         dist.barrier()  # lets a rank that is ahead fail by itself
         found.error = f"rank {rank}: {type(error).__name__}: {error}"
@@ -106,7 +102,7 @@ def run_rank(source: PlanSource, folder: str) -> Rank:
     return found
 
 
-def _run_rank(recipe: PlanRecipe, folder: str, rank: int, world: int, found: Rank) -> None:
+def _train_rank(recipe: PlanRecipe, folder: str, rank: int, world: int, found: Rank) -> None:
     truth: list[Computed] = torch.load(Path(folder, "truth"), weights_only=False)
     model = make_model(recipe)
     model.load_state_dict(torch.load(Path(folder, "initial")))

@@ -60,7 +60,7 @@ def train(
     parallel.prepare(recipe)
     parameters = parallel.parameters()
     yield 0, Computed(parameter=_copies(parameters)), parameters
-    recorder = OutputRecorder(parallel.modules())
+    recorder = _OutputRecorder(parallel.modules())
     for number, batch in enumerate(batches, 1):
         torch.manual_seed(SEED + number)
         part = share_of(batch, parallel.share)
@@ -90,7 +90,7 @@ def mean_over_parts(loss: torch.Tensor | None, share: tuple[int, int]) -> torch.
     return torch.stack(list(parts.values())).mean()
 
 
-class OutputRecorder:
+class _OutputRecorder:
     """The first output of every module's first call in a step, on this rank."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -99,7 +99,7 @@ class OutputRecorder:
         for name, module in modules.items():
             module.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
 
-    def __enter__(self) -> OutputRecorder:
+    def __enter__(self) -> _OutputRecorder:
         self._on = True
         return self
 
@@ -112,12 +112,12 @@ class OutputRecorder:
         return outputs
 
     def _keep(self, name: str, out: Any) -> None:
-        x = first_tensor(out)
+        x = _first_tensor(out)
         if self._on and x is not None and name not in self._outputs and x.is_floating_point():
             self._outputs[name] = x.detach().clone()
 
 
-def first_tensor(out: Any) -> torch.Tensor | None:
+def _first_tensor(out: Any) -> torch.Tensor | None:
     """A tensor, the logits of a model's output, or the first tensor in it."""
     if isinstance(out, torch.Tensor):
         return out

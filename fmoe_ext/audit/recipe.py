@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext.audit.cases import AuditError, Layout
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
+from fmoe_ext.layers import FMoE
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
 MASKS = ("attention_mask", "valid")
 NOT_A_TARGET = -100  # what cross_entropy ignores
-NUM_PADDED = 3  # columns that pad() adds
+NUM_PADDED = 3  # columns that _pad() adds
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,65 @@ def count_tokens(batch: Batch) -> int:
     return num_samples(batch)
 
 
-def weight_by_tokens(part: Part) -> float:
+def _weight_by_tokens(part: Part) -> float:
     """Makes the sum over microbatches, averaged over ranks, of mean losses the mean over the whole batch."""
     return part.num_ranks * count_tokens(part.batch) / max(count_tokens(part.whole), 1)
 
 
-def weight_by_samples(part: Part) -> float:
+def _weight_by_samples(part: Part) -> float:
     """Makes the sum over the microbatches of a rank, of a loss that all ranks share, that loss once."""
     return num_samples(part.batch) / max(num_samples(part.of_rank), 1)
 
 
-def data_parallel(model: nn.Module, layout: Layout) -> nn.Module:
+def _data_parallel(model: nn.Module, layout: Layout) -> nn.Module:
     """DistributedGroupedDataParallel over the groups of the layout; the model itself in one process."""
     if layout.groups is None:
         return model
     return DistributedGroupedDataParallel(model, **layout.groups.data_parallel_kwargs())
 
 
-def reduce_gradients(model: nn.Module) -> None:
+def spread_experts(model: nn.Module, layout: Layout) -> nn.Module:
+    """Leaves on this rank its share of the experts of every FMoE layer -> the model, changed in place.
+
+    Raises AuditError for layers that are spread already, or whose experts do not divide.
+    """
+    if layout.groups is None:
+        return model
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FMoE)}
+    if not layers and layout.ep > 1:
+        raise AuditError(
+            f"{type(model).__name__} has no FMoE layer whose experts could be spread over {layout.ep} ranks: give a "
+            'function that builds it for a layout, or leave_out={"ep": reason}'
+        )
+    for name, layer in layers.items():
+        _spread(name, layer, layout)
+    return model
+
+
+def _spread(name: str, layer: FMoE, layout: Layout) -> None:
+    assert layout.groups is not None
+    if layer.expert_parallel is not None:
+        raise AuditError(
+            f"{name} is spread over ranks already: audit() takes a model that was made for one process"
+        )
+    if layer.num_experts % layout.ep:
+        raise AuditError(
+            f"{name} has {layer.num_experts} experts, which {layout.ep} ranks cannot share evenly"
+        )
+    if layout.ep > 1:
+        layer.spread(layout.groups.ep, gate_group=layout.groups.world)
+    else:
+        layer.share_gate(layout.groups.world)
+    layer.mark_parallel_comm("moe")
+
+
+def _reduce_gradients(model: nn.Module) -> None:
     """allreduce_params() of a DistributedGroupedDataParallel; nothing for other models."""
     if isinstance(model, DistributedGroupedDataParallel):
         model.allreduce_params()
 
 
-def clip_gradients(model: nn.Module, max_norm: float = 0.1) -> torch.Tensor:
+def _clip_gradients(model: nn.Module, max_norm: float = 0.1) -> torch.Tensor:
     """Clips by the norm of all gradients of the job -> that norm; max_norm is small, so that clipping acts."""
     if isinstance(model, DistributedGroupedDataParallel):
         return clip_grad_norm_(model, max_norm)
@@ -80,7 +116,7 @@ def make_optimizer(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def recompute_blocks(model: Any, kind: str) -> None:
+def _recompute_blocks(model: Any, kind: str) -> None:
     """torch.utils.checkpoint around every block of blocks_of(model), or a Transformers model's own."""
     reentrant = kind == "reentrant"
     if hasattr(model, "gradient_checkpointing_enable"):
@@ -107,7 +143,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def pad(batch: Batch, side: str) -> Batch:
+def _pad(batch: Batch, side: str) -> Batch:
     """NUM_PADDED columns to the left or right of every tensor [B, S, ...], which the batch's mask excludes."""
     mask = next((batch[name] for name in MASKS if name in batch), None)
     if mask is None:
@@ -153,15 +189,15 @@ class Recipe:
     build: Callable[[Layout], nn.Module]
     batch: Callable[[int], Batch]
     loss: Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-    weight: Callable[[Part], float] = weight_by_tokens
-    shared_weight: Callable[[Part], float] = weight_by_samples
+    weight: Callable[[Part], float] = _weight_by_tokens
+    shared_weight: Callable[[Part], float] = _weight_by_samples
     accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager[Any]] = _accumulate_nothing
-    wrap: Callable[[nn.Module, Layout], nn.Module] = data_parallel
-    reduce: Callable[[Any], None] = reduce_gradients
-    clip: Callable[[Any], torch.Tensor | None] = clip_gradients
+    wrap: Callable[[nn.Module, Layout], nn.Module] = _data_parallel
+    reduce: Callable[[Any], None] = _reduce_gradients
+    clip: Callable[[Any], torch.Tensor | None] = _clip_gradients
     optimizer: Callable[[Any], Optimizer] = make_optimizer
-    recompute: Callable[[Any, str], None] = recompute_blocks
-    pad: Callable[[Batch, str], Batch] = pad
+    recompute: Callable[[Any, str], None] = _recompute_blocks
+    pad: Callable[[Batch, str], Batch] = _pad
     leave_out: Mapping[str, str] = field(default_factory=dict)
 
 

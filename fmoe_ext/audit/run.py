@@ -24,10 +24,9 @@ from fmoe_ext.audit.cases import (
     make_cases,
     parse_layout,
 )
-from fmoe_ext.audit.draws import watch_draws
 from fmoe_ext.audit.report import AuditReport, Result
 from fmoe_ext.audit.source import FromConfig, Source, source_of
-from fmoe_ext.audit.training import Facts, Training, look_closely
+from fmoe_ext.audit.training import Facts, Training, look_closely, watch_draws
 from fmoe_ext.audit.values import QUANTITIES, Difference, Step, Value, check_finite, compare
 from fmoe_ext.testing import DistributedError, DistributedPool
 
@@ -94,14 +93,14 @@ def _run_references(
     found = []
     for dtype in dtypes:
         try:
-            (outcome,) = pool.run(run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout)
+            (outcome,) = pool.run(_run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout)
         except DistributedError as error:
             raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
         found.append(outcome)
     return found[0]
 
 
-def run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[Facts, list[float]]:
+def _run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[Facts, list[float]]:
     """In a process of the pool: one process on the whole batch; files for run_case."""
     case = Case(dtype=dtype)
     initial = Path(folder, "initial")
@@ -117,13 +116,7 @@ def run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[
 
 
 def _run(
-    pool: DistributedPool,
-    source: Source,
-    case: Case,
-    steps: int,
-    folder: str,
-    bound: float,
-    timeout: float,
+    pool: DistributedPool, source: Source, case: Case, steps: int, folder: str, bound: float, timeout: float
 ) -> Result:
     began = time.monotonic()
     size = case.layout.num_ranks
@@ -133,7 +126,7 @@ def _run(
     found: list[Difference] = []
     text = None
     try:
-        for of_rank in pool.run(run_case, source, case, steps, folder, world_size=size, timeout=timeout):
+        for of_rank in pool.run(_run_case, source, case, steps, folder, world_size=size, timeout=timeout):
             found += of_rank
     except DistributedError as error:
         text = str(error)  # unless a rank has said more
@@ -151,7 +144,7 @@ def _times(paths: Sequence[Path]) -> list[float]:
     return [path.stat().st_mtime for path in paths if path.exists()]
 
 
-def run_case(source: Source, case: Case, steps: int, folder: str) -> list[Difference]:
+def _run_case(source: Source, case: Case, steps: int, folder: str) -> list[Difference]:
     """On every rank of a case: each tensor's distance from the reference; none, and a file, where it fails."""
     found: list[Difference] = []
     rank = torch.distributed.get_rank()

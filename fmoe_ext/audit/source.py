@@ -20,15 +20,14 @@ from torch import nn
 
 from fmoe_ext._cli import reason
 from fmoe_ext.audit.cases import AuditError, Layout
-from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe
+from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
-from fmoe_ext.audit.spread import spread_experts
 
 NUM_SAMPLES, SEQ_LEN = 12, 8  # of the batches that are made here
 
 
 @dataclass(frozen=True)
-class Named:
+class _Named:
     """A recipe at "module:function" or "file.py:function", imported where it is needed."""
 
     place: str
@@ -42,7 +41,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Given:
+class _Given:
     """A recipe that can be pickled."""
 
     recipe: Recipe
@@ -52,7 +51,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Copies:
+class _Copies:
     """build(layout) for a module that was given: a copy, with its FMoE layers' experts spread over ranks."""
 
     pickled: bytes
@@ -95,7 +94,7 @@ def loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
-Source: TypeAlias = Named | Given
+Source: TypeAlias = _Named | _Given
 
 
 def source_of(what: Any, **parts: Any) -> Source:
@@ -103,14 +102,14 @@ def source_of(what: Any, **parts: Any) -> Source:
     if isinstance(what, str):
         if parts:
             raise AuditError(f"{what!r} makes a whole recipe: {', '.join(parts)} belong into it")
-        Named(what)()  # says here what is wrong with it
-        return Named(what)
+        _Named(what)()  # says here what is wrong with it
+        return _Named(what)
     if isinstance(what, Recipe):
         if parts:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
-        return Given(_picklable(what))
+        return _Given(_picklable(what))
     if isinstance(what, nn.Module):
-        return Given(_picklable(Recipe(**(_parts_of_model(what) | parts))))
+        return _Given(_picklable(Recipe(**(_parts_of_model(what) | parts))))
     if callable(what):
         missing = [name for name in ("batch", "loss") if name not in parts]
         if missing:
@@ -118,7 +117,7 @@ def source_of(what: Any, **parts: Any) -> Source:
                 f"a function that builds a model needs {' and '.join(missing)} as well, "
                 "batch(step) -> dict of tensors, loss(model, batch) -> mean loss; or give a Recipe"
             )
-        return Given(_picklable(Recipe(build=what, **parts)))
+        return _Given(_picklable(Recipe(build=what, **parts)))
     raise AuditError(
         "audit() takes a Recipe, a function layout -> model, a model, or 'module:function', "
         f"but got a {type(what).__name__}"
@@ -146,7 +145,7 @@ def _parts_of_model(model: nn.Module) -> dict[str, Any]:
         raise AuditError(
             f"{type(model).__name__} cannot be sent to other processes ({error}): give a function that builds it"
         ) from error
-    return {"build": Copies(buffer.getvalue())}
+    return {"build": _Copies(buffer.getvalue())}
 
 
 def _takes_positions(model: nn.Module) -> bool:

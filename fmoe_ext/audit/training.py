@@ -1,15 +1,16 @@
-"""The steps of one case on one rank, and what they computed."""
+"""The steps of one case on one rank, what they computed, and which modules draw random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fmoe_ext.audit.cases import AuditError, Case
 from fmoe_ext.audit.recipe import (
@@ -53,7 +54,7 @@ class Training:
         self.view = ModelView(self.bare)
         if whole is not None:
             self.view.load(dict(whole))
-        self.recorder = Recorder(self.bare, case.padding)
+        self.recorder = _Recorder(self.bare, case.padding)
         if case.recomputation != "none":
             recipe.recompute(self.bare, case.recomputation)
         self.model = recipe.wrap(self.bare, layout)
@@ -118,7 +119,7 @@ class Training:
         return take(whole, first, end), first
 
 
-class Recorder:
+class _Recorder:
     """The outputs of a model's blocks for every sample, of the first forward of each microbatch."""
 
     def __init__(self, model: nn.Module, padding: str) -> None:
@@ -202,3 +203,36 @@ def _num_columns(padded: Batch, batch: Batch) -> int:
 
 def _cast(batch: Batch, dtype: str) -> Batch:
     return {k: x.to(getattr(torch, dtype)) if x.is_floating_point() else x for k, x in batch.items()}
+
+
+@contextmanager
+def watch_draws(model: nn.Module) -> Iterator[dict[str, None]]:
+    """The names of the innermost modules of a model whose forwards draw from torch's generator of the CPU.
+
+    No two layouts draw the same numbers, so that they differ without a mistake.
+    """
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    found: dict[str, None] = {}
+    running: list[tuple[torch.Tensor, int]] = []
+    num_draws = 0
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if module in names:
+            running.append((torch.get_rng_state(), num_draws))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        nonlocal num_draws
+        if module not in names:
+            return
+        state, num_before = running.pop()
+        if num_draws == num_before and not torch.equal(state, torch.get_rng_state()):
+            found[names[module]] = None
+            num_draws += 1
+
+    # not the modules' own hooks: with those, experts would run in another way
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

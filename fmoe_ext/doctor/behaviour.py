@@ -49,10 +49,7 @@ def _as_in_training(case: Case) -> Iterator[Finding]:
         # Sinkhorn balances in training only
         bad = True if other.shape != choices.shape else False if same else None
         yield verdict(
-            "evaluation",
-            name,
-            bad,
-            f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation",
+            "evaluation", name, bad, f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation"
         )
 
 

@@ -221,7 +221,7 @@ def balance(case: Case) -> Iterator[Finding]:
     text = ", ".join(f"{name} {n:.5g}" for name, n in numbers.items())
     yield verdict("balance-size", "", bad, f"{balance:.5g}; {text}")
     if s.with_top_k is not None:
-        sizes = [float(s.parts(double_of(s.with_top_k(k)), s.batch)[1].detach()) for k in (1, 2)]
+        sizes = [float(s.parts(_double_of(s.with_top_k(k)), s.batch)[1].detach()) for k in (1, 2)]
         yield verdict("balance-size", "top k", off(*sizes) > 0.4, f"K=1 {sizes[0]:.5g}, K=2 {sizes[1]:.5g}")
     if s.padded is not None:
         padded = s.parts(case.copy(), s.padded)
@@ -239,7 +239,7 @@ def _parts(case: Case, seed: int) -> tuple[float, float]:
     return float(task.detach()), float(balance.detach())
 
 
-def double_of(model: torch.nn.Module) -> torch.nn.Module:
+def _double_of(model: torch.nn.Module) -> torch.nn.Module:
     return model.double().train()
 
 

@@ -23,21 +23,21 @@ Batch: TypeAlias = Any
 Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
 
 
-def output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Loss that the model returns, else a fixed random projection of its first floating output."""
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(output, "loss", None)
-    return loss if isinstance(loss, torch.Tensor) else projected(output)
+    return loss if isinstance(loss, torch.Tensor) else _projected(output)
 
 
-def projected(output: Any) -> torch.Tensor:
-    value = first_floating(output)
+def _projected(output: Any) -> torch.Tensor:
+    value = _first_floating(output)
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(value.shape[1:], generator=generator, dtype=torch.float64)
     return (value.double().square() * (1 + weights.abs()) + value.double() * weights).mean()
 
 
-def first_floating(output: Any) -> torch.Tensor:
+def _first_floating(output: Any) -> torch.Tensor:
     """First floating-point tensor in a nest of outputs; ValueError if there is none."""
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return output
@@ -58,12 +58,12 @@ def train_step(
     optimizer.step()
 
 
-def load_by_name(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> Any:
+def _load_by_name(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> Any:
     """Load the tensors that the model has."""
     return model.load_state_dict(saved, strict=False)
 
 
-def recomputed(forward: Callable[..., Any], *args: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], *args: Any) -> Any:
     """Run a layer under torch's activation checkpointing without reentrance."""
     return checkpoint(forward, *args, use_reentrant=False)
 
@@ -82,7 +82,7 @@ class Subject:
 
     model: nn.Module
     batch: Batch
-    loss: Loss = output_loss
+    loss: Loss = _output_loss
     parts: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None
     balance_weight: float = 1.0
     padded: Batch | None = None
@@ -92,11 +92,11 @@ class Subject:
     merge: Callable[[Any], nn.Module] | None = None
     clip: Callable[[nn.Module, float], Any] | None = None
     build: Callable[[], nn.Module] | None = None
-    recompute: Callable[..., Any] = recomputed
+    recompute: Callable[..., Any] = _recomputed
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     step: Callable[..., None] = train_step
     save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict
-    load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = load_by_name
+    load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = _load_by_name
     save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
     upcycled: bool = False
 
@@ -133,7 +133,7 @@ def double(value: Any) -> Any:
 def read(place: str) -> Subject:
     """Make the Subject that "file.py:make" returns (or (model, batch)), or a small one of a Transformers folder."""
     if ":" not in place:
-        return from_folder(place)
+        return _from_folder(place)
     made = find(place)()
     if isinstance(made, Subject):
         return made
@@ -144,7 +144,7 @@ def read(place: str) -> Subject:
     )
 
 
-def from_folder(folder: str) -> Subject:
+def _from_folder(folder: str) -> Subject:
     import transformers
 
     try:

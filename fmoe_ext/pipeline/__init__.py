@@ -6,8 +6,7 @@ Pipe runs the layers of an nn.Sequential on the devices of one process; split() 
 from fmoe_ext.pipeline.balance import balance_by_size, balance_by_time, balance_cost
 from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, defer_batch_norm
 from fmoe_ext.pipeline.groups import PipelineGroups, init_groups
-from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
-from fmoe_ext.pipeline.microbatch import NoChunk
+from fmoe_ext.pipeline.microbatch import NoChunk, count_targets, token_cross_entropy
 from fmoe_ext.pipeline.pipe import BalanceError, Pipe
 from fmoe_ext.pipeline.schedules import SCHEDULES
 from fmoe_ext.pipeline.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables

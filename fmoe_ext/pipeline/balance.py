@@ -30,12 +30,7 @@ def balance_by_time(
 
 
 def balance_by_size(
-    partitions: int,
-    module: nn.Sequential,
-    sample: Values,
-    *,
-    chunks: int = 1,
-    param_scale: float = 2.0,
+    partitions: int, module: nn.Sequential, sample: Values, *, chunks: int = 1, param_scale: float = 2.0
 ) -> list[int]:
     """Layers a partition, such that the largest partition's memory is as small as possible.
 

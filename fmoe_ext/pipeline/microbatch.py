@@ -1,9 +1,10 @@
-"""Cutting a batch into microbatches and putting their results together again."""
+"""Cutting a batch into microbatches, putting their results together again, and losses that are sums over them."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -114,3 +115,25 @@ def num_rows(batch: Values) -> int:
 def move(value: Values, device: torch.device) -> Values:
     """value on a device; gradients travel back."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), value)
+
+
+IGNORED = -100  # a target that counts for nothing
+
+
+def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    """Sum over the tokens of the cross entropy of output [*, V] against target [*]; -100 counts for nothing.
+
+    Equivalent to: F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum").
+    """
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def count_targets(target: object) -> int:
+    """Divisor of a sum of losses: the targets that are not -100; of floating targets, the rows."""
+    if not isinstance(target, Tensor):
+        raise TypeError(
+            f"the target is a {type(target).__name__}, not a tensor: pass count=, a function target -> number of tokens"
+        )
+    if target.dtype in (torch.int64, torch.int32):
+        return int((target != IGNORED).sum())
+    return len(target)

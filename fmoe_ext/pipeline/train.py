@@ -15,16 +15,154 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
 from fmoe_ext.ep.process_groups import check_same
 from fmoe_ext.gates.accumulation import refuse_all_forwards_first
-from fmoe_ext.pipeline.data_parallel import check_data_parallel, check_tied, joined, num_copies, wrap
+from fmoe_ext.pipeline.data_parallel import (
+    TiedParameters,
+    check_data_parallel,
+    check_tied,
+    joined,
+    num_copies,
+    wrap,
+)
 from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups, sum_over
-from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.materialize import fill, materialize, on_meta
-from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors, num_rows
+from fmoe_ext.pipeline.microbatch import (
+    Tensors,
+    as_tuple,
+    check_tensors,
+    count_targets,
+    map_tensors,
+    num_rows,
+    token_cross_entropy,
+)
 from fmoe_ext.pipeline.overlap import Overlap
 from fmoe_ext.pipeline.schedules import Kind, check_compiled_blocks, find_schedule
 from fmoe_ext.pipeline.stage import Microbatches, Stage, cut
-from fmoe_ext.pipeline.tied import TiedParameters
 from fmoe_ext.pipeline.trace import Span, TimedStage
+
+
+class _Run:
+    """A batch on its way through the stages of this rank: by the schedule in training, stage by stage in evaluation.
+
+    loss_sum: of the batch's losses, where the last stage is. spans: what was computed when, None without a trace.
+    """
+
+    def __init__(self, pipeline: "Pipeline", wrapped: list[nn.Module], kind: Kind, places: list[list[int]]):
+        self._pipeline, self._wrapped, self._kind, self._places = pipeline, wrapped, kind, places
+        self._stages, self._groups, self._device = pipeline.stages, pipeline.groups, pipeline.device
+        self._num_stages = pipeline.num_stages
+        self._schedule: Any = None
+        self._timed: list[TimedStage] = []
+        self._rows_of_schedule = -1
+        self._batch: Microbatches | None = None
+        self._factor = 1.0
+        self._began = 0.0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.spans: list[Span] | None = None
+
+    def train(self, microbatches: Microbatches, factor: float, trace: bool) -> list[Tensor]:
+        """Forward and backward of all microbatches, their losses times factor -> the losses of their gates."""
+        self.spans = [] if trace else None
+        self._began = time.perf_counter()
+        self._begin(microbatches, factor)
+        self._prepare(microbatches)
+        for timed in self._timed:
+            timed.record = self._record if trace else None
+        numbers = torch.arange(self._pipeline.num_microbatches)
+        indexes = [stage.index for stage in self._stages]
+        given = (numbers,) if 0 in indexes else ()
+        targets = numbers if self._num_stages - 1 in indexes else None
+        try:
+            self._schedule.step(*given, target=targets, return_outputs=False)
+            return [loss for stage in self._stages for loss in stage.balance_losses]
+        except RuntimeError as error:
+            check_compiled_blocks(error)
+            raise
+        finally:
+            for stage in self._stages:
+                stage.forget()
+
+    def evaluate(self, microbatches: Microbatches) -> None:
+        self._begin(microbatches, 1.0)
+        for number in range(self._pipeline.num_microbatches):
+            self._forward(number)
+        for stage, wrapped in zip(self._stages, self._wrapped, strict=True):
+            stage.forget()
+            if isinstance(wrapped, FSDPModule):
+                wrapped.reshard()  # as a backward does: parameters() are the shards again
+
+    def _begin(self, microbatches: Microbatches, factor: float) -> None:
+        self._batch, self._factor = microbatches, factor
+        self.loss_sum.zero_()
+        for stage in self._stages:
+            stage.begin(microbatches)
+
+    def _prepare(self, microbatches: Microbatches) -> None:
+        if microbatches.most_rows != self._rows_of_schedule:
+            check_same("the number of rows of a batch", (sum(microbatches.rows),), self._groups.pp)
+            self._schedule = self._make_schedule(microbatches.most_rows)
+            self._rows_of_schedule = microbatches.most_rows
+
+    def _make_schedule(self, rows: int) -> Any:
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        self._timed = made = []
+        for stage, wrapped in zip(self._stages, self._wrapped, strict=True):
+            given = number if stage.is_first else stage.inputs.examples(rows)
+            result = stage.outputs.examples(rows)
+            place, group = (stage.index, self._num_stages, self._device), self._groups.pp
+            made.append(TimedStage(wrapped, *place, input_args=given, output_args=result, group=group))
+            made[-1].stage = stage
+        stages, count = made if self._kind.takes_list else made[0], self._pipeline.num_microbatches
+        schedule = self._kind.make(stages, count, loss_fn=self._loss, scale_grads=False)
+        if self._pipeline.overlap and self._kind.overlaps and not isinstance(self._wrapped[0], FSDPModule):
+            Overlap(schedule, made, self._loss, self._device)
+        return schedule
+
+    def _loss(self, output: Tensors, number: Tensor) -> Tensor:
+        batch = self._batch
+        assert batch is not None
+        rows, target = batch.rows[int(number)], batch.targets[int(number)]
+        outputs = tuple(cut(x, rows) for x in as_tuple(output))
+        loss = self._pipeline.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, target)
+        if loss.dim():
+            raise ValueError(
+                f"loss_fn must return the sum of the losses, a scalar, but returned {list(loss.shape)}"
+            )
+        self.loss_sum += loss.detach().to(self._device)
+        return loss * self._factor
+
+    def _record(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
+        assert self.spans is not None
+        rank = dist.get_rank(self._groups.pp)
+        self.spans.append(Span(rank, stage, microbatch, kind, begin - self._began, end - self._began))
+
+    def _forward(self, number: int) -> None:
+        """One microbatch through all stages; every rank runs its own, in the order of stages."""
+        mine = {pair[0].index: pair for pair in zip(self._stages, self._wrapped, strict=True)}
+        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
+        me, index = dist.get_rank(self._groups.pp), torch.tensor([number])
+        values: tuple[Tensor, ...] = ()
+        for i in range(self._num_stages):
+            if i not in mine:
+                continue
+            stage, wrapped = mine[i]
+            if i > 0 and owner[i - 1] != me:
+                values = self._receive(stage, owner[i - 1])
+            stage.number = number
+            result = wrapped(*((index,) if i == 0 else values))
+            values = as_tuple(result)
+            if stage.is_last:
+                self._loss(result, index)
+            elif owner[i + 1] != me:
+                for x in values:
+                    dist.send(x.contiguous(), group=self._groups.pp, group_dst=owner[i + 1])
+
+    def _receive(self, stage: Stage, source: int) -> tuple[Tensor, ...]:
+        assert stage.batch is not None
+        examples = stage.inputs.examples(stage.batch.most_rows)
+        values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in examples)
+        for x in values:
+            dist.recv(x, group=self._groups.pp, group_src=source)
+        return values
 
 
 class Pipeline:
@@ -89,13 +227,7 @@ class Pipeline:
         check_tied(data_parallel, self._tied)
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
-        self._schedule: Any = None
-        self._timed: list[TimedStage] = []
-        self._rows_of_schedule = -1
-        self._batch: Microbatches | None = None
-        self._factor = 1.0
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._spans: list[Span] | None = None
+        self._run = _Run(self, self._wrapped, self._kind, self._places)
         self.balance_loss = torch.zeros((), dtype=torch.float64)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -122,26 +254,8 @@ class Pipeline:
             wrapped.train()
         microbatches = self._cut(batch, target)
         total = self._total_count(target)
-        self._factor = dist.get_world_size(self.groups.data) / max(total, 1)
-        self._loss_sum.zero_()
-        self._spans = [] if trace else None
-        self._begin = time.perf_counter()
-        self._prepare(microbatches)
-        for timed in self._timed:
-            timed.record = self._record if trace else None
-        numbers = torch.arange(self.num_microbatches)
-        indexes = [stage.index for stage in self.stages]
-        given = (numbers,) if 0 in indexes else ()
-        targets = numbers if self.num_stages - 1 in indexes else None
-        try:
-            self._schedule.step(*given, target=targets, return_outputs=False)
-            balance_losses = [loss for stage in self.stages for loss in stage.balance_losses]
-        except RuntimeError as error:
-            check_compiled_blocks(error)
-            raise
-        finally:
-            for stage in self.stages:
-                stage.forget()
+        factor = dist.get_world_size(self.groups.data) / max(total, 1)
+        balance_losses = self._run.train(microbatches, factor, trace)
         self._reduce_gradients()
         return self._report(total, balance_losses)
 
@@ -150,17 +264,7 @@ class Pipeline:
         """The loss of a batch without gradients and in eval mode, as train_step returns it."""
         for wrapped in self._wrapped:
             wrapped.eval()
-        self._batch = self._cut(batch, target)
-        self._factor = 1.0
-        self._loss_sum.zero_()
-        for stage in self.stages:
-            stage.begin(self._batch)
-        for number in range(self.num_microbatches):
-            self._forward(number)
-        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
-            stage.forget()
-            if isinstance(wrapped, FSDPModule):
-                wrapped.reshard()  # as a backward does: parameters() are the shards again
+        self._run.evaluate(self._cut(batch, target))
         return self._report(self._total_count(target), [])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -183,7 +287,7 @@ class Pipeline:
     def spans(self) -> list[Span]:
         """Times of the ranks' computations in the last train_step(trace=True); all of them call it."""
         gathered: list[Any] = [None] * dist.get_world_size(self.groups.pp)
-        dist.all_gather_object(gathered, self._spans or [], group=self.groups.pp)
+        dist.all_gather_object(gathered, self._run.spans or [], group=self.groups.pp)
         return [span for spans in gathered for span in spans]
 
     def _own(
@@ -216,57 +320,6 @@ class Pipeline:
         sum_over(counted, self.groups.data)
         return float(counted)
 
-    def _prepare(self, microbatches: Microbatches) -> None:
-        self._batch = microbatches
-        for stage in self.stages:
-            stage.begin(microbatches)
-        if microbatches.most_rows != self._rows_of_schedule:
-            check_same("the number of rows of a batch", (sum(microbatches.rows),), self.groups.pp)
-            self._schedule = self._make_schedule(microbatches.most_rows)
-            self._rows_of_schedule = microbatches.most_rows
-
-    def _make_schedule(self, rows: int) -> Any:
-        made = [
-            TimedStage(
-                wrapped,
-                stage.index,
-                self.num_stages,
-                self.device,
-                input_args=torch.empty(1, dtype=torch.int64, device="meta")
-                if stage.is_first
-                else stage.inputs.examples(rows),
-                output_args=stage.outputs.examples(rows),
-                group=self.groups.pp,
-            )
-            for stage, wrapped in zip(self.stages, self._wrapped, strict=True)
-        ]
-        for timed, stage in zip(made, self.stages, strict=True):
-            timed.stage = stage
-        self._timed = made
-        given = made if self._kind.takes_list else made[0]
-        schedule = self._kind.make(given, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
-        if self.overlap and self._kind.overlaps and self._data_parallel != "fsdp":
-            Overlap(schedule, made, self._loss, self.device)
-        return schedule
-
-    def _loss(self, output: Tensors, number: Tensor) -> Tensor:
-        batch = self._batch
-        assert batch is not None
-        rows = batch.rows[int(number)]
-        outputs = tuple(cut(x, rows) for x in as_tuple(output))
-        loss = self.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, batch.targets[int(number)])
-        if loss.dim():
-            raise ValueError(
-                f"loss_fn must return the sum of the losses, a scalar, but returned {list(loss.shape)}"
-            )
-        self._loss_sum += loss.detach().to(self.device)
-        return loss * self._factor
-
-    def _record(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
-        assert self._spans is not None
-        rank = dist.get_rank(self.groups.pp)
-        self._spans.append(Span(rank, stage, microbatch, kind, begin - self._begin, end - self._begin))
-
     def _reduce_gradients(self) -> None:
         for wrapped in self._wrapped:
             if isinstance(wrapped, DistributedGroupedDataParallel):
@@ -275,45 +328,14 @@ class Pipeline:
 
     def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
         data_size = dist.get_world_size(self.groups.data)
-        balance = torch.zeros_like(self._loss_sum)
+        balance = torch.zeros_like(self._run.loss_sum)
         for loss in balance_losses:
             balance += loss.to(self.device)
-        numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size))
+        numbers = torch.stack((self._run.loss_sum / max(total, 1), balance / data_size))
         sum_over(numbers, self.groups.pp)
         sum_over(numbers, self.groups.data)
         self.balance_loss = numbers[1]
         return numbers[0]
-
-    def _forward(self, number: int) -> None:
-        """One microbatch through all stages; every rank runs its own, in the order of stages."""
-        mine = {
-            stage.index: (stage, wrapped) for stage, wrapped in zip(self.stages, self._wrapped, strict=True)
-        }
-        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
-        me, index = dist.get_rank(self.groups.pp), torch.tensor([number])
-        values: tuple[Tensor, ...] = ()
-        for i in range(self.num_stages):
-            if i not in mine:
-                continue
-            stage, wrapped = mine[i]
-            if i > 0 and owner[i - 1] != me:
-                values = self._receive(stage, owner[i - 1])
-            stage.number = number
-            result = wrapped(*((index,) if i == 0 else values))
-            values = as_tuple(result)
-            if stage.is_last:
-                self._loss(result, index)
-            elif owner[i + 1] != me:
-                for x in values:
-                    dist.send(x.contiguous(), group=self.groups.pp, group_dst=owner[i + 1])
-
-    def _receive(self, stage: Stage, source: int) -> tuple[Tensor, ...]:
-        assert stage.batch is not None
-        examples = stage.inputs.examples(stage.batch.most_rows)
-        values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in examples)
-        for x in values:
-            dist.recv(x, group=self.groups.pp, group_src=source)
-        return values
 
 
 def _parts(values: Any, sizes: list[int]) -> list[Any]:

@@ -17,15 +17,7 @@ from fmoe_ext.remote.client.expert import Directory, LiveGate, RemoteExpert, Rem
 from fmoe_ext.remote.client.moe import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from fmoe_ext.remote.dht import DHT
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, StaticList
-from fmoe_ext.remote.errors import (
-    Busy,
-    CallTimeout,
-    Cheated,
-    ExpertGone,
-    NoLeader,
-    Refused,
-    RemoteError,
-)
+from fmoe_ext.remote.errors import Busy, CallTimeout, Cheated, ExpertGone, NoLeader, Refused, RemoteError
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.expert_classes import make_expert, register_expert_class
 from fmoe_ext.remote.schema import SchemaError

@@ -59,11 +59,7 @@ class _Steps:
 
 
 async def beam_search(
-    discovery: Discovery,
-    prefix: str,
-    scores: Sequence[torch.Tensor],
-    beam_size: int,
-    timeout: float = 5.0,
+    discovery: Discovery, prefix: str, scores: Sequence[torch.Tensor], beam_size: int, timeout: float = 5.0
 ) -> Found:
     """The beam_size live experts with the highest sum of scores, as far as a beam of that width finds them.
 

@@ -15,7 +15,7 @@ from fmoe_ext.remote.schema import Schema
 DROPOUT_SHARE = 0.2
 
 
-class StackedFfn(nn.Module):
+class _StackedFfn(nn.Module):
     """E feed-forward blocks layer_norm(x + w2 @ gelu(w1 @ x + b1) + b2) of width D and 4D, in grouped products.
 
     forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]; called with rows alone, E must be 1.
@@ -53,7 +53,7 @@ class StackedFfn(nn.Module):
         return torch.cat([part * weight + bias for part, weight, bias in parts])
 
 
-class TransformerBlock(nn.Module):
+class _TransformerBlock(nn.Module):
     """A pre-made nn.TransformerEncoderLayer over [B, S, D], without dropout: backward repeats forward exactly."""
 
     def __init__(self, hidden_dim: int):
@@ -67,7 +67,7 @@ class TransformerBlock(nn.Module):
         return self.layer(x)
 
 
-class Nop(nn.Module):
+class _Nop(nn.Module):
     """Returns what it gets: measures the way, not the work."""
 
     def __init__(self, hidden_dim: int):
@@ -78,7 +78,7 @@ class Nop(nn.Module):
         return x.clone()
 
 
-class DeterministicDropout(nn.Module):
+class _DeterministicDropout(nn.Module):
     """A linear block whose dropout mask is the client's second input, so that backward drops what forward dropped."""
 
     def __init__(self, hidden_dim: int):
@@ -103,7 +103,7 @@ class ExpertClass:
     name: str
     make: Callable[[int], nn.Module]
     sample: Callable[[int], tuple[torch.Tensor, ...]]
-    make_stacked: Callable[[int, int], StackedFfn] | None = None
+    make_stacked: Callable[[int, int], _StackedFfn] | None = None
     keywords: tuple[str, ...] = ()
 
     def call(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -147,10 +147,10 @@ class _Registry:
 
 
 _REGISTRY = _Registry(
-    ExpertClass("ffn", lambda hidden_dim: StackedFfn(1, hidden_dim), _one_row, StackedFfn),
-    ExpertClass("transformer", TransformerBlock, _sequence),
-    ExpertClass("nop", Nop, _one_row),
-    ExpertClass("det_dropout", DeterministicDropout, _row_and_mask),
+    ExpertClass("ffn", lambda hidden_dim: _StackedFfn(1, hidden_dim), _one_row, _StackedFfn),
+    ExpertClass("transformer", _TransformerBlock, _sequence),
+    ExpertClass("nop", _Nop, _one_row),
+    ExpertClass("det_dropout", _DeterministicDropout, _row_and_mask),
 )
 
 
@@ -160,9 +160,7 @@ def find_expert_class(name: str) -> ExpertClass:
 
 
 def register_expert_class(
-    name: str,
-    sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]],
-    keywords: Sequence[str] = (),
+    name: str, sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]], keywords: Sequence[str] = ()
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Class decorator: lets servers host a module as --expert_cls name; the module is made as cls(hidden_dim).
 
@@ -251,14 +249,14 @@ class Stack(Protocol):
 def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device) -> Stack:
     """Grouped where the class can, otherwise one module an expert."""
     if expert_class.make_stacked is not None:
-        return GroupedStack(expert_class.make_stacked(1, hidden_dim).to(device))
-    return ModuleStack(expert_class, hidden_dim, device)
+        return _GroupedStack(expert_class.make_stacked(1, hidden_dim).to(device))
+    return _ModuleStack(expert_class, hidden_dim, device)
 
 
-class GroupedStack:
+class _GroupedStack:
     """All experts in one product: every parameter has an entry for each place in dimension 0."""
 
-    def __init__(self, module: StackedFfn):
+    def __init__(self, module: _StackedFfn):
         self._module = module.requires_grad_(False)  # for its compute(); its own parameters are not used
         self._names = [name for name, _ in module.named_parameters()]
         self._parameters = [p.detach().new_empty((0, *p.shape[1:])) for p in module.parameters()]
@@ -313,7 +311,7 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0].detach() if len(parts) == 1 else torch.cat(list(parts))
 
 
-class ModuleStack:
+class _ModuleStack:
     """A module an expert, called one after the other."""
 
     def __init__(self, expert_class: ExpertClass, hidden_dim: int, device: torch.device):

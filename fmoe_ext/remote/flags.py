@@ -16,7 +16,7 @@ DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 
 
 @dataclass(frozen=True)
-class Flag:
+class _Flag:
     """One flag. needs: flags of which one must be given too; excludes: flags that may not be given with it."""
 
     name: str
@@ -46,13 +46,13 @@ def flag(
     """
     shown = default if command_default is dataclasses.MISSING else command_default
     spelling = (short,) if short else ()
-    described = Flag(
+    described = _Flag(
         name, shown, tuple(needs), tuple(excludes), group, spelling, {**arguments, "help": help or None}
     )
     return dataclasses.field(default=default, metadata={"flag": described})
 
 
-def flags_of(*kinds: type) -> Iterator[tuple[str, Flag]]:
+def flags_of(*kinds: type) -> Iterator[tuple[str, _Flag]]:
     """(field name, flag) of every flag that dataclasses declare."""
     for kind in kinds:
         for field in dataclasses.fields(kind):

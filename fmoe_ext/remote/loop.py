@@ -17,7 +17,7 @@ T = TypeVar("T")
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process
 
 
-def shared_loop() -> asyncio.AbstractEventLoop:
+def _shared_loop() -> asyncio.AbstractEventLoop:
     """The loop of this process; a forked child gets one of its own."""
     loop = _LOOPS.get(os.getpid())
     if loop is None:
@@ -32,7 +32,7 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
     """Starts a coroutine on the shared loop, from any other thread."""
-    return asyncio.run_coroutine_threadsafe(coroutine, shared_loop())
+    return asyncio.run_coroutine_threadsafe(coroutine, _shared_loop())
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
@@ -41,9 +41,7 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:
-        if (
-            future.done()
-        ):  # the coroutine's own error, a CallTimeout for one: from Python 3.11 on they are of one kind
+        if future.done():  # the coroutine's own error: from Python 3.11 on CallTimeout is of the same kind
             return future.result()
         future.cancel()
         raise CallTimeout(f"no answer within {timeout} s") from None

@@ -17,9 +17,8 @@ UNSAVED = "unsaved"  # why no newer version could be saved
 BYTES = "fmoe-bytes"  # of the call, in grpc's metadata: the server has room for it before it reads it
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
-NOT_LEADER = (
-    "not the leader"  # how the text of a FAILED_PRECONDITION begins when another server takes the gradients
-)
+# How the text of a FAILED_PRECONDITION begins when another server takes the gradients.
+NOT_LEADER = "not the leader"
 
 
 def new_request_id() -> str:
@@ -39,9 +38,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 WINDOW_BYTES = 4 << 20  # of a call that may arrive before it is read
 HANDSHAKE_SECONDS = 5  # for a new connection to speak HTTP/2
-IDLE_SECONDS = (
-    30  # after which a connection without calls is closed; its client opens another one at its next call
-)
+# After which a connection without calls is closed; its client opens another one at its next call.
+IDLE_SECONDS = 30
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:

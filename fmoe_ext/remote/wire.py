@@ -91,7 +91,7 @@ def pieces(message: Message) -> list[Any]:
         data = bytes_of(tensor)
         begin, end = end, end + len(data)
         header[name] = {
-            "dtype": dtype_name(tensor.dtype),
+            "dtype": _dtype_name(tensor.dtype),
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -122,7 +122,7 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
     return Message(_read_tensors(header, body, limits), meta)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """ "F32" of torch.float32; WireError for a dtype that no message holds."""
     if dtype not in NAMES:
         raise WireError(f"{dtype} cannot be sent: use one of {', '.join(str(d) for d in NAMES)}")
@@ -241,7 +241,7 @@ def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str,
         if codec == "none" or not tensor.is_floating_point() or tensor.dim() == 0:
             packed[name] = tensor
             continue
-        notes[name + _DTYPE] = dtype_name(tensor.dtype)
+        notes[name + _DTYPE] = _dtype_name(tensor.dtype)
         if codec == "bf16":
             packed[name] = tensor.to(torch.bfloat16)
         else:

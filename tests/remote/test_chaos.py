@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.server import server as server_module
 
 D, UIDS = 16, ("expert.0", "expert.1")
 DEADLINE = 20.0
@@ -42,15 +44,15 @@ def start_server(etcd, network):
     options = Options(hidden_dim=D, expert_uids=UIDS, announce=shown, training=Training("sgd", lr=0.02))
     replication = Replication(etcd, replicas=2, ttl=2.0, ack_timeout=2.0, recovery_wait=2.0)
     server = Server(options, ReplicatedExperts(replication))
-    bind = server._bind
+    bind = server_module._bind
 
-    def remember(grpc_server):
-        port = bind(grpc_server)
+    def remember(*given):
+        port = bind(*given)
         real.append(f"127.0.0.1:{port}")
         return port
 
-    server._bind = remember
-    return server.start()
+    with mock.patch.object(server_module, "_bind", remember):
+        return server.start()
 
 
 def train(first, second, steps, optimizers=()):
@@ -88,7 +90,7 @@ def test_bad_network_and_dying_servers(etcd, steps, kills):
     done, rng = threading.Event(), random.Random(0)
 
     def replicated():
-        members = [servers[-1].placement.registry.members(uid)[0] for uid in UIDS]
+        members = [servers[-1].placement.registry.view.members(uid)[0] for uid in UIDS]
         alive = {s.placement.name for s in servers}
         return all(m is not None and len(set(m.endpoints) & alive) == 2 for m in members)
 

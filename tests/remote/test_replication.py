@@ -72,7 +72,7 @@ def role(server, uid=UID):
 
 
 def members(server, uid=UID):
-    found, _ = server.placement.registry.members(uid)
+    found, _ = server.placement.registry.view.members(uid)
     return set() if found is None else set(found.endpoints)
 
 
@@ -244,10 +244,10 @@ def test_calls_that_come_again_late_leave_a_member_a_member(cluster, client):
 
     follower.placement.peers.call = remember
     wait_until(lambda: role(follower) is Role.FOLLOWER and len(members(leader)) == 2, 15, "a follower")
-    (sender,) = leader.placement.replicas[UID].leader.senders.values()
+    (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
     ready = next(s for s in sent if s[1].endswith("Ready"))
     loop.run(call(*ready), 10)
-    assert follower.placement.name in leader.placement.replicas[UID].leader.needed
+    assert follower.placement.name in leader.placement.replicas[UID].leader.members.needed
     step(client)
     wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
 
@@ -268,7 +268,7 @@ def test_lost_answer_of_the_registry_leaves_a_leader(cluster, client, lost):
 
     setattr(one.placement.registry, lost, lose_one)
     if lost == "set_members":
-        (sender,) = leader.placement.replicas[UID].leader.senders.values()
+        (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
         sender._die("pulled out")
     else:
         kill(leader)

@@ -34,10 +34,10 @@ def from_pretrained(model: Any, **options: Any) -> Parallel:
         under_plan = type(model).from_pretrained(shared[0], **options)
         dist.barrier()
     _check_divided(under_plan, model, options)
-    return Divided(under_plan.train(), _share(under_plan))
+    return _Divided(under_plan.train(), _share(under_plan))
 
 
-class Divided(Parallel):
+class _Divided(Parallel):
     """A model whose parameters are DTensors, or in Transformers before 5.15 the parts of this rank."""
 
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ class Auditor:
         """Compares and counts; weights that fit nothing end an ordinary call no more than weights that do not come."""
         try:
             compare()
-        except NoAudit:
+        except _NoAudit:
             self._note(False)
         except Cheated:
             self._note(True)
@@ -227,7 +227,7 @@ def _version(state: Message) -> int:
     return int(text) if text.isdecimal() and len(text) <= 18 else -2
 
 
-class NoAudit(RemoteError):
+class _NoAudit(RemoteError):
     """The weights that came cannot be computed with."""
 
 
@@ -239,7 +239,7 @@ def _computing(handle: Handle) -> Iterator[None]:
         text = (
             f"no audit of {handle.uid}: the weights that its servers sent cannot be used: {str(error)[:500]}"
         )
-        raise NoAudit(text) from None
+        raise _NoAudit(text) from None
 
 
 def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -26,6 +26,7 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
         errors.CallTimeout: "; Settings(forward_timeout=..., backward_timeout=...) give it longer",
     }
 )
+PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError  # tried again
 UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
 HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
 HEDGE_FLOOR = 0.02
@@ -75,7 +76,7 @@ class Outcome:
     endpoint: str
 
 
-class Watcher(Protocol):
+class _Watcher(Protocol):
     """The calls of a client to its Auditor; each may raise Cheated."""
 
     async def after_forward(
@@ -94,6 +95,95 @@ class Watcher(Protocol):
     ) -> None: ...
 
 
+class _Attempts:
+    """Repeat calls to an expert within a deadline: retries, hedging, re-resolution."""
+
+    def __init__(self, client: "Client"):
+        self._client = client
+
+    async def of_any(self, handle: Handle, timeout: float, method: str, data: bytes) -> tuple[Message, str]:
+        """The answer of any replica of an expert, and its endpoint."""
+        return await self.repeat(handle, timeout, lambda end: self._first(handle, method, data, end))
+
+    async def repeat(
+        self, handle: Handle, timeout: float, attempt: Callable[[float], Awaitable[tuple[Message, str]]]
+    ) -> tuple[Message, str]:
+        """attempt(deadline) until it succeeds, nothing can be hoped for, or time is up."""
+        begin = time.monotonic()
+        deadline, pause = begin + timeout, FIRST_PAUSE
+        while True:
+            self._client.counts["calls"] += 1
+            try:
+                return await attempt(deadline)
+            except PASSING as error:
+                failure = error
+            now = time.monotonic()
+            hopeless = (
+                isinstance(failure, errors.ExpertGone) and now - begin >= self._client.settings.patience
+            )
+            if hopeless or now + pause >= deadline:
+                self.note_failure(handle)
+                raise _final(failure, handle, now - begin)
+            self._forget(handle)
+            self._client.counts["retries"] += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
+        """The record of the expert; ExpertGone if there is none."""
+        if handle.record is None and self._client.discovery is not None:
+            left = max(0.0, deadline - time.monotonic())
+            (handle.record,) = await self._client.discovery.get([handle.uid], timeout=left)
+        if handle.record is None or not handle.record.endpoints:
+            raise errors.ExpertGone(f"nobody hosts {handle.uid}")
+        return handle.record
+
+    async def _first(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
+        """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
+        record = await self.resolve(handle, deadline)
+        waiting: dict[asyncio.Task[Message], str] = {}
+        untried = list(record.endpoints)
+        failure: errors.RemoteError | None = None
+        try:
+            while untried or waiting:
+                if untried:
+                    endpoint = untried.pop(0)
+                    self._client.counts["hedges"] += bool(waiting)
+                    call = self._client.caller.call(endpoint, method, data, deadline - time.monotonic())
+                    waiting[asyncio.ensure_future(call)] = endpoint
+                pause = self._hedge_after(handle) if untried else None
+                done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    endpoint = waiting.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        return task.result(), endpoint
+                    if not isinstance(error, errors.RemoteError):
+                        raise error
+                    failure = _worse(failure, error)
+        finally:
+            for task in waiting:
+                task.cancel()
+        assert failure is not None
+        raise failure
+
+    def _hedge_after(self, handle: Handle) -> float:
+        if self._client.settings.hedge_after is not None:
+            return self._client.settings.hedge_after
+        usual = handle.usual_seconds
+        return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
+
+    def _forget(self, handle: Handle) -> None:
+        """Asks discovery anew at the next attempt."""
+        if self._client.discovery is not None:
+            self._client.discovery.forget([handle.uid])
+            handle.record = None
+
+    def note_failure(self, handle: Handle) -> None:
+        self._client.counts["failures"] += 1
+        handle.gone_until = time.monotonic() + GONE_FOR
+
+
 class Client:
     """Shared by any number of experts. counts: calls, hedges, retries and failures so far, by name."""
 
@@ -108,7 +198,8 @@ class Client:
         check_codec(self.settings.compression)
         self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
         self.counts: Counter[str] = Counter()
-        self.watcher: Watcher | None = None
+        self._attempts = _Attempts(self)
+        self.watcher: _Watcher | None = None
         self.loss = ""  # shown on the pages of the servers that are called
 
     def handle(self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None) -> Handle:
@@ -128,9 +219,7 @@ class Client:
         """The schema of an expert, asked for once."""
         if handle.schema is None:
             data = encode(Message({}, {protocol.UID: handle.uid}))
-            answer, endpoint = await self._retry(
-                handle, timeout, lambda end: self._first(handle, protocol.INFO, data, end)
-            )
+            answer, endpoint = await self._attempts.of_any(handle, timeout, protocol.INFO, data)
             with _reading(endpoint, handle.uid):
                 handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
                 handle.expert_class = answer.meta.get(protocol.CLASS, "")
@@ -146,9 +235,7 @@ class Client:
         tensors = {str(n): x for n, x in enumerate(inputs)}
         data = encode(compress(tensors, self.settings.compression, self._meta(handle)))
         left = timeout - (time.monotonic() - begin)
-        answer, endpoint = await self._retry(
-            handle, left, lambda end: self._first(handle, protocol.FORWARD, data, end)
-        )
+        answer, endpoint = await self._attempts.of_any(handle, left, protocol.FORWARD, data)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             _check_output(outcome, schema, num_rows, handle.uid)
@@ -169,9 +256,8 @@ class Client:
     ) -> Outcome:
         """The gradients of inputs; the expert makes one step, however often the call has to be repeated."""
         begin = time.monotonic()
-        watcher = (
-            None if self.settings.compression != "none" else self.watcher
-        )  # the error fed back is not known
+        is_exact = self.settings.compression == "none"  # otherwise the error fed back is not known
+        watcher = self.watcher if is_exact else None
         before = None if watcher is None else await watcher.before_backward(handle, timeout / 2)
         meta = self._meta(handle) | {
             protocol.VERSION: str(seen_version),
@@ -183,13 +269,12 @@ class Client:
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
-            record = await self._resolve(handle, deadline)
+            record = await self._attempts.resolve(handle, deadline)
             left = min(longest, deadline - time.monotonic())
-            return await self.caller.call(
-                record.endpoints[0], protocol.BACKWARD, data, left
-            ), record.endpoints[0]
+            endpoint = record.endpoints[0]
+            return await self.caller.call(endpoint, protocol.BACKWARD, data, left), endpoint
 
-        answer, endpoint = await self._retry(handle, timeout - (time.monotonic() - begin), attempt)
+        answer, endpoint = await self._attempts.repeat(handle, timeout - (time.monotonic() - begin), attempt)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             _check_gradients(outcome, inputs)
@@ -218,87 +303,6 @@ class Client:
         """Closes the connections."""
         await self.caller.close()
 
-    # ---------------------------------------------------------------- how it is asked
-
-    async def _retry(
-        self, handle: Handle, timeout: float, attempt: Callable[[float], Awaitable[tuple[Message, str]]]
-    ) -> tuple[Message, str]:
-        """attempt(deadline) until it succeeds, nothing can be hoped for, or time is up."""
-        begin = time.monotonic()
-        deadline, pause = begin + timeout, FIRST_PAUSE
-        while True:
-            self.counts["calls"] += 1
-            try:
-                return await attempt(deadline)
-            except (
-                errors.ExpertGone,
-                errors.NoLeader,
-                errors.Busy,
-                errors.CallTimeout,
-                DiscoveryError,
-            ) as error:
-                failure = error
-            now = time.monotonic()
-            hopeless = isinstance(failure, errors.ExpertGone) and now - begin >= self.settings.patience
-            if hopeless or now + pause >= deadline:
-                self._note_failure(handle)
-                raise _final(failure, handle, now - begin)
-            self._forget(handle)
-            self.counts["retries"] += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
-        """The record of the expert; ExpertGone if there is none."""
-        if handle.record is None and self.discovery is not None:
-            (handle.record,) = await self.discovery.get(
-                [handle.uid], timeout=max(0.0, deadline - time.monotonic())
-            )
-        if handle.record is None or not handle.record.endpoints:
-            raise errors.ExpertGone(f"nobody hosts {handle.uid}")
-        return handle.record
-
-    async def _first(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
-        """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
-        record = await self._resolve(handle, deadline)
-        waiting: dict[asyncio.Task[Message], str] = {}
-        untried = list(record.endpoints)
-        failure: errors.RemoteError | None = None
-        try:
-            while untried or waiting:
-                if untried:
-                    endpoint = untried.pop(0)
-                    self.counts["hedges"] += bool(waiting)
-                    call = self.caller.call(endpoint, method, data, deadline - time.monotonic())
-                    waiting[asyncio.ensure_future(call)] = endpoint
-                pause = self._hedge_after(handle) if untried else None
-                done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    endpoint = waiting.pop(task)
-                    error = task.exception()
-                    if error is None:
-                        return task.result(), endpoint
-                    if not isinstance(error, errors.RemoteError):
-                        raise error
-                    failure = _worse(failure, error)
-        finally:
-            for task in waiting:
-                task.cancel()
-        assert failure is not None
-        raise failure
-
-    def _hedge_after(self, handle: Handle) -> float:
-        if self.settings.hedge_after is not None:
-            return self.settings.hedge_after
-        usual = handle.usual_seconds
-        return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
-
-    def _forget(self, handle: Handle) -> None:
-        """Asks discovery anew at the next attempt."""
-        if self.discovery is not None:
-            self.discovery.forget([handle.uid])
-            handle.record = None
-
     def _meta(self, handle: Handle) -> dict[str, str]:
         return {protocol.UID: handle.uid, protocol.COMPRESSION: self.settings.compression}
 
@@ -313,12 +317,8 @@ class Client:
         try:
             yield
         except errors.Cheated:
-            self._note_failure(handle)
+            self._attempts.note_failure(handle)
             raise
-
-    def _note_failure(self, handle: Handle) -> None:
-        self.counts["failures"] += 1
-        handle.gone_until = time.monotonic() + GONE_FOR
 
 
 @contextmanager

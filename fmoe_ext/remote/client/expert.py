@@ -195,10 +195,7 @@ class RemoteExpert(nn.Module):
     """
 
     def __init__(
-        self,
-        uid: str,
-        where: str | Sequence[str] | ExpertRecord | None = None,
-        client: Client | None = None,
+        self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None, client: Client | None = None
     ):
         super().__init__()
         self.client = client or Client()
@@ -317,10 +314,7 @@ class Directory:
     """Finds experts through any Discovery; every call has a deadline in seconds."""
 
     def __init__(
-        self,
-        discovery: Discovery,
-        settings: Settings | None = None,
-        credentials: Credentials | None = None,
+        self, discovery: Discovery, settings: Settings | None = None, credentials: Credentials | None = None
     ):
         self.discovery = discovery
         self.client = Client(discovery, settings, credentials)

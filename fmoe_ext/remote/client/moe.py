@@ -115,12 +115,7 @@ class RemoteMixtureOfExperts(nn.Module):
         return axis.index_fill(1, torch.tensor(gone, dtype=torch.int64, device=axis.device), -torch.inf)
 
     def _call(
-        self,
-        found: Found,
-        rows: torch.Tensor,
-        counts: list[int],
-        shape: torch.Size,
-        topk_idx: torch.Tensor,
+        self, found: Found, rows: torch.Tensor, counts: list[int], shape: torch.Size, topk_idx: torch.Tensor
     ) -> tuple[list[torch.Tensor | None], "_KMinBatch"]:
         parts = rows[: sum(counts)].split(counts)
         calls = []

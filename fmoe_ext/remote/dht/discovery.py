@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,8 @@ from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Settings
 from fmoe_ext.remote.client.expert import MARGIN, Directory
 from fmoe_ext.remote.dht import records
-from fmoe_ext.remote.dht.election import elect, live_uids, num_showing, winner
+from fmoe_ext.remote.dht.clock import NetworkClock
+from fmoe_ext.remote.dht.election import elect, is_granted, live_uids, num_showing
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby, NodeOptions
 from fmoe_ext.remote.dht.records import (
@@ -41,9 +41,8 @@ from fmoe_ext.remote.security import Credentials
 
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote.dht")
-INCARNATION = (
-    "incarnation"  # of a record's metadata: when its process made its first claim, and a random number
-)
+# Key of a record's metadata: when its process made its first claim, and a random number.
+INCARNATION = "incarnation"
 SHARE_FOR_LOOKUP = 0.6  # of the time that declare() has
 
 
@@ -83,7 +82,9 @@ class KademliaDiscovery(Discovery):
         free = [uid for uid in wanted if self._may_claim(uid, near)]
         records = [self._sign(uid, endpoint, ttl, metadata, near) for uid in free]
         said = await self._put(records, near, end - time.monotonic())
-        mine = Granted(r.uid for r in records if self._is_granted(r, said[r.uid][uid_key(r.uid)]))
+        mine = Granted(
+            r.uid for r in records if is_granted(r, said[r.uid][uid_key(r.uid)], self.node.clock.now())
+        )
         mine.found_at = {
             r.uid: num_showing(r, said[r.uid], self.node.clock.now()) for r in records if r.uid in mine
         }
@@ -104,7 +105,8 @@ class KademliaDiscovery(Discovery):
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         keys = {uid: uid_key(check_uid(uid)) for uid in uids}
-        found = await self._ask(keys, timeout, self._expert)
+        clock = self.node.clock
+        found = await self._ask(keys, timeout, lambda uid, near: _expert(uid, near, clock))
         return [found[uid] for uid in uids]
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
@@ -126,21 +128,9 @@ class KademliaDiscovery(Discovery):
 
     async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, records.Value]:
         """The live values of a key by the public key of their owner."""
-        prefix, now = records.value_prefix(key), self.node.clock.now()
-
-        def read(_: str, near: Nearby) -> dict[str, records.Value]:
-            found = {}
-            for uid in set(live_uids(near, now)):
-                record = elect(near.holders, uid, now)
-                if record is None or records.is_misplaced(uid, record.owner):
-                    continue
-                expires = time.time() + self.node.clock.seconds_until(record.expires)
-                value = records.load_value(record, expires)
-                if value is not None:
-                    found[record.owner] = value
-            return found
-
-        return (await self._ask({prefix: prefix_key(prefix)}, timeout, read))[prefix]
+        prefix, clock = records.value_prefix(key), self.node.clock
+        found = await self._ask({prefix: prefix_key(prefix)}, timeout, lambda _, near: _values(near, clock))
+        return found[prefix]
 
     async def close(self) -> None:
         await self.node.close()
@@ -161,7 +151,7 @@ class KademliaDiscovery(Discovery):
         found = {name: read(name, near[key]) for name, key in keys.items() if _is_answered(near[key])}
         missing = [name for name in keys if name not in found]
         if missing:
-            raise Unanswered(self._too_late(len(missing), len(keys), timeout), found, missing)
+            raise Unanswered(_too_late(self.node, len(missing), len(keys), timeout), found, missing)
         return found
 
     async def _find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
@@ -169,19 +159,13 @@ class KademliaDiscovery(Discovery):
         near = await self._look_up(keys, timeout)
         unanswered = sum(not _is_answered(nearby) for nearby in near.values())
         if unanswered:
-            raise DiscoveryError(self._too_late(unanswered, len(near), timeout))
+            raise DiscoveryError(_too_late(self.node, unanswered, len(near), timeout))
         return near
 
     async def _look_up(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
         if timeout <= 0:
             raise DiscoveryError("no time was left to ask the DHT")
         return await self.node.find(keys, timeout)
-
-    def _too_late(self, unanswered: int, asked: int, timeout: float) -> str:
-        return (
-            f"the DHT did not answer for {unanswered} of {asked} keys within {timeout:.3g} s: this node "
-            f"knows {len(self.node.table)} others, its initial peers are {self.node.initial_peers[:8] or 'none'}"
-        )
 
     def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
         """True if the uid is free, or ours and no process with this key that began earlier serves it."""
@@ -190,16 +174,13 @@ class KademliaDiscovery(Discovery):
             return record is None
         theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
         declared = self._declared.get(uid)
-        is_new = (
-            declared is not None and record.sequence > declared.sequence
-        )  # it was written by a living process
+        # written by a living process
+        is_new = declared is not None and record.sequence > declared.sequence
         if is_new and theirs not in ("", mine, *self._copies):
             self._copies.add(theirs)
-            log.error(
-                "two servers have one identity: %s is also claimed at %s, by the one that began %s; "
-                "give each server a key of its own",
-                *(uid, record.endpoint, "earlier and keeps it" if theirs < mine else "later"),
-            )
+            began = "earlier and keeps it" if theirs < mine else "later"
+            text = "two servers have one identity: %s is also claimed at %s, by the one that began %s; "
+            log.error(text + "give each server a key of its own", uid, record.endpoint, began)
         return theirs not in self._copies or theirs > mine
 
     def _own_incarnation(self) -> str:
@@ -207,13 +188,6 @@ class KademliaDiscovery(Discovery):
             milliseconds = int(self.node.clock.now() * 1000)
             self._incarnation = f"{milliseconds:015d}.{self.node.rng.getrandbits(64):016x}"
         return self._incarnation
-
-    def _expert(self, uid: str, nearby: Nearby) -> ExpertRecord | None:
-        record = elect(nearby.holders, uid, self.node.clock.now())
-        if record is None:
-            return None
-        expires = time.monotonic() + self.node.clock.seconds_until(record.expires)
-        return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
 
     # ---------------------------------------------------------------- telling
 
@@ -260,23 +234,12 @@ class KademliaDiscovery(Discovery):
                 said[record.uid][key].append(refusal)
         return said
 
-    def _is_granted(self, mine: SignedRecord, said: Sequence[Refusal | None]) -> bool:
-        votes = Counter({mine.owner: said.count(None)})
-        others = [r.holder for r in said if r is not None and r.holder is not None]
-        live = [r for r in others if r.uid == mine.uid and r.is_live(self.node.clock.now())]
-        votes.update(r.owner for r in live)
-        if not votes[mine.owner] and not live:
-            reasons = {r.reason for r in said if r is not None}
-            raise DiscoveryError(f"no node of the DHT keeps the record of {mine.uid}: {sorted(reasons)[:3]}")
-        return winner([mine, *live], votes).owner == mine.owner
-
     async def _take_back(
         self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> None:
         if records:
-            signed = [
-                self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records
-            ]  # lives as long as what it takes back
+            # lives as long as what it takes back
+            signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records]
             await self._put(signed, near, timeout)
         for record in records:
             self._declared.pop(record.uid, None)
@@ -285,6 +248,34 @@ class KademliaDiscovery(Discovery):
 def _is_answered(nearby: Nearby) -> bool:
     """True if the search reached the nearest nodes, or found records on its way."""
     return bool(nearby.holders) and (nearby.is_complete or any(at.records for at in nearby.holders))
+
+
+def _expert(uid: str, nearby: Nearby, clock: NetworkClock) -> ExpertRecord | None:
+    record = elect(nearby.holders, uid, clock.now())
+    if record is None:
+        return None
+    expires = time.monotonic() + clock.seconds_until(record.expires)
+    return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
+
+
+def _values(nearby: Nearby, clock: NetworkClock) -> dict[str, records.Value]:
+    """The live values near a key by their owners."""
+    found, now = {}, clock.now()
+    for uid in set(live_uids(nearby, now)):
+        record = elect(nearby.holders, uid, now)
+        if record is None or records.is_misplaced(uid, record.owner):
+            continue
+        value = records.load_value(record, time.time() + clock.seconds_until(record.expires))
+        if value is not None:
+            found[record.owner] = value
+    return found
+
+
+def _too_late(node: KademliaNode, unanswered: int, asked: int, timeout: float) -> str:
+    return (
+        f"the DHT did not answer for {unanswered} of {asked} keys within {timeout:.3g} s: this node "
+        f"knows {len(node.table)} others, its initial peers are {node.initial_peers[:8] or 'none'}"
+    )
 
 
 async def open_node(

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fmoe_ext.remote.dht.node import Holder, Nearby
 from fmoe_ext.remote.dht.records import SignedRecord, uid_key
 from fmoe_ext.remote.dht.storage import Refusal
+from fmoe_ext.remote.discovery import DiscoveryError
 
 
 def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
@@ -19,7 +20,7 @@ def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | Non
     votes = Counter(
         owner for at in holders if (owner := _vote(at, uid, {r.owner for r in live}, now)) is not None
     )
-    return winner(live, votes) if live else None
+    return _winner(live, votes) if live else None
 
 
 def _vote(at: Holder, uid: str, candidates: Collection[str], now: float) -> str | None:
@@ -29,7 +30,19 @@ def _vote(at: Holder, uid: str, candidates: Collection[str], now: float) -> str 
     return None if first is None else first.owner
 
 
-def winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
+def is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) -> bool:
+    """True if a claim wins among the nodes nearest to its key; DiscoveryError if none of them keeps it."""
+    votes = Counter({mine.owner: said.count(None)})
+    others = [r.holder for r in said if r is not None and r.holder is not None]
+    live = [r for r in others if r.uid == mine.uid and r.is_live(now)]
+    votes.update(r.owner for r in live)
+    if not votes[mine.owner] and not live:
+        reasons = {r.reason for r in said if r is not None}
+        raise DiscoveryError(f"no node of the DHT keeps the record of {mine.uid}: {sorted(reasons)[:3]}")
+    return _winner([mine, *live], votes).owner == mine.owner
+
+
+def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
     """Most votes, then the oldest claim, then any order on which all agree."""
     return min(live, key=lambda record: (-votes[record.owner], record.fence, record.owner))
 

@@ -16,15 +16,15 @@ MAX_CANDIDATES = 512  # nodes that one key's search looks at
 Ask: TypeAlias = "Callable[[Peer, Sequence[int]], Awaitable[dict[int, Found]]]"
 
 
-class State(Enum):
+class _State(Enum):
     NEW, ASKED, ANSWERED, FAILED = range(4)
 
 
 @dataclass
-class Candidate:
+class _Candidate:
     peer: Peer
     hops: int  # 1 for a node of our table, one more for each node on the way
-    state: State = State.NEW
+    state: _State = _State.NEW
     found: Found = field(default_factory=Found)
 
 
@@ -33,37 +33,37 @@ class Search:
 
     def __init__(self, key: int, width: int, alpha: int = ALPHA):
         self.key, self.width, self.alpha = key, width, alpha
-        self.candidates: dict[int, Candidate] = {}
-        self._nearest: list[Candidate] | None = None  # until a candidate comes or fails
+        self.candidates: dict[int, _Candidate] = {}
+        self._nearest: list[_Candidate] | None = None  # until a candidate comes or fails
 
     def add(self, peers: Iterable[Peer], hops: int) -> None:
         for peer in peers:
             if peer.node_id not in self.candidates and len(self.candidates) < MAX_CANDIDATES:
-                self.candidates[peer.node_id] = Candidate(peer, hops)
+                self.candidates[peer.node_id] = _Candidate(peer, hops)
                 self._nearest = None
 
     def fail(self, node_id: int) -> None:
         """A node cannot be reached: the next one takes its place."""
-        self.candidates[node_id].state = State.FAILED
+        self.candidates[node_id].state = _State.FAILED
         self._nearest = None
 
-    def nearest(self) -> list[Candidate]:
+    def nearest(self) -> list[_Candidate]:
         if self._nearest is None:
-            reachable = (c for c in self.candidates.values() if c.state is not State.FAILED)
+            reachable = (c for c in self.candidates.values() if c.state is not _State.FAILED)
             self._nearest = sorted(reachable, key=lambda c: c.peer.node_id ^ self.key)[: self.width]
         return self._nearest
 
-    def next_to_ask(self, nearest: Sequence[Candidate]) -> list[Candidate]:
-        num_asked = sum(c.state is State.ASKED for c in nearest)
-        return [c for c in nearest if c.state is State.NEW][: max(0, self.alpha - num_asked)]
+    def next_to_ask(self, nearest: Sequence[_Candidate]) -> list[_Candidate]:
+        num_asked = sum(c.state is _State.ASKED for c in nearest)
+        return [c for c in nearest if c.state is _State.NEW][: max(0, self.alpha - num_asked)]
 
     @property
     def is_finished(self) -> bool:
-        return all(c.state is State.ANSWERED for c in self.nearest())
+        return all(c.state is _State.ANSWERED for c in self.nearest())
 
-    def answers(self) -> list[Candidate]:
+    def answers(self) -> list[_Candidate]:
         """The nearest nodes that have answered, nearest first."""
-        return [c for c in self.nearest() if c.state is State.ANSWERED]
+        return [c for c in self.nearest() if c.state is _State.ANSWERED]
 
     @property
     def hops(self) -> int:
@@ -103,8 +103,8 @@ class Lookup:
         called = {candidate.peer for search, near in nearest for candidate in search.next_to_ask(near)}
         for search, near in nearest:
             for candidate in near:
-                if candidate.state is State.NEW and candidate.peer in called:
-                    candidate.state = State.ASKED
+                if candidate.state is _State.NEW and candidate.peer in called:
+                    candidate.state = _State.ASKED
                     wanted.setdefault(candidate.peer, []).append(search.key)
         for peer, keys in wanted.items():
             for first in range(0, len(keys), MAX_KEYS):
@@ -122,10 +122,10 @@ class Lookup:
             search, found = self._by_key[key], answers.get(key)
             candidate = search.candidates[peer.node_id]
             if found is not None:
-                candidate.state, candidate.found = State.ANSWERED, found
+                candidate.state, candidate.found = _State.ANSWERED, found
                 others = (p for p in found.peers if p.node_id != self._own_id)
                 search.add(others, candidate.hops + 1)
             elif answers:  # it had no room for this key
-                candidate.state = State.NEW
+                candidate.state = _State.NEW
             else:
                 search.fail(peer.node_id)

@@ -18,7 +18,7 @@ log = logging.getLogger("fmoe_ext.remote")
 
 
 @dataclass(frozen=True)
-class Command:
+class _Command:
     """The flags of fmoe-dht that are no options of a node."""
 
     identity_path: Path | None = flag(None, "a file with this node's key, made if it is not there", type=Path)
@@ -38,7 +38,7 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
-    flags = Parser("fmoe-dht", NodeOptions, Command, description=__doc__ or "").read(arguments)
+    flags = Parser("fmoe-dht", NodeOptions, _Command, description=__doc__ or "").read(arguments)
     protocol.allow_more_files()
     has_to_end = loop.end_signals()
     try:

@@ -96,17 +96,17 @@ def encode_request(request: Request) -> bytes:
     if request.nonce:
         body["nonce"] = request.nonce
     if request.keys:
-        body["keys"] = [dump_id(key) for key in request.keys]
+        body["keys"] = [_dump_id(key) for key in request.keys]
     items = [item for item in request.items if not isinstance(item, str)]
     if items:
-        body["items"] = [[dump_id(key), *_dump_record(record)] for key, record in items]
+        body["items"] = [[_dump_id(key), *_dump_record(record)] for key, record in items]
     return _dump(body)
 
 
 def encode_answer(answer: Answer) -> bytes:
     body = _dump_header(answer.header)
     if answer.found:
-        body["found"] = {dump_id(key): _dump_found(found) for key, found in answer.found.items()}
+        body["found"] = {_dump_id(key): _dump_found(found) for key, found in answer.found.items()}
     if answer.refused:
         body["refused"] = [refusal and _dump_refusal(refusal) for refusal in answer.refused]
     return _dump(body)
@@ -140,7 +140,7 @@ def size_of(found: Found) -> int:
 def decode_request(data: bytes) -> Request:
     body = _load(data, MAX_REQUEST_BYTES)
     header = _load_header(body, endpoint=_load_own_endpoint(body.get("endpoint")))
-    keys = tuple(load_id(key) for key in _list("keys", body.get("keys", []), MAX_KEYS))
+    keys = tuple(_load_id(key) for key in _list("keys", body.get("keys", []), MAX_KEYS))
     items = tuple(_load_item(item) for item in _list("items", body.get("items", []), MAX_ITEMS))
     nonce = body.get("nonce", "")
     if not isinstance(nonce, str) or not re.fullmatch(r"[0-9a-f]{0,32}", nonce):
@@ -156,16 +156,16 @@ def decode_answer(data: bytes) -> Answer:
     refused = _list("refused", body.get("refused", []), MAX_ITEMS)
     return Answer(
         _load_header(body),
-        {load_id(key): _load_found(value) for key, value in found.items()},
+        {_load_id(key): _load_found(value) for key, value in found.items()},
         tuple(None if refusal is None else _load_refusal(refusal) for refusal in refused),
     )
 
 
-def dump_id(node_id: int) -> str:
+def _dump_id(node_id: int) -> str:
     return f"{node_id:064x}"
 
 
-def load_id(text: Any) -> int:
+def _load_id(text: Any) -> int:
     if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]{64}", text):
         raise BadMessage(f"an id must be 64 hexadecimal digits, but got {str(text)[:100]!r}")
     return int(text, 16)
@@ -191,14 +191,14 @@ def _load(data: bytes, max_bytes: int) -> dict[str, Any]:
 
 
 def _dump_header(header: Header) -> dict[str, Any]:
-    return {"id": dump_id(header.node_id), "time": header.time}
+    return {"id": _dump_id(header.node_id), "time": header.time}
 
 
 def _load_header(body: Mapping[str, Any], endpoint: str = "") -> Header:
     moment: Any = body.get("time")
     if type(moment) not in (int, float) or not math.isfinite(moment) or not 0 <= moment < 1e12:
         raise BadMessage(f"time must be seconds since 1970, but got {str(moment)[:100]}")
-    return Header(load_id(body.get("id")), float(moment), endpoint)
+    return Header(_load_id(body.get("id")), float(moment), endpoint)
 
 
 def _load_own_endpoint(value: Any) -> str:
@@ -230,7 +230,7 @@ def _load_record(value: Any) -> SignedRecord:
 def _load_item(value: Any) -> Item | str:
     if not isinstance(value, list) or len(value) != 3:
         raise BadMessage("an item must be [key, payload, signature]")
-    key = load_id(value[0])
+    key = _load_id(value[0])
     try:
         return Item(key, _load_record(value[1:]))
     except BadRecord as error:
@@ -239,7 +239,7 @@ def _load_item(value: Any) -> Item | str:
 
 def _dump_found(found: Found) -> dict[str, Any]:
     return {
-        "peers": [[dump_id(peer.node_id), peer.endpoint] for peer in found.peers],
+        "peers": [[_dump_id(peer.node_id), peer.endpoint] for peer in found.peers],
         "records": [_dump_record(record) for record in found.records],
     }
 
@@ -262,7 +262,7 @@ def _load_peer(value: Any) -> Peer:
 def _peer(node_id: str, endpoint: str) -> Peer:
     """The node; answers name the same ones again and again."""
     try:
-        return Peer(load_id(node_id), check_endpoint(endpoint))
+        return Peer(_load_id(node_id), check_endpoint(endpoint))
     except BadRecord as error:
         raise BadMessage(str(error)) from None
 

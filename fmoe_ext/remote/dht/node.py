@@ -47,10 +47,7 @@ class NodeOptions:
         None, "host:port that others should call, if it is not where they see this node", type=endpoint
     )
     relay: str | None = flag(
-        None,
-        "host:port of a relay through which this node can be reached",
-        type=endpoint,
-        group=UNREACHABLE,
+        None, "host:port of a relay through which this node can be reached", type=endpoint, group=UNREACHABLE
     )
     relay_token: str = flag(
         "", "token of the relay, this one or that one", needs=("relay", "relay_on"), group=UNREACHABLE
@@ -79,6 +76,80 @@ class Nearby:
     hops: int
 
 
+class _Neighbours:
+    """The nodes that this one knows, and what it learns of them by each call: who lives, and what time it is there.
+
+    lost: endpoints of forgotten nodes. announced: where others find this node; greeting: calls back to strangers.
+    """
+
+    def __init__(self, node_id: int, transport: Transport, clock: NetworkClock, call_timeout: float):
+        self.table = RoutingTable(node_id)
+        self.lost: OrderedDict[str, None] = OrderedDict()
+        self.announced = ""
+        self.attachment: Attachment | None = None
+        self.greeting: dict[str, asyncio.Task[None]] = {}
+        self._transport, self._clock, self._call_timeout = transport, clock, call_timeout
+
+    async def ping(self, endpoint: str, timeout: float) -> Peer | None:
+        """The node at an endpoint; None if none answers, or if it is this node itself."""
+        try:
+            answer = await self.call(Peer(-1, endpoint), messages.PING, Request(self.header()), timeout)
+        except Unreachable:
+            return None
+        return Peer(answer.header.node_id, endpoint)
+
+    async def reach(self, peer: Peer) -> None:
+        with contextlib.suppress(Unreachable):
+            await self.call(peer, messages.PING, Request(self.header()), self._call_timeout)
+
+    async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
+        """One call; a node that answers is remembered, one that fails twice is forgotten."""
+        nonce, sent = secrets.token_hex(16), self._clock.local()
+        try:
+            data = messages.encode_request(replace(request, nonce=nonce))
+            answer = messages.unseal(await self._transport.call(peer.endpoint, method, data, timeout), nonce)
+        except (Unreachable, BadMessage) as error:
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint}: {error}") from None
+        node_id = answer.header.node_id
+        if node_id == self.table.own_id:
+            raise Unreachable(f"{peer.endpoint} is this node itself")
+        received = self._clock.local()
+        self.table.heard(replace(peer, node_id=node_id))
+        address = await self._transport.address(peer.endpoint)
+        self._clock.hear(address, answer.header.time, sent, received)
+        if peer.node_id not in (-1, node_id):
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint} is another node now")
+        return answer
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
+            self.lost[peer.endpoint] = None
+            while len(self.lost) > MAX_LOST:
+                self.lost.popitem(last=False)
+
+    def header(self) -> Header:
+        endpoint = self.attachment.endpoint if self.attachment else self.announced
+        return Header(self.table.own_id, self._clock.now(), endpoint)
+
+    def notice(self, header: Header, host: str) -> None:
+        """Calls back a stranger who says where it listens: only who answers there is believed."""
+        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
+        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
+        if is_wanted and len(self.greeting) < MAX_GREETED:
+            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
+
+    async def _greet(self, endpoint: str) -> None:
+        """Omit our own endpoint, or two nodes would greet each other forever."""
+        request = Request(Header(self.table.own_id, self._clock.now()))
+        try:
+            with contextlib.suppress(Unreachable):
+                await self.call(Peer(-1, endpoint), messages.PING, request, self._call_timeout)
+        finally:
+            self.greeting.pop(endpoint, None)
+
+
 class KademliaNode:
     """start() before anything else, close() at the end; everything on one event loop."""
 
@@ -95,13 +166,10 @@ class KademliaNode:
         self.rng = rng or random.Random(secrets.randbits(64))
         self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
         self.node_id = node_id_of(self._identity.public)
-        self.table = RoutingTable(self.node_id)
+        self.neighbours = _Neighbours(self.node_id, transport, self.clock, self.options.call_timeout)
+        self.table = self.neighbours.table
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None
-        self._announced = ""  # the endpoint in our requests
-        self._attachment: Attachment | None = None
-        self._lost: OrderedDict[str, None] = OrderedDict()
-        self._greeting: dict[str, asyncio.Task[None]] = {}
         self._maintenance: asyncio.Task[None] | None = None
 
     @property
@@ -114,14 +182,14 @@ class KademliaNode:
         """Listens and joins; DiscoveryError if not one initial peer answers within join_timeout."""
         if self.options.listen_on is not None:
             self.port = await self.transport.serve(self.options.listen_on, self.handle)
-            self._announced = self.options.announce or f":{self.port}"
+            self.neighbours.announced = self.options.announce or f":{self.port}"
         try:
             if self.options.relay is not None and self.is_serving:
                 target = f"{reachable_here(self.options.listen_on)}:{self.port}"
-                self._attachment = Attachment(
+                self.neighbours.attachment = Attachment(
                     check_peer(self.options.relay), target, self.options.relay_token
                 )
-                await self._attachment.start(self.options.join_timeout)
+                await self.neighbours.attachment.start(self.options.join_timeout)
             if self.initial_peers:
                 self.clock.is_joining = True
                 await self._join_within(self.options.join_timeout)
@@ -136,19 +204,19 @@ class KademliaNode:
         self._maintenance = asyncio.create_task(self._maintain())
 
     async def close(self) -> None:
-        tasks = [*self._greeting.values(), *([self._maintenance] if self._maintenance else [])]
+        tasks = [*self.neighbours.greeting.values(), *([self._maintenance] if self._maintenance else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._attachment is not None:
-            await self._attachment.close()
-        self._maintenance = self._attachment = None
+        if self.neighbours.attachment is not None:
+            await self.neighbours.attachment.close()
+        self._maintenance = self.neighbours.attachment = None
         self.port = None
         await self.transport.close()
 
     async def join(self, endpoints: Iterable[str], timeout: float) -> int:
         """Makes itself known to nodes by their addresses -> how many answered. Two networks become one that way."""
-        calls = (self.ping(endpoint, timeout) for endpoint in endpoints)
+        calls = (self.neighbours.ping(endpoint, timeout) for endpoint in endpoints)
         return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
 
     async def refresh(self) -> None:
@@ -157,8 +225,8 @@ class KademliaNode:
         timeout = self.options.call_timeout
         known = {peer.endpoint for peer in self.table}
         again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
-        again += list(self._lost) if not known else []
-        doubtful = (self._reach(peer, timeout) for peer in self.table.doubtful())
+        again += list(self.neighbours.lost) if not known else []
+        doubtful = (self.neighbours.reach(peer) for peer in self.table.doubtful())
         await asyncio.gather(self.join(again, timeout), *doubtful)
         await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
 
@@ -186,7 +254,7 @@ class KademliaNode:
     async def handle(self, method: str, data: bytes, host: str) -> bytes:
         """The answer to one request from a host; BadMessage if it makes no sense."""
         request = messages.decode_request(data)
-        self._notice(request.header, host)
+        self.neighbours.notice(request.header, host)
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
             answer = replace(answer, found=self._look_up(request))
@@ -208,22 +276,6 @@ class KademliaNode:
     def _put(self, item: Item | str) -> Refusal | None:
         return Refusal(item) if isinstance(item, str) else self.store.put(*item, self.clock.now())
 
-    def _notice(self, header: Header, host: str) -> None:
-        """Calls back a stranger who says where it listens: only who answers there is believed."""
-        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
-        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self._greeting
-        if is_wanted and len(self._greeting) < MAX_GREETED:
-            self._greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
-
-    async def _greet(self, endpoint: str) -> None:
-        """Omit our own endpoint, or two nodes would greet each other forever."""
-        request = Request(Header(self.node_id, self.clock.now()))
-        try:
-            with contextlib.suppress(Unreachable):
-                await self._call(Peer(-1, endpoint), messages.PING, request, self.options.call_timeout)
-        finally:
-            self._greeting.pop(endpoint, None)
-
     # ---------------------------------------------------------------- what we ask others
 
     async def find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
@@ -240,14 +292,6 @@ class KademliaNode:
         """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
         return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
 
-    async def ping(self, endpoint: str, timeout: float) -> Peer | None:
-        """The node at an endpoint; None if none answers, or if it is this node itself."""
-        try:
-            answer = await self._call(Peer(-1, endpoint), messages.PING, Request(self._header()), timeout)
-        except Unreachable:
-            return None
-        return Peer(answer.header.node_id, endpoint)
-
     def _nearby(self, search: Search) -> Nearby:
         holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
         if self.is_serving:
@@ -256,8 +300,8 @@ class KademliaNode:
         return Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
 
     async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
-        request = Request(self._header(), keys=keys)
-        answer = await self._call(peer, messages.FIND, request, self.options.call_timeout)
+        request = Request(self.neighbours.header(), keys=keys)
+        answer = await self.neighbours.call(peer, messages.FIND, request, self.options.call_timeout)
         return {key: answer.found[key] for key in keys if key in answer.found}
 
     async def _put_at(self, at: Holder, items: Sequence[Item], timeout: float) -> list[Refusal | None]:
@@ -266,9 +310,9 @@ class KademliaNode:
         refused: list[Refusal | None] = []
         for first in range(0, len(items), messages.MAX_ITEMS):
             some = items[first : first + messages.MAX_ITEMS]
-            request = Request(self._header(), items=some)
+            request = Request(self.neighbours.header(), items=some)
             try:
-                answer = await self._call(
+                answer = await self.neighbours.call(
                     at.peer, messages.STORE, request, min(timeout, self.options.call_timeout)
                 )
                 if len(answer.refused) != len(some):
@@ -279,41 +323,6 @@ class KademliaNode:
             except Unreachable as error:
                 return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
         return refused
-
-    async def _reach(self, peer: Peer, timeout: float) -> None:
-        with contextlib.suppress(Unreachable):
-            await self._call(peer, messages.PING, Request(self._header()), timeout)
-
-    async def _call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """One call; a node that answers is remembered, one that fails twice is forgotten."""
-        nonce, sent = secrets.token_hex(16), self.clock.local()
-        try:
-            data = messages.encode_request(replace(request, nonce=nonce))
-            answer = messages.unseal(await self.transport.call(peer.endpoint, method, data, timeout), nonce)
-        except (Unreachable, BadMessage) as error:
-            self._forget(peer)
-            raise Unreachable(f"{peer.endpoint}: {error}") from None
-        node_id = answer.header.node_id
-        if node_id == self.node_id:
-            raise Unreachable(f"{peer.endpoint} is this node itself")
-        received = self.clock.local()
-        self.table.heard(replace(peer, node_id=node_id))
-        address = await self.transport.address(peer.endpoint)
-        self.clock.hear(address, answer.header.time, sent, received)
-        if peer.node_id not in (-1, node_id):
-            self._forget(peer)
-            raise Unreachable(f"{peer.endpoint} is another node now")
-        return answer
-
-    def _forget(self, peer: Peer) -> None:
-        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
-            self._lost[peer.endpoint] = None
-            while len(self._lost) > MAX_LOST:
-                self._lost.popitem(last=False)
-
-    def _header(self) -> Header:
-        endpoint = self._attachment.endpoint if self._attachment else self._announced
-        return Header(self.node_id, self.clock.now(), endpoint)
 
 
 def reachable_here(listen_on: str | None) -> str:

@@ -132,7 +132,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
     record = SignedRecord(
-        check_record_uid(values["uid"]),
+        _check_record_uid(values["uid"]),
         check_endpoint(values["endpoint"], may_be_empty=True),
         _hexadecimal("owner", values["owner"], 64),
         _count("fence", values["fence"]),
@@ -156,7 +156,7 @@ def is_signed(public: bytes, signature: bytes, data: bytes) -> bool:
     return True
 
 
-def check_record_uid(uid: Any) -> str:
+def _check_record_uid(uid: Any) -> str:
     try:
         return check_uid(uid)
     except ValueError as error:

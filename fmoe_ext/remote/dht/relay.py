@@ -60,7 +60,7 @@ class Relay:
 
     async def start(self, listen_on: str) -> int:
         """Listens -> the port; OSError if it is in use."""
-        self._host, port = split(listen_on)
+        self._host, port = _split(listen_on)
         self._server = await asyncio.start_server(self._spawned(self._welcome), self._host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -137,7 +137,7 @@ class Relay:
         try:
             await _write(control, {"call": name})
             inside = await asyncio.wait_for(call.accepted, PATIENCE)
-            await splice((reader, writer), inside, self.options.bytes_per_second, self.options.idle)
+            await _splice((reader, writer), inside, self.options.bytes_per_second, self.options.idle)
         finally:
             self._waiting.pop(name, None)
             call.ended.set()
@@ -169,7 +169,7 @@ class Attachment:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _attach(self) -> Streams:
-        reader, writer = await asyncio.open_connection(*split(self.relay))
+        reader, writer = await asyncio.open_connection(*_split(self.relay))
         try:
             await _write(writer, {"attach": self.token, "port": self._port})
             line = await _read(reader, PATIENCE)
@@ -202,21 +202,21 @@ class Attachment:
 
     async def _answer(self, name: str) -> None:
         inside, outside = await asyncio.gather(
-            asyncio.open_connection(*split(self.target)),
-            asyncio.open_connection(*split(self.relay)),
+            asyncio.open_connection(*_split(self.target)),
+            asyncio.open_connection(*_split(self.relay)),
             return_exceptions=True,
         )
         try:
             if isinstance(inside, tuple) and isinstance(outside, tuple):
                 await _write(outside[1], {"accept": name})
-                await splice(inside, outside)
+                await _splice(inside, outside)
         finally:
             for streams in (inside, outside):
                 if isinstance(streams, tuple):
                     streams[1].close()
 
 
-async def splice(one: Streams, other: Streams, rate: float = float("inf"), idle: float = 600.0) -> None:
+async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle: float = 600.0) -> None:
     """Passes bytes both ways until one side ends, breaks, or is silent for idle seconds."""
     ways = [asyncio.ensure_future(_pump(a[0], b[1], rate, idle)) for a, b in ((one, other), (other, one))]
     try:
@@ -277,7 +277,7 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> as
     return task
 
 
-def split(endpoint: str) -> tuple[str, int]:
+def _split(endpoint: str) -> tuple[str, int]:
     """("::1", 80) of "[::1]:80"."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)

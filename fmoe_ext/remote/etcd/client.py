@@ -27,27 +27,27 @@ Value: TypeAlias = "int | bytes | str | Sequence[int | bytes | str]"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
-class ProtoError(ValueError):
+class _ProtoError(ValueError):
     """Bytes that are no protocol buffer."""
 
 
-class Fields(defaultdict[int, list[int | bytes]]):
+class _Fields(defaultdict[int, list[int | bytes]]):
     """Decode a message: every value of every field."""
 
     def number(self, field: int) -> int:
         """An int64, 0 where it is left out."""
         value = self[field][-1] if self.get(field) else 0
         if not isinstance(value, int):
-            raise ProtoError(f"field {field} is no number")
+            raise _ProtoError(f"field {field} is no number")
         return value - (1 << 64) if value >= 1 << 63 else value
 
     def data(self, field: int) -> bytes:
         value = self[field][-1] if self.get(field) else b""
         if not isinstance(value, bytes):
-            raise ProtoError(f"field {field} is no string of bytes")
+            raise _ProtoError(f"field {field} is no string of bytes")
         return value
 
-    def messages(self, field: int) -> list["Fields"]:
+    def messages(self, field: int) -> list["_Fields"]:
         return [parse(value) for value in self.get(field, []) if isinstance(value, bytes)]
 
 
@@ -62,9 +62,9 @@ def build(fields: Mapping[int, Value]) -> bytes:
     return b"".join(parts)
 
 
-def parse(data: bytes) -> Fields:
-    """The fields of a message; ProtoError for bytes that are none."""
-    fields, place = Fields(list), 0
+def parse(data: bytes) -> _Fields:
+    """The fields of a message; _ProtoError for bytes that are none."""
+    fields, place = _Fields(list), 0
     while place < len(data):
         tag, place = _read_varint(data, place)
         number, kind = tag >> 3, tag & 7
@@ -77,9 +77,9 @@ def parse(data: bytes) -> Fields:
         elif kind in (_FIXED64, _FIXED32):
             length = 8 if kind == _FIXED64 else 4
         else:
-            raise ProtoError(f"unknown wire type {kind}")
+            raise _ProtoError(f"unknown wire type {kind}")
         if place + length > len(data):
-            raise ProtoError(f"field {number} ends after its message")
+            raise _ProtoError(f"field {number} ends after its message")
         fields[number].append(data[place : place + length])
         place += length
     return fields
@@ -112,7 +112,7 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
         place += 1
         if byte < 0x80:
             return value, place
-    raise ProtoError("a number has no end")
+    raise _ProtoError("a number has no end")
 
 
 MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
@@ -155,7 +155,7 @@ def changed_at(key: str, revision: int) -> bytes:
     return build({2: _MOD, 3: key, 6: [revision]})
 
 
-def has_value(key: str, value: bytes) -> bytes:
+def _has_value(key: str, value: bytes) -> bytes:
     return build({2: _VALUE, 3: key, 7: [value]})
 
 
@@ -168,10 +168,10 @@ def delete(key: str) -> bytes:
 
 
 def read(key: str, is_prefix: bool = False, keys_only: bool = False) -> bytes:
-    return build({1: build({1: key, 2: prefix_end(key) if is_prefix else b"", 8: int(keys_only)})})
+    return build({1: build({1: key, 2: _prefix_end(key) if is_prefix else b"", 8: int(keys_only)})})
 
 
-def prefix_end(prefix: str) -> bytes:
+def _prefix_end(prefix: str) -> bytes:
     """The first key behind all that begin with prefix."""
     data = prefix.encode()
     return data[:-1] + bytes([data[-1] + 1])
@@ -236,7 +236,7 @@ class EtcdClient:
     async def keep_alive(self, lease: int, timeout: float = 5.0) -> bool:
         """Renew the lease for another ttl; False if it has ended."""
 
-        async def once() -> Fields:
+        async def once() -> _Fields:
             stream = self._channel.stream_stream("/etcdserverpb.Lease/LeaseKeepAlive")(timeout=timeout)
             try:
                 await stream.write(build({1: lease}))
@@ -253,7 +253,7 @@ class EtcdClient:
         """The changes under a prefix since revision, as they come; DiscoveryError when the stream ends."""
         stream = self._channel.stream_stream("/etcdserverpb.Watch/Watch")()
         try:
-            await stream.write(build({1: build({1: prefix, 2: prefix_end(prefix), 3: revision})}))
+            await stream.write(build({1: build({1: prefix, 2: _prefix_end(prefix), 3: revision})}))
             while True:
                 message = await stream.read()
                 if message is grpc.aio.EOF:
@@ -264,24 +264,24 @@ class EtcdClient:
                 events = [Event(_entry(e.messages(2)[0]), e.number(1) == 1) for e in reply.messages(11)]
                 if events:
                     yield events
-        except (grpc.aio.AioRpcError, ProtoError) as error:
+        except (grpc.aio.AioRpcError, _ProtoError) as error:
             raise DiscoveryError(f"the watch on etcd at {self._target} ended: {_details(error)}") from None
         finally:
             stream.cancel()
 
-    async def _call(self, method: str, request: bytes, timeout: float) -> Fields:
-        async def once() -> Fields:
+    async def _call(self, method: str, request: bytes, timeout: float) -> _Fields:
+        async def once() -> _Fields:
             return parse(await self._channel.unary_unary(method)(request, timeout=timeout))
 
         return await self._guard(once(), method.rpartition("/")[2], timeout)
 
-    async def _guard(self, call: "asyncio.Future[Fields] | object", name: str, timeout: float) -> Fields:
+    async def _guard(self, call: "asyncio.Future[_Fields] | object", name: str, timeout: float) -> _Fields:
         begin = time.monotonic()
         try:
             return await asyncio.wait_for(call, max(0.0, timeout) + 0.1)  # type: ignore[arg-type]
         except (
             grpc.aio.AioRpcError,
-            ProtoError,
+            _ProtoError,
             asyncio.TimeoutError,
             TypeError,
             asyncio.InvalidStateError,
@@ -293,7 +293,7 @@ class EtcdClient:
             ) from None
 
 
-def _entry(kv: Fields) -> Entry:
+def _entry(kv: _Fields) -> Entry:
     return Entry(kv.data(1).decode(errors="replace"), kv.data(5), kv.number(2), kv.number(3))
 
 
@@ -326,10 +326,7 @@ class EtcdDiscovery(Discovery):
         for uid in map(check_uid, uids):
             key = leader_key(uid)
             answer = await self.etcd.transact(
-                [created_at(key, 0)],
-                [put(key, value, lease)],
-                [read(key)],
-                deadline - time.monotonic(),
+                [created_at(key, 0)], [put(key, value, lease)], [read(key)], deadline - time.monotonic()
             )
             owner = None if answer.succeeded or not answer.ranges[0] else answer.ranges[0][0]
             if answer.succeeded or (owner is not None and owner.value == value):
@@ -345,7 +342,7 @@ class EtcdDiscovery(Discovery):
         value = dump(Leader("", endpoint))
         for uid in uids:
             key = leader_key(uid)
-            await self.etcd.transact([has_value(key, value)], [delete(key)], timeout=timeout)
+            await self.etcd.transact([_has_value(key, value)], [delete(key)], timeout=timeout)
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         deadline, records = time.monotonic() + timeout, []

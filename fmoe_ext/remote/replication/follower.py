@@ -180,7 +180,7 @@ class Following:
     async def _await_record(self, uid: str) -> None:
         """Waits a little for the view to show what the leader has written."""
         for _ in range(20):
-            record, _ = self.site.registry.members(uid)
+            record, _ = self.site.registry.view.members(uid)
             if record is not None and self.site.name in record.endpoints:
                 return
             await asyncio.sleep(0.05)

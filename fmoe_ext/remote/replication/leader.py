@@ -1,4 +1,4 @@
-"""Leader: one term of one expert. It confirms the members, orders updates, and changes who is a member."""
+"""Leader: one term of one expert, which orders its updates; Members: the servers that this term waits for."""
 
 import asyncio
 import logging
@@ -23,8 +23,172 @@ HOST_AGAIN = 3.0  # seconds until another server is asked to be a replica
 NOTE_EVERY = 5.0  # seconds between notes of the end in the registry
 
 
+class _Members:
+    """Members of an expert in a leader's term.
+
+    record: as it is in etcd. needed: those whose confirmation an update needs, this server too; a server is needed
+    before the record has it, and until a record without it is written. senders: of members and of servers that join.
+    Every change holds the lock `changing`.
+    """
+
+    def __init__(self, leader: "Leader", record: keys.Members):
+        self.record = record
+        self.needed = set(record.endpoints)
+        self.senders: dict[str, Sender] = {}
+        self.changing = asyncio.Lock()
+        self._leader, self._site, self._uid = leader, leader.site, leader.uid
+        self._host_asked = self._noted_at = 0.0
+
+    def add_sender(self, name: str, endpoint: str) -> Sender:
+        if (old := self.senders.pop(name, None)) is not None:
+            old.stop()
+        sender = Sender(self._site.peers, name, endpoint, self._site.options.ack_timeout)
+        self.senders[name] = sender
+        return sender
+
+    async def remove(self, sender: Sender, reason: str) -> None:
+        """Takes a member out of the record; NotLeader, and the end of this term, if the registry does not do it."""
+        async with self.changing:
+            if self._leader.has_ended:
+                raise NotLeader(f"not the leader of {self._uid} any more")
+            if self.senders.get(sender.server) is not sender:
+                return  # removed already, or replaced
+            if sender.server in self.needed:
+                log.warning("%s: %s falls behind (%s)", self._uid, sender.endpoint, reason)
+                left = {n: e for n, e in self.record.endpoints.items() if n != sender.server}
+                await self._write(left)
+                self.needed.discard(sender.server)
+                self._site.server.metrics.add("members_removed_total")
+            sender.stop()
+            self.senders.pop(sender.server, None)
+
+    async def _write(self, endpoints: dict[str, str]) -> None:
+        record = self._noted(endpoints)
+        try:
+            is_written = await self._site.registry.set_members(self._uid, self._leader.guard, record)
+            reason = "fenced"
+        except DiscoveryError as error:
+            is_written, reason = False, f"the registry does not answer ({error})"
+        if not is_written:
+            self._site.server.metrics.add("fenced_total")
+            self._leader.end(reason)
+            text = f"not the leader of {self._uid} any more: the registry says so, or does not answer"
+            raise NotLeader(text)
+        self.record = record
+
+    def without_leader(self) -> keys.Members:
+        """The record for a leader that leaves: a member that has every update leads next."""
+        left = {n: e for n, e in self.record.endpoints.items() if n != self._site.name}
+        healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
+        return self._noted(left, next(healthy, ""))
+
+    def _noted(self, endpoints: dict[str, str], successor: str = "") -> keys.Members:
+        leader = self._leader
+        record = recovery.with_end(self.record, leader.committed)
+        requests = leader.ledger.requests_at(leader.committed.version)
+        starts = recovery.with_start(record.starts, leader.term.number, leader.start)
+        return replace(record, endpoints=endpoints, successor=successor, starts=starts, requests=requests)
+
+    async def admit(self, name: str, endpoint: str) -> Message:
+        """A copy for a server that wants to follow; every update after it goes there too."""
+        self._leader.check_open()
+        if name in self.needed and (member := self.senders.get(name)) is not None:
+            await self.remove(member, "it asks for a copy")
+        self._check_room(name)
+        sender: list[Sender] = []
+        loop = asyncio.get_running_loop()
+
+        def at_copy() -> None:  # on the loop, between the updates before the copy and those after it
+            known = self.senders.get(name)
+            if not self._leader.has_ended and not self._is_full(name) and not (known and name in self.needed):
+                sender.append(self.add_sender(name, endpoint))
+
+        def take() -> Message:
+            state = read_state(self._site.server.host, self._uid)
+            loop.call_soon_threadsafe(at_copy)
+            return state
+
+        state = await self._site.on_thread(take)
+        self._leader.check_open()
+        if not sender:
+            self._check_room(name)
+            raise NotLeader(f"{name} became a replica of {self._uid} meanwhile: it may ask again")
+        meta = {"seen": str(self._leader.term.number), "seen_leader": self._leader.term.leader}
+        return Message(state.tensors, {**state.meta, **meta})
+
+    async def promote(self, name: str) -> None:
+        """A server that has its copy becomes a member: from now on nothing is acknowledged without it."""
+        self._leader.check_open()
+        async with self.changing:
+            sender = self.senders.get(name)
+            if sender is None or sender.is_dead or self._leader.has_ended:
+                raise NotLeader(f"{name} has missed updates of {self._uid}: it must take another copy")
+            if name in self.needed:
+                return  # the same call came twice
+            self.needed.add(name)  # before the registry knows, so that none is acknowledged without it after
+            reply = await sender.put(self._leader.probe())
+            if reply is None or not reply.is_accepted:
+                self.needed.discard(name)
+                why = sender.failure or "its log differs"
+                raise NotLeader(f"{name} has missed updates of {self._uid}: {why}")
+            if self._leader.has_ended:
+                raise NotLeader(f"not the leader of {self._uid} any more")
+            await self._write({**self.record.endpoints, name: sender.endpoint})
+        log.info("%s has %d replicas", self._uid, len(self.record.endpoints))
+
+    def _check_room(self, name: str) -> None:
+        if self._is_full(name):
+            raise ValueError(f"{self._uid} has its replicas, or servers that take copies: no more")
+
+    def _is_full(self, name: str) -> bool:
+        """True if members and those who take copies, other than name, reach the target number."""
+        return len({*self.needed, *self.senders} - {name}) >= self._site.options.replicas
+
+    async def look_after(self) -> None:
+        """Removes members whose servers are gone, finds new ones, notes the end."""
+        alive, now = self._site.registry.view.servers(), self._site.now()
+        try:
+            for sender in list(self.senders.values()):
+                late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
+                if sender.is_dead or late or sender.server not in alive:
+                    await self.remove(sender, sender.failure or "its server is gone")
+            if not self._leader.is_open:
+                return
+            if now - self._noted_at >= NOTE_EVERY and self._leader.committed.version != self.record.version:
+                self._noted_at = now
+                async with self.changing:
+                    await self._write(dict(self.record.endpoints))
+        except NotLeader:
+            return
+        if len({*self.needed, *self.senders}) < self._site.options.replicas:
+            await self._find_another(now)
+
+    async def _find_another(self, now: float) -> None:
+        options = self._site.server.options
+        free = {
+            name: entry
+            for name, entry in self._site.registry.view.servers().items()
+            if name not in self.record.endpoints
+            and (entry.expert_cls, entry.hidden_dim) == (options.expert_cls, options.hidden_dim)
+        }
+        if not free or now - self._host_asked < HOST_AGAIN:
+            return
+        self._host_asked = now
+        name = min(free, key=lambda name: (free[name].num_experts, name))
+        request = encode(Message({}, {"uid": self._uid}))
+        endpoint, timeout = free[name].endpoint, self._site.options.ack_timeout
+        try:
+            await self._site.peers.call(endpoint, messages.HOST, request, timeout)
+        except RemoteError as error:
+            log.warning("%s cannot be replicated at %s: %s", self._uid, endpoint, error)
+
+
 class Leader:
-    """guard: create revision of the leader key, which every write to the registry compares. ended() is called once."""
+    """guard: create revision of the leader key, which every write to the registry compares. ended() is called once.
+
+    The log up to `shipped` was given to the senders, up to `committed` every member has it; start: the version at which
+    this term began.
+    """
 
     def __init__(
         self,
@@ -37,22 +201,13 @@ class Leader:
         ended: Callable[[], None],
     ):
         self.site, self.uid, self.ledger, self.term, self.guard = site, uid, ledger, term, guard
-        self.record = record
-        self.needed = set(record.endpoints)  # whose confirmation an update needs; this server too
-        self.senders: dict[str, Sender] = {}  # of members and of servers that join
         self.is_open = self.is_closing = self.has_ended = False
-        self._ended = ended
-        self._lease = site.registry.lease
-        self._shipped = self._committed = ledger.lead(term)
-        self._start = self._shipped.version
+        self._ended, self._lease = ended, site.registry.lease
+        self.shipped = self.committed = ledger.lead(term)
+        self.start = self.shipped.version
         self._waiting: list[tuple[int, Finish, Fail]] = []
         self._commits: set[asyncio.Task[None]] = set()
-        self._changing = asyncio.Lock()  # one change of members at a time
-        self._host_asked = self._noted_at = 0.0
-
-    @property
-    def members(self) -> set[str]:
-        return set(self.record.endpoints)
+        self.members = _Members(self, record)
 
     def holds(self) -> bool:
         """True while nobody else can lead, by this server's clock; from any thread."""
@@ -69,34 +224,38 @@ class Leader:
         self.has_ended, self.is_open = True, False
         self.ledger.step_down()
         log.warning("%s is led from here no more: %s", self.uid, reason)
-        for sender in self.senders.values():
+        for sender in self.members.senders.values():
             sender.stop()
         waiting, self._waiting = self._waiting, []
         for _, _, fail in waiting:
             fail(NotLeader(f"not the leader of {self.uid} any more: {reason}"))
         self._ended()
 
+    def check_open(self) -> None:
+        if not self.takes_steps():
+            raise NotLeader(f"not the leader of {self.uid}, or not yet")
+
     # ---------------------------------------------------------------- beginning
 
     async def confirm(self) -> None:
         """Brings every member to this log, or removes it; then takes gradients."""
-        others = [name for name in self.record.endpoints if name != self.site.name]
-        senders = [self._add_sender(name, self.record.endpoints[name]) for name in others]
+        endpoints = self.members.record.endpoints.items()
+        senders = [self.members.add_sender(name, at) for name, at in endpoints if name != self.site.name]
         try:
             await asyncio.gather(*(self._confirm(sender) for sender in senders))
         except NotLeader:
             return
-        if not self.has_ended and self.needed <= {self.site.name, *self.senders}:
+        if not self.has_ended and self.members.needed <= {self.site.name, *self.members.senders}:
             self.ledger.open(self.term)
             self.is_open = True
-            log.info(
-                "%s is led from here, version %d, term %d", self.uid, self._shipped.version, self.term.number
-            )
+            version, term = self.shipped.version, self.term.number
+            log.info("%s is led from here, version %d, term %d", self.uid, version, term)
 
     async def _confirm(self, sender: Sender) -> None:
-        reply = await sender.put(self._probe())
+        reply = await sender.put(self.probe())
         if reply is not None and not reply.is_accepted:
             missing = self.ledger.tail_after(reply.end)
+            is_longer = reply.end > self.shipped and not reply.reason
             if reply.seen > self.term:
                 self.ledger.see(reply.seen)
                 self.end(f"{sender.endpoint} knows of term {reply.seen.number}")
@@ -105,33 +264,23 @@ class Leader:
                 appends = [Append(self.uid, self.term, 0, entry.end, entry) for entry in missing]
                 replies = await asyncio.gather(*(sender.put(append) for append in appends))
                 reply = replies[-1]
-            elif (
-                reply.end > self._shipped
-                and not reply.reason
-                and sender.server in self.site.registry.servers()
-            ):
+            elif is_longer and sender.server in self.site.registry.view.servers():
                 await self._yield_to(sender.server)
                 raise NotLeader
         if reply is None or not reply.is_accepted:
-            await self._remove(sender, sender.failure or "its log is another one")
+            await self.members.remove(sender, sender.failure or "its log is another one")
 
     async def _yield_to(self, name: str) -> None:
         """A member whose log is longer leads, so that nothing has to be rolled back."""
+        record = replace(self.members.record, successor=name)
         try:
-            await self.site.registry.resign(self.uid, self.guard, replace(self.record, successor=name))
+            await self.site.registry.resign(self.uid, self.guard, record)
         except DiscoveryError as error:
             log.warning("%s: %s", self.uid, error)
         self.end(f"{name} has a longer log")
 
-    def _probe(self) -> Append:
-        return Append(self.uid, self.term, self.ledger.committed, self._shipped)
-
-    def _add_sender(self, name: str, endpoint: str) -> Sender:
-        if (old := self.senders.pop(name, None)) is not None:
-            old.stop()
-        sender = Sender(self.site.peers, name, endpoint, self.site.options.ack_timeout)
-        self.senders[name] = sender
-        return sender
+    def probe(self) -> Append:
+        return Append(self.uid, self.term, self.ledger.committed, self.shipped)
 
     # ---------------------------------------------------------------- updates
 
@@ -141,27 +290,27 @@ class Leader:
             fail(NotLeader(f"not the leader of {self.uid}, or not yet"))
             return
         self._waiting.append((version, finish, fail))
-        for logged in self.ledger.tail_after(self._shipped) or ():
+        for logged in self.ledger.tail_after(self.shipped) or ():
             if logged.end.version > version:
                 break
-            self._shipped = logged.end
+            self.shipped = logged.end
             append = Append(self.uid, self.term, self.ledger.committed, logged.end, logged)
-            acks = [(sender, sender.put(append)) for sender in self.senders.values()]
+            acks = [(sender, sender.put(append)) for sender in self.members.senders.values()]
             if acks:
                 task = asyncio.create_task(self._commit(logged.end, acks))
                 self._commits.add(task)
                 task.add_done_callback(self._commits.discard)
             else:
                 self._advance(logged.end)
-        if version <= self._committed.version:
-            self._advance(self._committed)
+        if version <= self.committed.version:
+            self._advance(self.committed)
 
     async def _commit(self, end: End, acks: list[tuple[Sender, "asyncio.Future[Reply | None]"]]) -> None:
         try:
             for sender, ack in acks:
                 reply = await ack
                 if reply is None or not reply.is_accepted:
-                    await self._remove(sender, sender.failure)
+                    await self.members.remove(sender, sender.failure)
         except NotLeader:
             return
         self._advance(end)
@@ -171,154 +320,12 @@ class Leader:
         if not self.holds():
             self.end("its lease is over")
             return
-        self._committed = max(self._committed, end)
-        self.ledger.commit(self._committed.version)
-        done = [one for one in self._waiting if one[0] <= self._committed.version]
-        self._waiting = [one for one in self._waiting if one[0] > self._committed.version]
+        self.committed = max(self.committed, end)
+        self.ledger.commit(self.committed.version)
+        done = [one for one in self._waiting if one[0] <= self.committed.version]
+        self._waiting = [one for one in self._waiting if one[0] > self.committed.version]
         for _, finish, _ in done:
             finish()
-
-    # ---------------------------------------------------------------- members
-
-    async def _remove(self, sender: Sender, reason: str) -> None:
-        """Takes a member out of the record; NotLeader, and the end of this term, if the registry does not do it."""
-        async with self._changing:
-            if self.has_ended:
-                raise NotLeader(f"not the leader of {self.uid} any more")
-            if self.senders.get(sender.server) is not sender:
-                return  # removed already, or replaced
-            if sender.server in self.needed:
-                log.warning("%s: %s falls behind (%s)", self.uid, sender.endpoint, reason)
-                left = {n: e for n, e in self.record.endpoints.items() if n != sender.server}
-                await self._write(left)
-                self.needed.discard(sender.server)
-                self.site.server.metrics.add("members_removed_total")
-            sender.stop()
-            self.senders.pop(sender.server, None)
-
-    async def _write(self, endpoints: dict[str, str]) -> None:
-        record = self._noted(endpoints)
-        try:
-            is_written, reason = await self.site.registry.set_members(self.uid, self.guard, record), "fenced"
-        except DiscoveryError as error:
-            is_written, reason = False, f"the registry does not answer ({error})"
-        if not is_written:
-            self.site.server.metrics.add("fenced_total")
-            self.end(reason)
-            raise NotLeader(
-                f"not the leader of {self.uid} any more: the registry says so, or does not answer"
-            )
-        self.record = record
-
-    def _noted(self, endpoints: dict[str, str], successor: str = "") -> keys.Members:
-        record = recovery.with_end(self.record, self._committed)
-        requests = self.ledger.requests_at(self._committed.version)
-        starts = recovery.with_start(record.starts, self.term.number, self._start)
-        return replace(record, endpoints=endpoints, successor=successor, starts=starts, requests=requests)
-
-    async def admit(self, name: str, endpoint: str) -> Message:
-        """A copy for a server that wants to follow; every update after it goes there too."""
-        self._check_open()
-        if name in self.needed and (member := self.senders.get(name)) is not None:
-            await self._remove(member, "it asks for a copy")
-        self._check_room(name)
-        sender: list[Sender] = []
-        loop = asyncio.get_running_loop()
-
-        def at_copy() -> None:  # on the loop, between the updates before the copy and those after it
-            known = self.senders.get(name)
-            if not self.has_ended and not self._is_full(name) and not (known and name in self.needed):
-                sender.append(self._add_sender(name, endpoint))
-
-        def take() -> Message:
-            state = read_state(self.site.server.host, self.uid)
-            loop.call_soon_threadsafe(at_copy)
-            return state
-
-        state = await self.site.on_thread(take)
-        self._check_open()
-        if not sender:
-            self._check_room(name)
-            raise NotLeader(f"{name} became a replica of {self.uid} meanwhile: it may ask again")
-        meta = {"seen": str(self.term.number), "seen_leader": self.term.leader}
-        return Message(state.tensors, {**state.meta, **meta})
-
-    async def promote(self, name: str) -> None:
-        """A server that has its copy becomes a member: from now on nothing is acknowledged without it."""
-        self._check_open()
-        async with self._changing:
-            sender = self.senders.get(name)
-            if sender is None or sender.is_dead or self.has_ended:
-                raise NotLeader(f"{name} has missed updates of {self.uid}: it must take another copy")
-            if name in self.needed:
-                return  # the same call came twice
-            self.needed.add(name)  # before the registry knows, so that none is acknowledged without it after
-            reply = await sender.put(self._probe())
-            if reply is None or not reply.is_accepted:
-                self.needed.discard(name)
-                raise NotLeader(
-                    f"{name} has missed updates of {self.uid}: {sender.failure or 'its log differs'}"
-                )
-            if self.has_ended:
-                raise NotLeader(f"not the leader of {self.uid} any more")
-            await self._write({**self.record.endpoints, name: sender.endpoint})
-        log.info("%s has %d replicas", self.uid, len(self.record.endpoints))
-
-    def _check_open(self) -> None:
-        if not self.takes_steps():
-            raise NotLeader(f"not the leader of {self.uid}, or not yet")
-
-    def _check_room(self, name: str) -> None:
-        if self._is_full(name):
-            raise ValueError(f"{self.uid} has its replicas, or servers that take copies: no more")
-
-    def _is_full(self, name: str) -> bool:
-        """True if members and those who take copies, other than name, reach the target number."""
-        return len({*self.needed, *self.senders} - {name}) >= self.site.options.replicas
-
-    # ---------------------------------------------------------------- care
-
-    async def look_after(self) -> None:
-        """Removes members whose servers are gone, finds new ones, notes the end."""
-        if not self.holds():
-            self.end("its lease is over")
-            return
-        alive, now = self.site.registry.servers(), self.site.now()
-        try:
-            for sender in list(self.senders.values()):
-                late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
-                if sender.is_dead or late or sender.server not in alive:
-                    await self._remove(sender, sender.failure or "its server is gone")
-            if not self.is_open:
-                return
-            if now - self._noted_at >= NOTE_EVERY and self._committed.version != self.record.version:
-                self._noted_at = now
-                async with self._changing:
-                    await self._write(dict(self.record.endpoints))
-        except NotLeader:
-            return
-        if len({*self.needed, *self.senders}) < self.site.options.replicas:
-            await self._find_another(now)
-
-    async def _find_another(self, now: float) -> None:
-        options = self.site.server.options
-        free = {
-            name: entry
-            for name, entry in self.site.registry.servers().items()
-            if name not in self.record.endpoints
-            and (entry.expert_cls, entry.hidden_dim) == (options.expert_cls, options.hidden_dim)
-        }
-        if not free or now - self._host_asked < HOST_AGAIN:
-            return
-        self._host_asked = now
-        name = min(free, key=lambda name: (free[name].num_experts, name))
-        request = encode(Message({}, {"uid": self.uid}))
-        try:
-            await self.site.peers.call(
-                free[name].endpoint, messages.HOST, request, self.site.options.ack_timeout
-            )
-        except RemoteError as error:
-            log.warning("%s cannot be replicated at %s: %s", self.uid, free[name].endpoint, error)
 
     async def hand_over(self) -> None:
         """Takes no more gradients, waits for those under way, and lets a member lead that has them all."""
@@ -327,12 +334,10 @@ class Leader:
         await asyncio.sleep(0)
         if self._commits:
             await asyncio.wait(self._commits, timeout=HAND_OVER_SECONDS)
-        async with self._changing:
+        async with self.members.changing:
             if self.has_ended:
                 return
-            left = {n: e for n, e in self.record.endpoints.items() if n != self.site.name}
-            healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
             try:
-                await self.site.registry.resign(self.uid, self.guard, self._noted(left, next(healthy, "")))
+                await self.site.registry.resign(self.uid, self.guard, self.members.without_leader())
             finally:
                 self.end("this server stops")

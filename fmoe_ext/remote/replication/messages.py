@@ -68,12 +68,12 @@ def read_append(message: Message) -> Append:
     return Append(uid, _read_term(message, "term"), number(message, "committed"), end, logged)
 
 
-def reply_message(reply: Reply) -> Message:
+def _reply_message(reply: Reply) -> Message:
     meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
     return Message({}, {**meta, **_term("seen", reply.seen), **_end("end", reply.end)})
 
 
-def read_reply(message: Message) -> Reply:
+def _read_reply(message: Message) -> Reply:
     accepted = number(message, "accepted") == 1
     return Reply(
         accepted, _read_end(message, "end"), _read_term(message, "seen"), message.meta.get("reason", "")
@@ -88,7 +88,7 @@ def number(message: Message, key: str) -> int:
     return int(text)
 
 
-def text(message: Message, key: str) -> str:
+def _text(message: Message, key: str) -> str:
     """A text of the metadata; WireError if it is missing."""
     value = message.meta.get(key)
     if not value:
@@ -190,7 +190,7 @@ class Sender:
         data, end = encode(append_message(append)), clock() + self._timeout
         while True:
             try:
-                return read_reply(await self._peers.call(self.endpoint, APPEND, data, end - clock()))
+                return _read_reply(await self._peers.call(self.endpoint, APPEND, data, end - clock()))
             except QUICK:
                 if clock() + PAUSE >= end:
                     raise
@@ -220,7 +220,7 @@ CODES = (
 )
 
 
-class Replicas(Protocol):
+class _Replicas(Protocol):
     """Handlers of the calls."""
 
     def append(self, append: Append) -> Reply: ...
@@ -229,21 +229,21 @@ class Replicas(Protocol):
     async def host_expert(self, uid: str) -> None: ...
 
 
-async def answer(replicas: Replicas, method: str, message: Message) -> Message:
+async def answer(replicas: _Replicas, method: str, message: Message) -> Message:
     """The answer to a call of another server."""
     if method == messages.APPEND:
-        return reply_message(replicas.append(read_append(message)))
-    uid = text(message, protocol.UID)
+        return _reply_message(replicas.append(read_append(message)))
+    uid = _text(message, protocol.UID)
     if method == messages.JOIN:
-        return await replicas.admit(uid, text(message, "server"), text(message, "endpoint"))
+        return await replicas.admit(uid, _text(message, "server"), _text(message, "endpoint"))
     if method == messages.READY:
-        await replicas.promote(uid, text(message, "server"))
+        await replicas.promote(uid, _text(message, "server"))
     else:
         await replicas.host_expert(uid)
     return Message()
 
 
-def replica_handlers(replicas: Replicas, guard: Guard, part_bytes: int) -> grpc.GenericRpcHandler:
+def replica_handlers(replicas: _Replicas, guard: Guard, part_bytes: int) -> grpc.GenericRpcHandler:
     """Servers admit each other as they admit those who send gradients. A copy comes in parts."""
 
     @contextlib.asynccontextmanager

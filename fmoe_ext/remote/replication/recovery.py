@@ -48,22 +48,22 @@ def decide(vacancy: Vacancy) -> Action:
     if vacancy.offers.get(me) != make_offer(vacancy.end, vacancy.revision):
         return Action.OFFER
     offers = {
-        name: (end_of(offer), name)
+        name: (_end_of(offer), name)
         for name, offer in vacancy.offers.items()
         if offer.record == vacancy.revision and name in vacancy.alive
     }
     if any(name in vacancy.alive and name not in offers for name in record.endpoints):
         return Action.WAIT  # a member that can lead does so
     is_best = max(offers.values(), default=None) == (vacancy.end, me)
-    return Action.RECOVER if is_best and vacancy.hopeless_seconds >= patience(vacancy) else Action.WAIT
+    return Action.RECOVER if is_best and vacancy.hopeless_seconds >= _patience(vacancy) else Action.WAIT
 
 
-def patience(vacancy: Vacancy) -> float:
+def _patience(vacancy: Vacancy) -> float:
     """Seconds until a server leads by recovery: short only for one that has all that the record knows of."""
     record = vacancy.record or keys.Members()
     if vacancy.record is None and set(vacancy.alive) == {vacancy.server} and not vacancy.lacks:
         return 0.0  # a new expert, and the only server
-    is_whole = vacancy.end >= end_of(record) and not vacancy.lacks
+    is_whole = vacancy.end >= _end_of(record) and not vacancy.lacks
     seconds = RECOVERY_LOOK if is_whole else vacancy.recovery_wait
     return max(seconds, vacancy.ttl) if record.voided else seconds
 
@@ -75,7 +75,7 @@ def count_lost(vacancy: Vacancy) -> int:
     """
     record, end = vacancy.record or keys.Members(), vacancy.end
     damaged = max(0, vacancy.lacks - end.version)
-    if end >= end_of(record):
+    if end >= _end_of(record):
         return damaged
     later = [start for term, start in record.starts.items() if int(term) > end.term.number]
     return max(1, damaged, record.version - min([end.version, *later]))
@@ -98,13 +98,12 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
     """The record with which a server leads."""
     record = vacancy.record or keys.Members()
     endpoints = record.endpoints if action is Action.LEAD else {}
-    known = vacancy.end if action is Action.RECOVER else max(vacancy.end, end_of(record))
+    known = vacancy.end if action is Action.RECOVER else max(vacancy.end, _end_of(record))
     starts = record.starts
     if action is Action.RECOVER:  # what its log lacks is no part of the history any more
         starts = {t: v for t, v in starts.items() if int(t) <= vacancy.end.term.number}
-    if (
-        vacancy.start is not None and vacancy.end >= known
-    ):  # the last leader may have died before its first note
+    # the last leader may have died before its first note
+    if vacancy.start is not None and vacancy.end >= known:
         starts = with_start(starts, vacancy.end.term.number, vacancy.start)
     requests = vacancy.requests if vacancy.end == known else record.requests
     return replace(
@@ -122,7 +121,7 @@ def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> key
     """The record after the registry went back: nobody is known to have everything."""
     record = record or keys.Members()
     return replace(
-        with_end(record, max(end, end_of(record))),
+        with_end(record, max(end, _end_of(record))),
         endpoints={},
         successor="",
         term=max(record.term, seen.number) + 1,
@@ -135,7 +134,7 @@ def make_offer(end: End, revision: int) -> keys.Offer:
     return keys.Offer(end.term.number, end.term.leader, end.version, revision)
 
 
-def end_of(value: keys.Members | keys.Offer) -> End:
+def _end_of(value: keys.Members | keys.Offer) -> End:
     return End(Term(value.term_of_end, value.leader_of_end), value.version)
 
 

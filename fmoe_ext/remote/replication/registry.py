@@ -1,4 +1,4 @@
-"""Registry: one server's watched view of etcd, and its transactions; Site: what replication needs of its server."""
+"""View: what a server has seen of etcd; Registry: its lease and transactions there; Site: a server and its ways out."""
 
 import asyncio
 import concurrent.futures
@@ -71,8 +71,83 @@ log = logging.getLogger("fmoe_ext.remote")
 RETRY_SECONDS = 0.5
 
 
+class _View:
+    """etcd's keys as this server has seen them last. An older revision of a key never replaces a newer one."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._uids: dict[str, set[str]] = {}  # uid: its keys
+
+    def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
+        """Leader, and the create revision of its key; (None, 0) without one."""
+        entry = self._entries.get(keys.leader_key(uid))
+        return (None, 0) if entry is None else (keys.load_leader(entry.value), entry.create_revision)
+
+    def members(self, uid: str) -> tuple[keys.Members | None, int]:
+        """The record, and the revision of that key; (None, 0) if the expert has never been."""
+        entry = self._entries.get(keys.members_key(uid))
+        return (None, 0) if entry is None else (keys.load_members(entry.value), entry.mod_revision)
+
+    def servers(self) -> dict[str, keys.ServerEntry]:
+        """The servers that live."""
+        found = {
+            key.removeprefix(keys.SERVERS): keys.load_server(entry.value)
+            for key, entry in self._entries.items()
+            if key.startswith(keys.SERVERS)
+        }
+        return {server: entry for server, entry in found.items() if entry is not None}
+
+    def offers(self, uid: str) -> dict[str, keys.Offer]:
+        """Offers of servers for an expert without a leader."""
+        prefix = keys.candidate_key(uid, "")
+        found = {
+            key.removeprefix(prefix): keys.load_offer(self._entries[key].value)
+            for key in self._uids.get(uid, ())
+            if key.startswith(prefix)
+        }
+        return {server: offer for server, offer in found.items() if offer is not None}
+
+    def uids(self) -> list[str]:
+        """Every expert that has ever been."""
+        return [uid for uid in self._uids if keys.members_key(uid) in self._entries]
+
+    def has_entry(self, server: str) -> bool:
+        return keys.SERVERS + server in self._entries
+
+    # ---------------------------------------------------------------- changes
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._uids.clear()
+
+    def replace(self, uid: str, entries: Sequence[Entry]) -> None:
+        """All keys of an expert, as an answer has them."""
+        given = {entry.key for entry in entries}
+        for key in list(self._uids.get(uid, ())):
+            if key not in given:
+                self._drop(key)
+        for entry in entries:
+            self.take(entry)
+
+    def take(self, entry: Entry, is_deletion: bool = False) -> None:
+        known = self._entries.get(entry.key)
+        if known is not None and known.mod_revision > entry.mod_revision:
+            return
+        if is_deletion:
+            self._drop(entry.key)
+            return
+        self._entries[entry.key] = entry
+        if uid := keys.uid_of(entry.key):
+            self._uids.setdefault(uid, set()).add(entry.key)
+
+    def _drop(self, key: str) -> None:
+        self._entries.pop(key, None)
+        if (uid := keys.uid_of(key)) in self._uids:
+            self._uids[uid].discard(key)
+
+
 class Registry:
-    """changed() is called when the view changes.
+    """One server's lease in etcd, its transactions there, and its view. changed() is called when the view changes.
 
     The lease: `ttl` seconds without contact to etcd and all that is under it is gone. has_lease() is this server's
     own, earlier, opinion: it counts from before the last renewal was asked for. num_returns counts how often the
@@ -83,9 +158,8 @@ class Registry:
         self.store = store
         self.server, self.ttl = server, ttl
         self.changed: Callable[[], None] = lambda: None
-        self.entries: dict[str, Entry] = {}
+        self.view = _View()
         self.num_returns = 0
-        self._uids: dict[str, set[str]] = {}  # uid: its keys
         self._revision = 0  # the largest in an answer
         self._cluster = 0
         self._lease = 0
@@ -120,96 +194,40 @@ class Registry:
         """The present lease: who became leader under an earlier one leads no more."""
         return self._lease
 
-    # ---------------------------------------------------------------- what is known
-
-    def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
-        """Leader, and the create revision of its key; (None, 0) without one."""
-        entry = self.entries.get(keys.leader_key(uid))
-        return (None, 0) if entry is None else (keys.load_leader(entry.value), entry.create_revision)
-
-    def members(self, uid: str) -> tuple[keys.Members | None, int]:
-        """The record, and the revision of that key; (None, 0) if the expert has never been."""
-        entry = self.entries.get(keys.members_key(uid))
-        return (None, 0) if entry is None else (keys.load_members(entry.value), entry.mod_revision)
-
-    def servers(self) -> dict[str, keys.ServerEntry]:
-        """The servers that live."""
-        found = {
-            key.removeprefix(keys.SERVERS): keys.load_server(entry.value)
-            for key, entry in self.entries.items()
-            if key.startswith(keys.SERVERS)
-        }
-        return {server: entry for server, entry in found.items() if entry is not None}
-
-    def offers(self, uid: str) -> dict[str, keys.Offer]:
-        """Offers of servers for an expert without a leader."""
-        prefix = keys.candidate_key(uid, "")
-        found = {
-            key.removeprefix(prefix): keys.load_offer(self.entries[key].value)
-            for key in self._uids.get(uid, ())
-            if key.startswith(prefix)
-        }
-        return {server: offer for server, offer in found.items() if offer is not None}
-
-    def uids(self) -> list[str]:
-        """Every expert that has ever been."""
-        return [uid for uid in self._uids if keys.members_key(uid) in self.entries]
-
     # ---------------------------------------------------------------- what is changed
 
     async def lead(self, uid: str, me: keys.Leader, members: keys.Members, revision: int) -> int:
         """Becomes the leader if nobody leads and the record is as at revision -> revision of the key, 0 if not."""
-        answer = await self._transact(
-            uid,
-            [
-                etcd.created_at(keys.leader_key(uid), 0),
-                etcd.changed_at(keys.members_key(uid), revision),
-            ],
-            [
-                etcd.put(keys.leader_key(uid), keys.dump(me), self._lease),
-                etcd.put(keys.members_key(uid), keys.dump(members)),
-            ],
-        )
+        leader, record = keys.leader_key(uid), keys.members_key(uid)
+        as_known = [etcd.created_at(leader, 0), etcd.changed_at(record, revision)]
+        puts = [etcd.put(leader, keys.dump(me), self._lease), etcd.put(record, keys.dump(members))]
+        answer = await self._transact(uid, as_known, puts)
         return answer.revision if answer.succeeded else 0
 
     async def set_members(self, uid: str, guard: int, members: keys.Members) -> bool:
         """Writes the record; False if another server leads."""
-        answer = await self._transact(
-            uid,
-            [etcd.created_at(keys.leader_key(uid), guard)],
-            [etcd.put(keys.members_key(uid), keys.dump(members))],
-        )
-        return answer.succeeded
+        own = etcd.created_at(keys.leader_key(uid), guard)
+        put = etcd.put(keys.members_key(uid), keys.dump(members))
+        return (await self._transact(uid, [own], [put])).succeeded
 
     async def resign(self, uid: str, guard: int, members: keys.Members) -> bool:
         """Leads no more; the members that stay, and who of them should lead, are written with it."""
-        answer = await self._transact(
-            uid,
-            [etcd.created_at(keys.leader_key(uid), guard)],
-            [
-                etcd.delete(keys.leader_key(uid)),
-                etcd.put(keys.members_key(uid), keys.dump(members)),
-            ],
-        )
-        return answer.succeeded
+        own = etcd.created_at(keys.leader_key(uid), guard)
+        return await self._leave_to(uid, own, members)
 
     async def abandon(self, uid: str, guard: int) -> None:
         """Leads no more, and leaves the record as it is."""
-        await self._transact(
-            uid, [etcd.created_at(keys.leader_key(uid), guard)], [etcd.delete(keys.leader_key(uid))]
-        )
+        leader = keys.leader_key(uid)
+        await self._transact(uid, [etcd.created_at(leader, guard)], [etcd.delete(leader)])
 
     async def void(self, uid: str, members: keys.Members, revision: int) -> bool:
         """Nobody leads, and the record is another one, if it is as at revision."""
-        answer = await self._transact(
-            uid,
-            [etcd.changed_at(keys.members_key(uid), revision)],
-            [
-                etcd.delete(keys.leader_key(uid)),
-                etcd.put(keys.members_key(uid), keys.dump(members)),
-            ],
-        )
-        return answer.succeeded
+        return await self._leave_to(uid, etcd.changed_at(keys.members_key(uid), revision), members)
+
+    async def _leave_to(self, uid: str, condition: bytes, members: keys.Members) -> bool:
+        put = etcd.put(keys.members_key(uid), keys.dump(members))
+        changes = [etcd.delete(keys.leader_key(uid)), put]
+        return (await self._transact(uid, [condition], changes)).succeeded
 
     async def offer(self, uid: str, offer: keys.Offer) -> None:
         """Says which state this server has."""
@@ -219,8 +237,7 @@ class Registry:
     async def announce(self, entry: keys.ServerEntry) -> None:
         """Keeps the entry of this server in etcd, also when etcd has lost it."""
         value = keys.dump(entry)
-        known = self.entries.get(keys.SERVERS + self.server)
-        if value != self._entry or known is None:
+        if value != self._entry or not self.view.has_entry(self.server):
             self._entry = value
             await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self._lease)])
 
@@ -228,7 +245,7 @@ class Registry:
         """A transaction; what it was about is read with it, so that the view is never older than one's own writing."""
         again = [etcd.read(f"{keys.EXPERTS}{uid}/", is_prefix=True)]
         answer = await self._ask(compare, [*success, *again], again)
-        self._replace(uid, answer.ranges[-1])
+        self.view.replace(uid, answer.ranges[-1])
         return answer
 
     async def _ask(
@@ -245,41 +262,19 @@ class Registry:
                 )
                 self._revision = answer.revision
                 self.num_returns += 1
-            self.entries.clear()
-            self._uids.clear()
+            self.view.clear()
             self._stale.set()
         self._revision, self._cluster = max(self._revision, answer.revision), answer.cluster
         return answer
 
-    # ---------------------------------------------------------------- the view
-
-    def _replace(self, uid: str, entries: Sequence[Entry]) -> None:
-        given = {entry.key for entry in entries}
-        for key in list(self._uids.get(uid, ())):
-            if key not in given:
-                self._drop(key)
-        for entry in entries:
-            self._take(entry)
-
-    def _take(self, entry: Entry) -> None:
-        known = self.entries.get(entry.key)
-        if known is None or known.mod_revision <= entry.mod_revision:
-            self.entries[entry.key] = entry
-            if uid := keys.uid_of(entry.key):
-                self._uids.setdefault(uid, set()).add(entry.key)
-
-    def _drop(self, key: str) -> None:
-        self.entries.pop(key, None)
-        if (uid := keys.uid_of(key)) in self._uids:
-            self._uids[uid].discard(key)
+    # ---------------------------------------------------------------- watching
 
     async def _read_all(self) -> int:
         answer = await self._ask(success=[etcd.read(keys.ROOT, is_prefix=True)])
         self._stale.clear()
-        self.entries.clear()
-        self._uids.clear()
+        self.view.clear()
         for entry in answer.ranges[0]:
-            self._take(entry)
+            self.view.take(entry)
         self.changed()
         return answer.revision
 
@@ -302,18 +297,11 @@ class Registry:
     async def _follow(self, revision: int) -> None:
         try:
             async for events in self.store.watch(keys.ROOT, revision + 1):
-                self._take_events(events)
+                for event in events:
+                    self.view.take(event.entry, event.is_deletion)
+                self.changed()
         except DiscoveryError as error:
             log.warning("%s; reading everything anew", error)
-
-    def _take_events(self, events: Sequence[Event]) -> None:
-        for event in events:
-            key, known = event.entry.key, self.entries.get(event.entry.key)
-            if not event.is_deletion:
-                self._take(event.entry)
-            elif known is not None and known.mod_revision <= event.entry.mod_revision:
-                self._drop(key)
-        self.changed()
 
     async def _new_lease(self) -> None:
         begin = self._clock()

@@ -5,21 +5,21 @@ import contextlib
 import logging
 import random
 import secrets
+from collections.abc import Set
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
-from fmoe_ext.remote.replication import recovery
 from fmoe_ext.remote.replication.follower import Following, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
-from fmoe_ext.remote.replication.recovery import Action, Vacancy
 from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Replication, Site, Store
+from fmoe_ext.remote.replication.succession import Succession
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
-from fmoe_ext.remote.server.ledger import NotLeader, Term
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.wire import PART_BYTES, Limits, Message
 
@@ -50,9 +50,6 @@ class ReplicatedExperts:
         self._confirming: set[asyncio.Task[None]] = set()
         self._hosting: set[str] = set()  # experts that are being added
         self._stopping = False
-        self.server: Hosting
-        self.site: Site
-        self.following: Following
 
     # ---------------------------------------------------------------- the server's side
 
@@ -64,8 +61,9 @@ class ReplicatedExperts:
 
     async def begin(self, server: Hosting) -> None:
         self.server = server
-        self.site = Site(self.name, self.options, self.registry, self.peers, server)
-        self.following = Following(self.site)
+        site = Site(self.name, self.options, self.registry, self.peers, server)
+        self.following = Following(site)
+        self.succession = Succession(site, self._confirming, self._wake.set)
         loop = asyncio.get_running_loop()
 
         def when_committed(uid: str, version: int, finish: Finish, fail: Fail) -> None:
@@ -75,7 +73,7 @@ class ReplicatedExperts:
         server.host.when_committed = when_committed
         server.host.may_step = server.service.may_step = self.may_step
         await self.registry.start(self._server_entry())
-        uids = self._wanted()
+        uids = _wanted(server, set(self.registry.view.uids()))
         await server.add_experts(uids)
         for uid in uids:
             self._add(uid)
@@ -119,7 +117,7 @@ class ReplicatedExperts:
         replica = self.replicas.get(uid)
         leader = None if replica is None else replica.leader
         if leader is None or not leader.takes_steps():
-            other, _ = self.registry.leader(uid)
+            other, _ = self.registry.view.leader(uid)
             raise NotLeader(f"not the leader of {uid}: {other.endpoint if other else 'nobody'} is")
 
     def _await_commit(self, uid: str, version: int, finish: Finish, fail: Fail) -> None:
@@ -130,29 +128,14 @@ class ReplicatedExperts:
             replica.leader.await_commit(version, finish, fail)
 
     def _add(self, uid: str) -> None:
-        ledger = self.server.host.find(uid).ledger
-        returns = self.registry.num_returns
-        self.replicas.setdefault(uid, Replica(uid, ledger, num_returns=returns))
-
-    def _wanted(self) -> list[str]:
-        """The uids to begin with: named ones, those with checkpoints, then free ones of the pattern."""
-        named = [check_uid(uid) for uid in self.server.options.expert_uids]
-        if named:
-            return named
-        kept = self.server.saved_uids()
-        known = set(self.registry.uids())
-        missing = self.server.options.num_experts - len(kept)
-        if missing <= 0:
-            return kept
-        pattern = Pattern(self.server.options.expert_pattern)
-        free = [u for u in pattern.sample(missing + len(known), random.Random()) if u not in known]
-        return kept + [uid for uid in free if uid not in kept][:missing]
+        if uid not in self.replicas:
+            ledger = self.server.host.find(uid).ledger
+            self.replicas[uid] = Replica(uid, ledger, num_returns=self.registry.num_returns)
 
     def _server_entry(self) -> keys.ServerEntry:
         options = self.server.options
-        return keys.ServerEntry(
-            self.server.endpoint, options.expert_cls, options.hidden_dim, len(self.replicas)
-        )
+        kind = options.expert_cls, options.hidden_dim
+        return keys.ServerEntry(self.server.endpoint, *kind, len(self.replicas))
 
     def _count(self, role: Role) -> int:
         return sum(replica.role is role for replica in list(self.replicas.values()))
@@ -163,10 +146,10 @@ class ReplicatedExperts:
         return self.following.receive(self._find(append.uid), append)
 
     async def admit(self, uid: str, name: str, endpoint: str) -> Message:
-        return await self._led(uid).admit(name, endpoint)
+        return await self._led(uid).members.admit(name, endpoint)
 
     async def promote(self, uid: str, name: str) -> None:
-        await self._led(uid).promote(name)
+        await self._led(uid).members.promote(name)
 
     async def host_expert(self, uid: str) -> None:
         """A leader asks this server to be a replica of an expert."""
@@ -216,103 +199,46 @@ class ReplicatedExperts:
             await self._look_at(replica)
 
     async def _look_at(self, replica: Replica) -> None:
-        record, revision = self.registry.members(replica.uid)
-        leader, guard = self.registry.leader(replica.uid)
+        record, revision = self.registry.view.members(replica.uid)
+        leader, guard = self.registry.view.leader(replica.uid)
         if replica.needs_void(record, self.registry.num_returns):
-            await self._void(replica, record, revision)
+            await self.succession.void(replica, record, revision)
         elif leader is None:
             if replica.leader is not None:
                 replica.leader.end("its key is gone")
-            await self._fill(replica, record, revision)
+            self.following.stop_copying(replica)
+            await self.succession.fill(replica, record, revision)
         elif leader.server == self.name:
-            if replica.leader is not None and replica.leader.guard == guard:
-                await replica.leader.look_after()
-            else:  # an answer of the registry was lost, on the way up or down
-                if replica.leader is not None:
-                    replica.leader.end("its key is another one")
-                await self.registry.abandon(replica.uid, guard)
+            await self._look_after(replica, guard)
         else:
             replica.vacant, replica.loss = None, (0, 0)
             if replica.leader is not None:
                 replica.leader.end(f"{leader.endpoint} leads")
             self.following.follow(replica, leader, record)
 
-    async def _void(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
-        """The registry went back: it may name members that are none. Nobody leads until all have offered."""
-        if replica.leader is not None:
-            replica.leader.end("the registry went back")
-        ledger = replica.ledger
-        new = recovery.voided(record, ledger.end, ledger.seen, replica.epoch)
-        if await self.registry.void(replica.uid, new, revision):
-            log.error(
-                "%s: the registry went back; epoch %d begins with term %d", replica.uid, new.epoch, new.term
-            )
-            self.server.metrics.add("registry_returns_total")
-            replica.epoch, replica.num_returns = new.epoch, self.registry.num_returns
+    async def _look_after(self, replica: Replica, guard: int) -> None:
+        leader = replica.leader
+        if (
+            leader is None or leader.guard != guard
+        ):  # an answer of the registry was lost, on the way up or down
+            if leader is not None:
+                leader.end("its key is another one")
+            await self.registry.abandon(replica.uid, guard)
+        elif leader.holds():
+            await leader.members.look_after()
+        else:
+            leader.end("its lease is over")
 
-    async def _fill(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
-        """Nobody leads: this server does, or offers its state, or waits."""
-        self.following.stop_copying(replica)
-        now, alive = self.site.now(), self.registry.servers().keys()
-        offers = self.registry.offers(replica.uid)
-        members = set() if record is None else record.endpoints.keys() - {self.name}
-        if replica.vacant is None or replica.vacant[0] != revision:
-            replica.vacant = revision, now
-            replica.hopeless_since = now
-        if any(name in alive and name not in offers for name in members):
-            replica.hopeless_since = now
-        vacancy = Vacancy(
-            server=self.name,
-            end=replica.ledger.end,
-            is_able=replica.is_able(),
-            record=record,
-            revision=revision,
-            alive=alive,
-            offers=offers,
-            seconds=now - replica.vacant[1],
-            hopeless_seconds=now - replica.hopeless_since,
-            recovery_wait=self.options.recovery_wait,
-            ttl=self.options.ttl,
-            start=replica.ledger.start,
-            requests=replica.ledger.num_requests,
-            lacks=replica.ledger.lacks,
-        )
-        if replica.role is Role.JOINING:
-            return
-        action = recovery.decide(vacancy)
-        if action is Action.OFFER:
-            await self.registry.offer(replica.uid, recovery.make_offer(vacancy.end, revision))
-        elif action in (Action.LEAD, Action.RECOVER):
-            await self._lead(replica, vacancy, action)
 
-    async def _lead(self, replica: Replica, vacancy: Vacancy, action: Action) -> None:
-        known = 0 if vacancy.record is None else vacancy.record.term
-        term = Term(max(known, replica.ledger.seen.number) + 1, self.name)
-        record = recovery.next_record(vacancy, action, term, self.server.endpoint)
-        if action is Action.RECOVER:
-            replica.loss = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
-        me, lease = keys.Leader(self.name, self.server.endpoint), self.registry.lease
-        guard = await self.registry.lead(replica.uid, me, record, vacancy.revision)
-        if not guard or lease != self.registry.lease or replica.role is Role.JOINING:
-            return
-        replica.vacant = None
-
-        def ended() -> None:
-            replica.become_idle(self.site.now())
-            self._wake.set()
-
-        leader = Leader(self.site, replica.uid, replica.ledger, term, guard, record, ended)
-        replica.role, replica.leader = Role.LEADER, leader
-        self.server.metrics.add("leads_won_total")
-        if any(replica.loss):
-            for name, count in zip(("updates_lost_total", "gradients_lost_total"), replica.loss, strict=True):
-                self.server.metrics.add(name, count)
-            log.error(
-                "%s lost at least %d updates, which were %d gradients or more: no replica had them",
-                *(replica.uid, *replica.loss),
-            )
-            replica.loss = 0, 0
-        replica.ledger.lacks = 0
-        task = asyncio.create_task(leader.confirm())
-        self._confirming.add(task)
-        task.add_done_callback(self._confirming.discard)
+def _wanted(server: Hosting, known: Set[str]) -> list[str]:
+    """The uids to begin with: named ones, those with checkpoints, then those of the pattern that are not known."""
+    named = [check_uid(uid) for uid in server.options.expert_uids]
+    if named:
+        return named
+    kept = server.saved_uids()
+    missing = server.options.num_experts - len(kept)
+    if missing <= 0:
+        return kept
+    pattern = Pattern(server.options.expert_pattern)
+    free = [u for u in pattern.sample(missing + len(known), random.Random()) if u not in known]
+    return kept + [uid for uid in free if uid not in kept][:missing]

@@ -45,7 +45,7 @@ class Misnamed(ValueError):
     """A checkpoint has the name of another expert."""
 
 
-class Files(Protocol):
+class _Files(Protocol):
     """The files of one folder; every method may raise OSError."""
 
     def names(self) -> list[str]: ...
@@ -120,8 +120,8 @@ class Folder:
 class Checkpoints:
     """The checkpoints of a server; its methods are safe from any thread."""
 
-    def __init__(self, where: Path | Files):
-        self.files: Files = Folder(where) if isinstance(where, (str, Path)) else where
+    def __init__(self, where: Path | _Files):
+        self.files: _Files = Folder(where) if isinstance(where, (str, Path)) else where
         self._lock = threading.Lock()  # of what a name stands for
 
     def begin(self) -> None:
@@ -235,7 +235,7 @@ def _file_name(uid: str) -> str:
     return f"{check_uid(uid)}{SUFFIX}"
 
 
-def _misnamed(files: Files, uid: str, holds: str) -> Misnamed:
+def _misnamed(files: _Files, uid: str, holds: str) -> Misnamed:
     return Misnamed(
         f"{files}/{uid}{SUFFIX} holds the state of {holds or 'no expert'}: give it back its name, or move it away"
     )

@@ -217,10 +217,10 @@ class DeclaredExperts:
         withheld = server.service.withheld
         for uid in sorted(lost - withheld):
             version = server.host.experts[uid].version
-            log.error(
-                "another server claims %s: it is kept here at version %d and not served until that claim ends",
-                *(uid, version),
+            text = (
+                "another server claims %s: it is kept here at version %d and not served until that claim ends"
             )
+            log.error(text, uid, version)
             server.metrics.add("experts_lost_total")
         for uid in sorted(withheld & mine):
             log.warning("%s belongs to this server again and is served", uid)

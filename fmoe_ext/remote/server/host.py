@@ -56,6 +56,34 @@ class Hosted:
         """Gradients applied since the expert began, each counted once."""
         return self.ledger.num_requests
 
+    def step(
+        self, views: dict[str, torch.Tensor], grads: dict[str, torch.Tensor], training: Training
+    ) -> None:
+        """One step of the optimizer on parameters; SchemaError, and no step, if the gradient is not finite."""
+        norms = [torch.linalg.vector_norm(g.float()) for g in grads.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+        if not norm < float("inf"):
+            self.num_refused += 1
+            text = f"the gradient of {self.uid}'s weights holds NaN or infinity: no update was made"
+            raise SchemaError(text)
+        self.grad_norm = norm
+        limit = training.max_grad_norm
+        scale = limit / norm if limit is not None and norm > limit else 1.0
+        if self.optimizer is not None:
+            params = dict(zip(views, _optimized(self.optimizer), strict=True))
+            for name, grad in grads.items():
+                params[name].grad = grad if scale == 1.0 else grad * scale
+            self.optimizer.param_groups[0]["lr"] = training.lr_at(self.version)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def move_optimizer(self, views: dict[str, torch.Tensor], training: Training) -> None:
+        """The optimizer on new views of the parameters, with what it has gathered."""
+        if (old := self.optimizer) is not None:
+            self.optimizer = training.make_optimizer(views.values())
+            assert self.optimizer is not None
+            self.optimizer.load_state_dict(old.state_dict())
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -68,7 +96,7 @@ Fail: TypeAlias = "Callable[[Exception], None]"
 WhenCommitted: TypeAlias = "Callable[[str, int, Finish, Fail], None]"
 
 
-def committed_at_once(uid: str, version: int, finish: Finish, fail: Fail) -> None:
+def _committed_at_once(uid: str, version: int, finish: Finish, fail: Fail) -> None:
     """Nobody else has to know of an update before its senders do."""
     finish()
 
@@ -92,7 +120,7 @@ class ExpertHost:
         self.training = training or Training()
         self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
-        self.when_committed: WhenCommitted = committed_at_once
+        self.when_committed: WhenCommitted = _committed_at_once
         self.is_replicated = False  # set before the first expert: steps need a leader
         self.may_step: Callable[[str], None] = lambda uid: None
         self._stack = stack or make_stack(expert_class, hidden_dim, torch.device(device))
@@ -146,7 +174,7 @@ class ExpertHost:
         self._stack.resize(self._num_places)
         self._free += range(first, self._num_places)
         for expert in self.experts.values():
-            _move_optimizer(expert, self._stack.views(expert.place), self.training)
+            expert.move_optimizer(self._stack.views(expert.place), self.training)
 
     # ---------------------------------------------------------------- batches
 
@@ -185,7 +213,7 @@ class ExpertHost:
         try:
             with ledger.lock:  # who may step is decided together with the step, or the log would not have it
                 ledger.check_open(expert.uid)
-                self._step(expert, grads.parameters)
+                expert.step(self._stack.views(expert.place), grads.parameters, self.training)
                 update = Update(expert.uid, ledger.version + 1, tuple(_request(job) for job in group))
                 has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
                 ledger.append(update, self.digest(expert.uid) if has_digest else "")
@@ -243,31 +271,6 @@ class ExpertHost:
             tensors = _given(grads.inputs)
         return Answer(tensors, version)
 
-    def _step(self, expert: Hosted, grads: dict[str, torch.Tensor]) -> None:
-        """One step of the optimizer; SchemaError, and no step, if the gradient is not finite."""
-        norm = (
-            torch.linalg.vector_norm(
-                torch.stack([torch.linalg.vector_norm(g.float()) for g in grads.values()])
-            ).item()
-            if grads
-            else 0.0
-        )
-        if not norm < float("inf"):
-            expert.num_refused += 1
-            raise SchemaError(
-                f"the gradient of {expert.uid}'s weights holds NaN or infinity: no update was made"
-            )
-        expert.grad_norm = norm
-        limit = self.training.max_grad_norm
-        scale = limit / norm if limit is not None and norm > limit else 1.0
-        if expert.optimizer is not None:
-            views = dict(zip(self._stack.views(expert.place), _optimized(expert.optimizer), strict=True))
-            for name, grad in grads.items():
-                views[name].grad = grad if scale == 1.0 else grad * scale
-            expert.optimizer.param_groups[0]["lr"] = self.training.lr_at(expert.version)
-            expert.optimizer.step()
-            expert.optimizer.zero_grad(set_to_none=True)
-
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
         sizes = [request.grad.shape[0] for request in update.requests]
         given = [d.split(sizes) for d in _given(grads.inputs)]
@@ -283,12 +286,11 @@ class ExpertHost:
         """Repeats an update that another replica made; ValueError if it is not the next one."""
         expert = self.find(update.uid)
         if update.version != expert.version + 1:
-            raise ValueError(
-                f"{update.uid} is at version {expert.version}, update {update.version} is not the next"
-            )
+            text = f"{update.uid} is at version {expert.version}, update {update.version} is not the next"
+            raise ValueError(text)
         jobs = [Job(update.uid, r.inputs, lambda _: None, r.grad, r.request_id) for r in update.requests]
         (grads,) = self._stack.backward([_part(expert, jobs)])
-        self._step(expert, grads.parameters)
+        expert.step(self._stack.views(expert.place), grads.parameters, self.training)
         expert.ledger.note_applied(update)
         self._remember(expert, update, grads)
 
@@ -355,12 +357,3 @@ def _given(tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
 
 def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return optimizer.param_groups[0]["params"]
-
-
-def _move_optimizer(expert: Hosted, views: dict[str, torch.Tensor], training: Training) -> None:
-    """The optimizer of an expert on new views of its parameters, with what it has gathered."""
-    old = expert.optimizer
-    if old is not None:
-        expert.optimizer = training.make_optimizer(views.values())
-        assert expert.optimizer is not None
-        expert.optimizer.load_state_dict(old.state_dict())

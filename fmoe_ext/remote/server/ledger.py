@@ -175,11 +175,8 @@ class Ledger:
         """Replaces the history by that of a copy."""
         with self.lock:
             self.start = None
-            self.end, self.version, self.committed = (
-                end,
-                end.version,
-                0 if self.is_replicated else end.version,
-            )
+            self.end, self.version = end, end.version
+            self.committed = 0 if self.is_replicated else end.version
             self.applied, self.num_requests = applied, num_requests
             self.seen = max(self.seen, end.term)
             self.tail.clear()

@@ -32,10 +32,7 @@ def make_server(flags: argparse.Namespace) -> Server:
     """The server that the flags describe, not yet started."""
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
     options = build(
-        Options,
-        flags,
-        training=build(Training, flags),
-        security=build(Security, flags, tokens=tokens),
+        Options, flags, training=build(Training, flags), security=build(Security, flags, tokens=tokens)
     )
     return Server(options, _placement(flags, tokens))
 
@@ -82,7 +79,7 @@ def _open_dht(flags: argparse.Namespace) -> Discovery:
     return discovery
 
 
-def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str, float]:
+def _report(server: Server, seconds: float, before: dict[str, float]) -> dict[str, float]:
     """One line of progress since the last one -> what it has counted up to now."""
     now = {
         "forward": server.metrics.count("calls_total", method="forward", code="OK"),
@@ -91,10 +88,11 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
         "rows": float(sum(expert.num_rows for expert in list(server.host.experts.values()))),
     }
     new = {key: value - before.get(key, 0) for key, value in now.items()}
-    log.info(
-        "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting",
-        *(new["batches"], seconds, new["forward"], new["rows"], new["backward"], len(server.queue)),
+    batches, rows, forward, backward = (new[key] for key in ("batches", "rows", "forward", "backward"))
+    text = (
+        "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting"
     )
+    log.info(text, batches, seconds, forward, rows, backward, len(server.queue))
     return now
 
 
@@ -126,13 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("%s", error)
         return CANNOT
     except Exception as error:
-        log.error("the server cannot start: %s", describe(error))
+        log.error("the server cannot start: %s", _describe(error))
         log.debug("it failed here", exc_info=True)
         return CANNOT
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
     while not has_to_end(interval):
-        counted = report(server, interval, counted)
+        counted = _report(server, interval, counted)
     server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
         loop.run(server.placement.discovery.close(), 10)
@@ -145,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def describe(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """An error that nobody expected: its kind, its text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {reason(error)[:300]} ({frame.filename}:{frame.lineno})"
@@ -165,7 +163,7 @@ def _run_file(path: Path) -> None:
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     except Exception as error:
-        raise SystemExit(f"--custom_module_path {path} failed: {describe(error)}") from None
+        raise SystemExit(f"--custom_module_path {path} failed: {_describe(error)}") from None
 
 
 if __name__ == "__main__":

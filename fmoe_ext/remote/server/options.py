@@ -173,7 +173,7 @@ HIVEMIND = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Command:
+class _Command:
     """The flags of fmoe-server that are no options of a Server."""
 
     config: Path | None = flag(
@@ -251,7 +251,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, with those of --config behind them; SystemExit with one sentence if they make no sense."""
     parser = Parser(
         "fmoe-server",
-        *(Options, Training, Security, Command),
+        *(Options, Training, Security, _Command),
         description="Hosts experts until a signal ends it.",
         usage="fmoe serve [--flag value ...], or fmoe serve status --help, or fmoe serve --help",
         foreign=HIVEMIND,

@@ -17,6 +17,7 @@ from fmoe_ext.remote.wire import Message
 
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote")
+CHECK_SECONDS = 600.0  # between two readings of all checkpoints
 PATIENCE = 60.0  # seconds that a server which ends waits for the disk to take one expert
 
 
@@ -80,6 +81,14 @@ class Saver:
                     await self.save()
         self.checked_at = time.time()
 
+    async def check_regularly(self, bytes_per_second: float) -> None:
+        while True:
+            try:
+                await self.check_at_rest(bytes_per_second)
+            except OSError as error:
+                log.error("checkpoints cannot be checked: %s", error)
+            await asyncio.sleep(CHECK_SECONDS)
+
     # ---------------------------------------------------------------- writing
 
     async def save_regularly(self, period: float) -> None:
@@ -101,10 +110,8 @@ class Saver:
         while True:
             await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
             self.late = time.monotonic() - begin
-            log.warning(
-                "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s",
-                *(self._writing, self.late, period),
-            )
+            text = "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s"
+            log.warning(text, self._writing, self.late, period)
 
     async def save(self, patience: float | None = None) -> dict[str, str]:
         """Writes every expert that has changed since it was written -> why others could not be, by uid.
@@ -131,9 +138,7 @@ class Saver:
             await asyncio.wait_for(self._call(self.checkpoints.save, state), patience)
         except ExpertMissing:
             return  # it is hosted no more
-        except (
-            Exception
-        ) as error:  # one expert that cannot be written must not keep the next one from the disk
+        except Exception as error:  # the next expert is written even if this one cannot be
             self.is_stuck = patience is not None and isinstance(error, (TimeoutError, asyncio.TimeoutError))
             why = f"the disk did not answer within {patience:g} s" if self.is_stuck else f"{error}"
             self.metrics.add("checkpoint_failures_total")
@@ -142,6 +147,13 @@ class Saver:
         else:
             self.saved[uid] = end_of_state(state)
             self.failures.pop(uid, None)
+
+    async def end(self, save: bool) -> None:
+        """Gives the folder free, with save after a last save of what has changed."""
+        if save:
+            await self.save(PATIENCE)
+        if not self.is_stuck:  # else the lock of the folder ends with the process
+            await asyncio.to_thread(self.checkpoints.end)
 
     def describe_unsaved(self) -> str:
         """One line: what the disk lacks, and why; "" if it has everything."""

@@ -15,7 +15,6 @@ from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
-from fmoe_ext.remote.server import saving
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged
 from fmoe_ext.remote.server.fair_queue import ByteBudget, FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
@@ -28,7 +27,6 @@ from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
-CHECK_SECONDS = 600.0  # between two readings of all checkpoints
 SHARE_IN_FLIGHT = 8  # the part of the memory that calls may hold; one takes up to five times its bytes
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
 
@@ -48,15 +46,10 @@ class Server:
     def __init__(self, options: Options, placement: Placement):
         self.options, self.placement = options, placement
         expert_class = find_expert_class(options.expert_cls)
-        self.host = ExpertHost(
-            expert_class, options.hidden_dim, options.training, options.device, options.seed
-        )
-        self.queue = FairQueue(
-            options.max_waiting,
-            options.max_waiting // 2,
-            options.max_batch_size,
-            body_bytes(options.max_message_bytes),
-        )
+        learning = options.training, options.device, options.seed
+        self.host = ExpertHost(expert_class, options.hidden_dim, *learning)
+        bounds = options.max_waiting, options.max_waiting // 2, options.max_batch_size
+        self.queue = FairQueue(*bounds, body_bytes(options.max_message_bytes))
         self.compute = ComputeThread(self.host, self.queue)
         self.metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
@@ -66,9 +59,9 @@ class Server:
         if (most := options.max_bytes_in_flight or _bytes_in_flight()) is not None:
             self.service.budget = ByteBudget(most, options.max_waiting)
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
-        self.saver = (
-            Saver(self.checkpoints, self.host, self.metrics, self.read_state) if self.checkpoints else None
-        )
+        self.saver: Saver | None = None
+        if self.checkpoints is not None:
+            self.saver = Saver(self.checkpoints, self.host, self.metrics, self.read_state)
         self.pages = Pages(self.status, self.metrics)
         self._endpoint = ""
         self._attachment: Attachment | None = None
@@ -80,7 +73,9 @@ class Server:
         self.metrics.gauge("bytes_in_flight", lambda: self.service.budget.num_bytes)
         self.metrics.gauge("batches", lambda: self.compute.num_batches)
         self.metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
-        self.metrics.gauge("updates_refused", self._count_refused)
+        self.metrics.gauge(
+            "updates_refused", lambda: sum(e.num_refused for e in list(self.host.experts.values()))
+        )
         self.metrics.gauge("unsaved_experts", lambda: len(self.saver.failures) if self.saver else 0)
 
     @property
@@ -108,8 +103,8 @@ class Server:
     async def _start(self) -> None:
         self._grpc = grpc.aio.server(options=protocol.server_options(self.options.max_message_bytes))
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
-        port = self._bind(self._grpc)
-        self._endpoint = self.options.announce or announced(self.options.listen_on, port)
+        port = _bind(self._grpc, self.options)
+        self._endpoint = self.options.announce or _announced(self.options.listen_on, port)
         self.compute.start()
         try:
             if self.checkpoints is not None:
@@ -119,27 +114,16 @@ class Server:
             await self._grpc.start()
             if self.options.http_on is not None:
                 await self.pages.start(self.options.http_on)
-                log.info("Status page at http://%s/", announced(self.options.http_on, self.pages.port))
+                log.info("Status page at http://%s/", _announced(self.options.http_on, self.pages.port))
         except BaseException:
             await self._stop(save=False)
             raise
         if self.saver is not None:
             self._tasks.append(asyncio.create_task(self.saver.save_regularly(self.options.checkpoint_period)))
-            if self.options.checkpoint_check_rate:
-                self._tasks.append(asyncio.create_task(self._check_regularly(self.saver)))
+            if (rate := self.options.checkpoint_check_rate) > 0:
+                self._tasks.append(asyncio.create_task(self.saver.check_regularly(rate * 1e6)))
         log.info("Server started at %s", self.endpoint)
-        uids = sorted(self.host.experts)
-        active = [uid for uid in uids if self._takes_gradients(uid)]
-        log.info("Got %d active experts of type %s: %s", len(active), self.options.expert_cls, active)
-        if waiting := sorted(set(uids) - set(active)):
-            log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
-
-    def _takes_gradients(self, uid: str) -> bool:
-        try:
-            self.host.may_step(uid)
-        except NotLeader:
-            return False
-        return True
+        _log_experts(self.host, self.options.expert_cls)
 
     async def _attach(self, port: int) -> None:
         """Lets a relay pass on what comes for this server."""
@@ -147,18 +131,6 @@ class Server:
             target = f"{reachable_here(self.options.listen_on)}:{port}"
             attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
             self._attachment = await attachment.start()
-
-    def _bind(self, server: grpc.aio.Server) -> int:
-        credentials = self.options.security.server_credentials()
-        where = self.options.listen_on
-        try:
-            if credentials is None:
-                return server.add_insecure_port(where)
-            return server.add_secure_port(where, credentials)
-        except RuntimeError as error:
-            raise OSError(
-                f"cannot listen on {where}: is the port in use, the address this host's? ({error})"
-            ) from None
 
     def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
         """More methods on the same port; before it opens."""
@@ -177,7 +149,7 @@ class Server:
                 await self._grpc.stop(DRAIN_SECONDS)
         finally:
             if self.saver is not None:
-                await self._end_checkpoints(self.saver, save)
+                await self.saver.end(save)
         await self.pages.stop()
         if self._attachment is not None:
             await self._attachment.close()
@@ -186,27 +158,19 @@ class Server:
 
     # ---------------------------------------------------------------- experts
 
-    async def _end_checkpoints(self, saver: Saver, save: bool) -> None:
-        if save:
-            await saver.save(saving.PATIENCE)
-        if not saver.is_stuck:  # else the lock of the folder ends with the process
-            await asyncio.to_thread(saver.checkpoints.end)
-
     async def add_experts(self, uids: Sequence[str]) -> None:
         """Hosts experts with what their checkpoints say, otherwise with the weights they start from.
 
         A damaged checkpoint is put aside if other servers may have the expert; without replicas it raises Damaged.
         """
         uids = [uid for uid in uids if uid not in self.host.experts]
-        states: list[Message] = []
-        damaged: dict[str, Damaged] = {}
+        states, damaged = list[Message](), dict[str, Damaged]()
         if self.saver is not None:
             states, damaged = await self.saver.load(uids)
             if damaged and not self.host.is_replicated:
                 texts = "; ".join(str(error) for error in damaged.values())
-                raise Damaged(
-                    f"{texts}. Restore what is damaged, or move it away to begin these experts anew"
-                )
+                remedy = "Restore what is damaged, or move it away to begin these experts anew"
+                raise Damaged(f"{texts}. {remedy}")
             for uid, error in damaged.items():
                 await self.saver.set_aside(uid, error)
 
@@ -227,10 +191,6 @@ class Server:
         """A copy of an expert's state, taken between two batches."""
         return await asyncio.wrap_future(self.compute.call(lambda: read_state(self.host, uid)))
 
-    async def remove_expert(self, uid: str) -> None:
-        """Stops hosting an expert."""
-        await asyncio.wrap_future(self.compute.call(lambda: self.host.remove(uid)))
-
     async def save(self) -> None:
         """Writes every expert that has changed since it was written; what fails is logged, counted and tried again."""
         if self.saver is not None:
@@ -245,24 +205,14 @@ class Server:
         """True if the disk did not take the last checkpoints in time, so that a thread still waits for it."""
         return self.saver is not None and self.saver.is_stuck
 
-    async def _check_regularly(self, saver: Saver) -> None:
-        while True:
-            try:
-                await saver.check_at_rest(self.options.checkpoint_check_rate * 1e6)
-            except OSError as error:
-                log.error("checkpoints cannot be checked: %s", error)
-            await asyncio.sleep(CHECK_SECONDS)
-
     def describe(self, uid: str) -> dict[str, str]:
         """Role, term, versions and waiting calls of an expert, as Info and the page show them."""
         saved = {} if self.saver is None else self.saver.describe(uid)
-        waiting = {protocol.WAITING: str(self.queue.count(uid))}
-        return {**self.placement.describe(uid), **saved, **waiting}
+        return self.placement.describe(uid) | saved | {protocol.WAITING: str(self.queue.count(uid))}
 
     def status(self) -> dict[str, Any]:
         """The numbers of the status page."""
-        calls = self.metrics.count("calls_total")
-        experts = sorted(self.host.experts.items())
+        calls, experts = self.metrics.count("calls_total"), sorted(self.host.experts.items())
         return {
             "time": time.time(),
             "endpoint": self.endpoint,
@@ -290,8 +240,30 @@ class Server:
             ],
         }
 
-    def _count_refused(self) -> int:
-        return sum(expert.num_refused for expert in list(self.host.experts.values()))
+
+def _log_experts(host: ExpertHost, expert_cls: str) -> None:
+    active, waiting = [], []
+    for uid in sorted(host.experts):
+        try:
+            host.may_step(uid)
+            active.append(uid)
+        except NotLeader:
+            waiting.append(uid)
+    log.info("Got %d active experts of type %s: %s", len(active), expert_cls, active)
+    if waiting:
+        log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
+
+
+def _bind(server: grpc.aio.Server, options: Options) -> int:
+    """The port that is listened on; OSError if it cannot be."""
+    credentials, where = options.security.server_credentials(), options.listen_on
+    try:
+        if credentials is None:
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, credentials)
+    except RuntimeError as error:
+        text = f"cannot listen on {where}: is the port in use, the address this host's? ({error})"
+        raise OSError(text) from None
 
 
 def _bytes_in_flight() -> int | None:
@@ -300,15 +272,15 @@ def _bytes_in_flight() -> int | None:
     return max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None
 
 
-def announced(listen_on: str, port: int) -> str:
+def _announced(listen_on: str, port: int) -> str:
     """The endpoint that others can reach: the address that is listened on, or for all addresses this host's own."""
     host = listen_on.rpartition(":")[0]
     if host in ("0.0.0.0", "[::]", "*", ""):
-        host = own_address()
+        host = _own_address()
     return f"{host}:{port}"
 
 
-def own_address() -> str:
+def _own_address() -> str:
     """The address of the interface that leads outside; 127.0.0.1 where none does. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -104,7 +104,7 @@ class _Copy:
     due: float = 0.0
 
 
-class CopiesElsewhere:
+class _CopiesElsewhere:
     """Holders of copies say so in their Info and State calls, with the seconds until they look again."""
 
     def __init__(self) -> None:
@@ -163,10 +163,9 @@ class ExpertService:
         self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
         self.may_step: Callable[[str], None] = lambda uid: None
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
-        self.peers: OrderedDict[str, tuple[float, str]] = (
-            OrderedDict()
-        )  # name: time.monotonic() of its last call, loss it reported
-        self.copies = CopiesElsewhere()
+        # name: time.monotonic() of its last call, loss it reported
+        self.peers: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self.copies = _CopiesElsewhere()
         self.withheld: set[str] = set()  # hosted, but claimed by another server
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
 
