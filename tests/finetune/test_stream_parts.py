@@ -125,6 +125,21 @@ def test_each_part_is_read_once_in_a_forward_and_once_in_a_backward(tmp_path):
     assert 2 * (num_parts - kept) <= stream.statistics.parts_read <= 2 * num_parts - kept
 
 
+def test_optimizer_state_that_changes_no_buffer_leaves_them_filled(tmp_path):
+    """AdamW has counters of steps beside its two moments, for which memory is left."""
+    model = cut(save(tmp_path, num_hidden_layers=2), 1.5)
+    checkpoint_layers(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    stream = model.expert_stream
+    reads = []
+    for _ in range(3):
+        stream.reset_statistics()
+        step(model.train(), make_ids(num_tokens=60))
+        optimizer.step()
+        reads.append(stream.statistics.parts_read)
+    assert reads[1] == reads[2] == reads[0] - len(stream.pool._slots)
+
+
 def test_memory_for_too_few_experts_is_refused(tmp_path):
     folder = save(tmp_path, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"\(4 experts\)"):

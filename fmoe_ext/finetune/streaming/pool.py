@@ -27,7 +27,6 @@ import torch
 from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Span, Weights
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
 
-
 PARTS = 4  # buffers, where a layer is cut: one computes while others are read
 
 
@@ -171,10 +170,13 @@ class Pool:
         return is_more and not any(slot.leases for slot in self._slots)
 
     def resize(self, num_bytes: int) -> None:
-        """Makes the buffers smaller, or as large as they were; all of them are read again."""
+        """Makes the buffers smaller, or as large as they were; they are read again unless their number stays."""
         num_bytes = min(num_bytes, self._bytes.size)
-        size, _ = self._plan(num_bytes)
+        size, count = self._plan(num_bytes)
         with self._lock:
+            if self._slots and (size, count) == self._plan(self._num_bytes):
+                self._num_bytes = num_bytes
+                return
             self._settle()
             if any(slot.leases for slot in self._slots):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
@@ -193,9 +195,13 @@ class Pool:
                 self._memory.madvise(mmap.MADV_DONTNEED)
 
     def _plan(self, num_bytes: int) -> tuple[int, int]:
-        """(experts of a part, 0 for all of a layer; buffers). ValueError if the bytes hold too few experts."""
+        """(experts of a part, 0 for all of a layer; buffers). ValueError if the bytes hold too few experts.
+
+        Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
+        """
         if num_bytes >= self.layer_bytes * min(2, len(self.layers)):
             return 0, min(num_bytes // self.layer_bytes, len(self.layers))
+        num_bytes = min(num_bytes, self.layer_bytes)
         size = max(layer.num_experts for layer in self.layers)
         while size and num_bytes // bytes_of_experts(self.layers, size) < PARTS:
             size -= 1
@@ -313,7 +319,7 @@ class Pool:
     def _use_slots(self) -> None:
         if not self._slots:
             self._caches = []
-            count = min(self._num_bytes // self._slot_bytes, len(self.parts))
+            count = min(self._plan(self._num_bytes)[1], len(self.parts))
             self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
 
     def _use_caches(self, needed: int) -> bool:
