@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fmoe_ext
 from benchmarks.packed_folders import write_packed

@@ -87,8 +87,8 @@ class Streamed:
             return out.to(hidden_states.dtype)
         pool = self.stream.pool
         if len(pool.parts_of(self.index)) > 1:
-            given = x, topk_idx, topk_weights, adapters
-            return self._in_parts(experts, biases, *given).to(hidden_states.dtype)
+            rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
+            return rows.to(hidden_states.dtype)
         w1, w2 = self._whole(is_backward=is_repeated(), is_training=experts.training)
         with self._hooks(experts.training):
             out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
@@ -106,7 +106,7 @@ class Streamed:
         weights = self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
         return self._multiplied(weights)
 
-    def _in_parts(self, experts: Any, biases: Any, *given: Any) -> Tensor:
+    def _in_parts(self, experts: Any, biases: Any, given: tuple[Any, ...]) -> Tensor:
         pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
         numbers = pool.parts_of(self.index)
 
@@ -116,7 +116,10 @@ class Streamed:
 
         parts = [pool.parts[number] for number in numbers]
         is_packed = pool.layers[self.index].is_packed
-        return compute_in_parts(experts, weights, parts, biases, *given, is_packed)
+        x, topk_idx, topk_weights, adapters = given
+        return compute_in_parts(
+            experts, weights, parts, biases, x, topk_idx, topk_weights, adapters, is_packed
+        )
 
     def _multiplied(self, weights: Any) -> Any:
         """w1, w2 as they are multiplied."""

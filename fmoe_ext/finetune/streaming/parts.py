@@ -28,7 +28,7 @@ Adapters = tuple[Lora | None, Lora | None]
 
 @dataclass(frozen=True)
 class _Call:
-    """What the parts of a layer share in one call, and where a part's weights come from.
+    """One part of a call: its experts, and the source of their weights.
 
     activation: of frozen_mlp; weights: (w1, w2) of the part, which keep a buffer while they live.
     """
@@ -75,7 +75,7 @@ def compute_in_parts(
     for i, part in enumerate(parts):
         call = _Call(
             experts,
-            activation_number(activation) if function is _Frozen else 0,
+            activation_number(activation) if activation and function is _Frozen else 0,
             lambda phase, i=i: weights(i, phase),  # type: ignore[misc]
             offs[part.begin : part.end] - bounds[i],
             next((type(a) for a in adapters if a), Lora),
@@ -180,7 +180,7 @@ class _Computed(torch.autograd.Function):
         ]
         with torch.enable_grad():
             rows = _run(ctx.call, Phase.BACKWARD, *tensors)
-        inputs = [t for t, n in zip(tensors, needed, strict=True) if n]
+        inputs = [t for t, n in zip(tensors, needed, strict=True) if t is not None and n]
         found = iter(torch.autograd.grad(rows, inputs, grads[0], allow_unused=True))
         return None, None, None, *(next(found) if n else None for n in needed)
 

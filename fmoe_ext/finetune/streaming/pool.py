@@ -135,6 +135,7 @@ class Pool:
     def __init__(self, layers: Sequence[Layer], num_bytes: int, through_cache: bool = False) -> None:
         self.layers = tuple(layers)
         self.statistics = Statistics()
+        self._num_bytes = 0
         self._memory = in_huge_pages(min(num_bytes, self.layer_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
