@@ -176,7 +176,8 @@ def train(model, tokens: int, steps: int) -> dict:
         seconds.append(time.perf_counter() - begun)
         losses.append(loss.item())
         found = stream.statistics
-        rows.append((found.layers_read, found.bytes_read, found.read_seconds, found.hidden_share))
+        reads = found.layers_read, found.parts_read
+        rows.append((*reads, found.bytes_read, found.read_seconds, found.hidden_share))
         print(
             f"step {number}: {seconds[-1]:.1f} s, {rows[-1]}, loss {losses[-1]:.3f}",
             file=sys.stderr,
@@ -190,9 +191,10 @@ def train(model, tokens: int, steps: int) -> dict:
         "seconds": seconds[1:],
         "tokens_per_second": tokens / seconds[best],
         "layers_read": rows[best][0],
-        "bytes_read": rows[best][1],
-        "read_seconds": rows[best][2],
-        "hidden_share": rows[best][3],
+        "parts_read": rows[best][1],
+        "bytes_read": rows[best][2],
+        "read_seconds": rows[best][3],
+        "hidden_share": rows[best][4],
         "buffer_bytes": stream.statistics.buffer_bytes,
         "losses": losses,
     }
@@ -218,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.write:
         if options.layout in LAYOUTS:
-            write_packed(options.folder, options.layout, options.layers, write_shard)
+            write_packed(options.folder, options.layout, options.layers)
         else:
             write(options.folder, options.layers, options.vocab)
         return

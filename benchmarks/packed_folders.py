@@ -5,7 +5,8 @@ in Kimi K3. deepseek_v4: DeepSeek's names, experts in FP4 with scales in e8m0, o
 """
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ LAYOUTS = {
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
     ),
 }
+NAMES = {
+    **{torch.uint8: "U8", torch.int8: "I8", torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"},
+}
 EXPONENT = 119  # of the scales: values of about 0.02
 
 
@@ -61,10 +66,8 @@ def config_of(layout: str, layers: int, **changes: Any) -> Any:
     return config
 
 
-def write_packed(
-    folder: Path, layout: str, layers: int, write_shard: Callable[[Path, dict], None], **changes: Any
-) -> None:
-    """A folder of random weights, one shard a layer; changes: of the configuration."""
+def write_packed(folder: Path, layout: str, layers: int, **changes: Any) -> None:
+    """A folder of random weights, one shard a layer; changes: of the configuration. Experts share one noise."""
     import transformers
 
     from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -90,10 +93,33 @@ def write_packed(
         for name, tensor in tensors.items():
             found |= dict(_random(layout, name, tensor, config, noise, generator))
         file = f"model-{number}.safetensors"
-        write_shard(folder / file, found)
+        _write_shard(folder / file, found)
         weight_map |= dict.fromkeys(found, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file of tensors that may share memory, past the cache when it is written."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _random(
@@ -104,13 +130,13 @@ def _random(
         rows, columns = shape
         begin = int(torch.randint(0, noise.numel() // 2, (), generator=generator))
         count = rows * columns // 2
-        codes = noise.repeat(1 + count // noise.numel() * 2)[begin : begin + count].view(rows, columns // 2)
+        codes = noise[begin : begin + count].view(rows, columns // 2)
         scales = torch.full((rows, columns // 32), EXPONENT, dtype=torch.uint8)
         if layout == "kimi":
-            yield f"{stem}.weight_packed", codes.clone()
+            yield f"{stem}.weight_packed", codes
             yield f"{stem}.weight_scale", scales
         else:
-            yield name, codes.clone().view(torch.int8)
+            yield name, codes.view(torch.int8)
             yield f"{stem}.scale", scales.view(torch.float8_e8m0fnu)
     elif not tensor.dtype.is_floating_point:
         yield name, torch.randint(0, config.n_routed_experts, shape, generator=generator)

@@ -187,7 +187,7 @@ def compute(
         return run_rounded(run, x, topk_weights, (w1, w2), adapters, experts.is_transposed)
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
     is_packed = isinstance(w1, frozen.Quantized)
-    activation = _packed_activation(experts) if is_packed else fused_activation(experts)
+    activation = activation_of(experts, is_packed)
     has_norm = getattr(experts, "has_post_expert_norm", False)
     if w2 is None:
         activation = None
@@ -245,6 +245,11 @@ def fused_activation(experts: Any) -> str | None:
     if not is_usual_gate or not getattr(experts, "is_concatenated", True):
         return None
     return None if name is None else dict(GATED).get(name)
+
+
+def activation_of(experts: Any, is_packed: bool) -> str | None:
+    """The activation under which one operator is the MLP of an experts module, its weights packed or not."""
+    return _packed_activation(experts) if is_packed else fused_activation(experts)
 
 
 def _packed_activation(experts: Any) -> str | None:

@@ -62,7 +62,7 @@ def test_training_equals_the_resident_model(tmp_path, architecture, checkpointin
         assert torch.equal(our_gradients[name], gradient), name
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_layers", [2, 3, 5])
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_reads_of_a_step(tmp_path, num_layers, use_reentrant):
     plain, model = both(save(tmp_path), num_layers)
@@ -114,6 +114,7 @@ def test_generation_equals_the_resident_model(tmp_path, architecture, num_layers
     stream = model.expert_stream
     stats = stream.statistics
     assert stats.buffer_bytes <= stream.pool.num_bytes
+    assert (stats.parts_read > 0) == (num_layers == 1)
     if 2 <= num_layers < 5:
         assert stats.hits + stats.misses == 5 * 2 * stats.tokens and stats.tokens == 5
         assert stats.experts_read == 6 * stats.layers_read + stats.misses
@@ -179,7 +180,7 @@ def test_saved_adapter_is_loaded_again(tmp_path):
 
 def test_budget_is_refused_with_its_arithmetic(tmp_path):
     folder = save(tmp_path)
-    with pytest.raises(ValueError, match=r"one layer of experts.* = [\d,]+"):
+    with pytest.raises(ValueError, match=r"\(4 experts\).* = [\d,]+"):
         fmoe_ext.stream(folder, 200_000)
     model = with_adapters(streamed(folder, 1))
     model.train()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fmoe_ext
 from benchmarks.packed_folders import write_packed
@@ -49,7 +48,7 @@ def trained(model):
 @pytest.mark.parametrize("layout", SMALL)
 def test_small_buffers_keep_the_bits_of_the_model_in_memory(layout, tmp_path):
     folder = tmp_path / "model"
-    write_packed(folder, layout, 5, lambda path, tensors: save_file(tensors, path), **SMALL[layout])
+    write_packed(folder, layout, 5, **SMALL[layout])
     whole = fmoe_ext.stream(folder, 2**32)
     expected, gradients = trained(whole)
     model = streamed(folder, num_layers=2, adapters=4 * bytes_of_adapters(whole))
@@ -64,7 +63,7 @@ def test_small_buffers_keep_the_bits_of_the_model_in_memory(layout, tmp_path):
 def test_shards_in_several_folders(tmp_path):
     """Files that the index names are found in the folders that are given; a missing one is named."""
     first, second = tmp_path / "first", tmp_path / "second"
-    write_packed(first, "kimi", 3, lambda path, tensors: save_file(tensors, path), **SMALL["kimi"])
+    write_packed(first, "kimi", 3, **SMALL["kimi"])
     with torch.no_grad():
         expected = fmoe_ext.stream(first, 2**32)(input_ids=make_ids()).logits
     second.mkdir()

@@ -88,5 +88,20 @@ def test_spans_behind_the_end_and_absent_files_are_refused(files):
 
 
 def test_next_uses_of_layers():
-    order = [list(pool.upcoming(1, 4, is_backward=b, is_training=t)) for b, t in [(0, 1), (0, 0), (1, 1)]]
+    layers = [range(i, i + 1) for i in range(4)]
+    order = [
+        list(pool.upcoming(1, layers, 1, phase, training))
+        for phase, training in [
+            (pool.Phase.FORWARD, True),
+            (pool.Phase.FORWARD, False),
+            (pool.Phase.BACKWARD, True),
+        ]
+    ]
     assert order == [[2, 3, 3, 2, 1, 0], [2, 3, 0, 1, 2, 3], [0, 0, 1, 2, 3]]
+
+
+def test_next_uses_of_parts():
+    layers = [range(2), range(2, 4), range(4, 6)]
+    assert list(pool.upcoming(4, layers, 2, pool.Phase.FORWARD, True)) == [5, 4, 5, 2, 3, 0, 1]
+    assert list(pool.upcoming(2, layers, 1, pool.Phase.REPEATED, True)) == [3, 3, 2, 0, 1, *range(6)]
+    assert list(pool.upcoming(3, layers, 1, pool.Phase.BACKWARD, True)) == [2, 0, 1, *range(6)]

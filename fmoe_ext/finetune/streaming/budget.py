@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
-from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
+from fmoe_ext.finetune.streaming.pool import PARTS, Pool, Statistics, bytes_of_experts, spans_of
 from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
@@ -50,10 +50,11 @@ class ExpertStream:
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
         self._gradients = self._state = 0  # bytes in training, as far as they are known
         for_experts = self._left(0)
-        needed = max(layer.num_bytes(layer.num_experts) for layer in layers)
-        if for_experts < needed:
-            raise ValueError(self._arithmetic(0, needed))
-        held = self._dense + min(for_experts, needed * len(layers)) + self.memory // FREE_SHARE
+        self._least = PARTS * bytes_of_experts(layers, 1)
+        if for_experts < self._least:
+            raise ValueError(self._arithmetic(0))
+        whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
+        held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
         in_files = sum(span.num_bytes for layer in layers for span in spans_of(layer))
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
@@ -97,8 +98,8 @@ class ExpertStream:
         self.is_counted = True
         adapters = sum(map(_bytes_of, self.resident_tensors())) - self._dense
         left = self._left(adapters)
-        if left < self.pool.layer_bytes:
-            raise ValueError(self._arithmetic(adapters, self.pool.layer_bytes))
+        if left < self._least:
+            raise ValueError(self._arithmetic(adapters))
         if left < self.pool.num_bytes or self.pool.would_grow(left):
             self.pool.resize(left)
 
@@ -116,10 +117,10 @@ class ExpertStream:
         others = self._dense + adapters + self._gradients + self._state
         return self.memory - self.memory // FREE_SHARE - others
 
-    def _arithmetic(self, adapters: int, layer: int) -> str:
+    def _arithmetic(self, adapters: int) -> str:
         rows = [
             ("weights outside of the experts", self._dense),
-            ("one layer of experts", layer),
+            (f"{PARTS} experts", self._least),
             ("activations and the program, a quarter of memory", self.memory // FREE_SHARE),
         ]
         more = ""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.finetune.streaming.parts import compute_in_parts
+from fmoe_ext.finetune.streaming.pool import Phase
 from fmoe_ext.frozen import Quantized
 from fmoe_ext.huggingface.experts import compute, compute_few
 from fmoe_ext.recompute import can_be_repeated, is_repeated
@@ -83,6 +85,10 @@ class Streamed:
             found = None if any(adapters) else compute_few(*given)
             out = compute(*given, adapters) if found is None else found
             return out.to(hidden_states.dtype)
+        pool = self.stream.pool
+        if len(pool.parts_of(self.index)) > 1:
+            rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
+            return rows.to(hidden_states.dtype)
         w1, w2 = self._whole(is_backward=is_repeated(), is_training=experts.training)
         with self._hooks(experts.training):
             out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
@@ -99,6 +105,21 @@ class Streamed:
     def _whole(self, is_backward: bool, is_training: bool) -> Any:
         weights = self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
         return self._multiplied(weights)
+
+    def _in_parts(self, experts: Any, biases: Any, given: tuple[Any, ...]) -> Tensor:
+        pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
+        numbers = pool.parts_of(self.index)
+
+        def weights(i: int, phase: Phase) -> Any:
+            found = pool.part(numbers[i], phase, is_training)
+            return found if has_graph else self._multiplied(found)
+
+        parts = [pool.parts[number] for number in numbers]
+        is_packed = pool.layers[self.index].is_packed
+        x, topk_idx, topk_weights, adapters = given
+        return compute_in_parts(
+            experts, weights, parts, biases, x, topk_idx, topk_weights, adapters, is_packed
+        )
 
     def _multiplied(self, weights: Any) -> Any:
         """w1, w2 as they are multiplied."""

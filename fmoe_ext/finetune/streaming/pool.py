@@ -1,10 +1,12 @@
 """Buffers of a fixed size in all, for the experts of some layers: whole layers for many tokens, chosen experts for few.
 
 Whole layers are kept by Belady's rule: the order of the layers in a forward and a backward is known, so the layer that
-is used last gives its buffer up, and the next one is read while this one computes. Chosen experts are kept in a part of
-the memory for each layer, the least recently used gives its slot up.
+is used last gives its buffer up, and the next one is read while this one computes. Where two layers do not fit, each is
+cut into parts of some experts, which take the place of layers. Chosen experts are kept in a part of the memory for each
+layer, the least recently used gives its slot up.
 """
 
+import enum
 import gc
 import mmap
 import time
@@ -14,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +27,15 @@ import torch
 from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Span, Weights
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
 
+PARTS = 4  # buffers, where a layer is cut: one computes while others are read
+
 
 @dataclass
 class Statistics:
-    """Counts since the last reset(). Layers and experts that were read, bytes, and seconds."""
+    """Counts since the last reset(). Layers, or parts of layers, and experts that were read, bytes, and seconds."""
 
     layers_read: int = 0
+    parts_read: int = 0  # of layers of which two do not fit into the buffers
     experts_read: int = 0
     bytes_read: int = 0
     hits: int = 0  # of experts that few tokens chose
@@ -50,12 +56,28 @@ class Statistics:
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
+class Phase(enum.Enum):
+    """The use of a layer: forward, the forward that a checkpoint repeats in the backward, backward."""
+
+    FORWARD = enum.auto()
+    REPEATED = enum.auto()
+    BACKWARD = enum.auto()
+
+
+class Part(NamedTuple):
+    """Experts [begin, end) of a layer, which are read together."""
+
+    layer: int
+    begin: int
+    end: int
+
+
 @dataclass(eq=False)
 class _Slot:
-    """A buffer for one layer."""
+    """A buffer for one part of a layer. part: its number among those of all layers."""
 
     begin: int
-    layer: int | None = None
+    part: int | None = None
     done: Future[None] | None = None
     leases: set[object] = field(default_factory=set)  # one for each use that has not ended
 
@@ -107,14 +129,14 @@ def spans_of(layer: Layer) -> list[Span]:
 class Pool:
     """Memory for experts of layers. num_bytes: of all buffers together; through_cache: of Reader.
 
-    Raises ValueError if it does not hold the largest layer.
+    Raises ValueError if it does not hold PARTS experts of the largest layer.
     """
 
     def __init__(self, layers: Sequence[Layer], num_bytes: int, through_cache: bool = False) -> None:
         self.layers = tuple(layers)
         self.statistics = Statistics()
-        self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
-        self._memory = in_huge_pages(min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK)
+        self._num_bytes = 0
+        self._memory = in_huge_pages(min(num_bytes, self.layer_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         paths = {span.path for layer in layers for span in spans_of(layer)}
@@ -127,10 +149,10 @@ class Pool:
         self.resize(num_bytes)
         weakref.finalize(self, self._ahead.shutdown, wait=False)
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Bytes of the buffer of one layer."""
-        return self._slot_bytes
+        return bytes_of_experts(self.layers)
 
     @property
     def num_bytes(self) -> int:
@@ -140,30 +162,60 @@ class Pool:
     @property
     def holds_all(self) -> bool:
         """True if every layer has a buffer of its own."""
-        return self._num_bytes >= self._slot_bytes * len(self.layers)
+        return self._num_bytes >= self.layer_bytes * len(self.layers)
 
     def would_grow(self, num_bytes: int) -> bool:
-        """True if resize(num_bytes) may be called now and adds a buffer for a layer."""
+        """True if resize(num_bytes) may be called now and adds a buffer, or makes parts larger."""
         num_bytes = min(num_bytes, self._bytes.size)
-        is_more = num_bytes // self._slot_bytes > self._num_bytes // self._slot_bytes
+        is_more = num_bytes > self._num_bytes and self._plan(num_bytes) != self._plan(self._num_bytes)
         return is_more and not any(slot.leases for slot in self._slots)
 
     def resize(self, num_bytes: int) -> None:
-        """Makes the buffers smaller, or as large as they were; all of them are read again."""
+        """Makes the buffers smaller, or as large as they were; they are read again unless their number stays."""
         num_bytes = min(num_bytes, self._bytes.size)
-        if num_bytes < self._slot_bytes:
-            raise ValueError(f"{num_bytes:,} bytes do not hold a layer of {self._slot_bytes:,}")
+        size, count = self._plan(num_bytes)
         with self._lock:
+            if self._slots and (size, count) == self._plan(self._num_bytes):
+                self._num_bytes = num_bytes
+                return
             self._settle()
             if any(slot.leases for slot in self._slots):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
             self._slots, self._caches, self._described = [], [], {}
+            self._slot_bytes = bytes_of_experts(self.layers, size)
+            self.parts: list[Part] = []
+            self._of_layer: list[range] = []  # numbers of the parts of each layer
+            for index, layer in enumerate(self.layers):
+                first = len(self.parts)
+                step = size or layer.num_experts
+                for begin in range(0, layer.num_experts, step):
+                    self.parts.append(Part(index, begin, min(begin + step, layer.num_experts)))
+                self._of_layer.append(range(first, len(self.parts)))
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._memory.madvise(mmap.MADV_DONTNEED)
 
+    def _plan(self, num_bytes: int) -> tuple[int, int]:
+        """(experts of a part, 0 for all of a layer; buffers). ValueError if the bytes hold too few experts.
+
+        Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
+        """
+        if num_bytes >= self.layer_bytes * min(2, len(self.layers)):
+            return 0, min(num_bytes // self.layer_bytes, len(self.layers))
+        num_bytes = min(num_bytes, self.layer_bytes)
+        size = max(layer.num_experts for layer in self.layers)
+        while size and num_bytes // bytes_of_experts(self.layers, size) < PARTS:
+            size -= 1
+        if not size:
+            raise ValueError(f"{num_bytes:,} bytes do not hold {PARTS} experts")
+        return size, num_bytes // bytes_of_experts(self.layers, size)
+
+    def parts_of(self, index: int) -> range:
+        """Numbers of the parts of a layer: one, unless two layers do not fit into the buffers."""
+        return self._of_layer[index]
+
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
-        """The weights of a layer; its buffer is free again when the last tensor of them is gone.
+        """The weights of a layer of one part; its buffer is free again when the last tensor of them is gone.
 
         Raises RuntimeError if tensors that autograd keeps have all buffers.
         """
@@ -173,28 +225,35 @@ class Pool:
         )  # nothing outlives the call, nothing gives way
         if is_short and index in self._described:
             return self._described[index]
-        weights = layer.weights(self._lease(index, is_backward, is_training), layer.num_experts)
+        phase = Phase.REPEATED if is_backward else Phase.FORWARD
+        weights = layer.weights(self._lease(index, phase, is_training), layer.num_experts)
         if is_short and (slot := self._find(index)) is not None:
             buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
             self._described[index] = layer.weights(buffer, layer.num_experts)
         return weights
 
+    def part(self, number: int, phase: Phase, is_training: bool) -> Weights:
+        """The weights of a part, as whole() gives those of a layer."""
+        part = self.parts[number]
+        return self.layers[part.layer].weights(self._lease(number, phase, is_training), part.end - part.begin)
+
     def again(
         self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor of the weights of a layer in a backward, by its place in the buffer."""
-        buffer = torch.from_numpy(self._lease(index, True, True))
+        """A tensor of the weights of a layer of one part in a backward, by its place in the buffer."""
+        buffer = torch.from_numpy(self._lease(index, Phase.BACKWARD, True))
         values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return values.as_strided(shape, stride, offset // dtype.itemsize)
 
-    def _lease(self, index: int, is_backward: bool, is_training: bool) -> "np.ndarray[Any, Any]":
-        """The buffer of a layer once it is read."""
+    def _lease(self, number: int, phase: Phase, is_training: bool) -> "np.ndarray[Any, Any]":
+        """The buffer of a part once it is read."""
         next_use: dict[int, int] = {}
-        for distance, layer in enumerate(upcoming(index, len(self.layers), is_backward, is_training)):
-            next_use.setdefault(layer, distance)
+        order = upcoming(number, self._of_layer, self.parts[number].layer, phase, is_training)
+        for distance, part in enumerate(order):
+            next_use.setdefault(part, distance)
         with self._lock:
             self._use_slots()
-            slot = self._find(index) or self._begin_read(index, self._victim(next_use))
+            slot = self._find(number) or self._begin_read(number, self._victim(next_use))
             lease = object()
             slot.leases.add(lease)
             done = slot.done
@@ -204,12 +263,12 @@ class Pool:
             done.result()
         except BaseException:
             slot.leases.discard(lease)
-            slot.layer = slot.done = None
+            slot.part = slot.done = None
             raise
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
             self.statistics.waited_seconds += time.perf_counter() - begun
-            self._read_ahead(index, next_use)
+            self._read_ahead(number, next_use)
         buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
         weakref.finalize(buffer, slot.leases.discard, lease)
         return buffer
@@ -236,8 +295,8 @@ class Pool:
         return cache
 
     def resident_layers(self) -> list[int]:
-        """Layers that have a buffer, or are being read into one."""
-        return [slot.layer for slot in self._slots if slot.layer is not None]
+        """Layers of which a part has a buffer, or is being read into one."""
+        return [self.parts[slot.part].layer for slot in self._slots if slot.part is not None]
 
     def contains(self, address: int) -> bool:
         """True for an address in the buffers."""
@@ -247,8 +306,8 @@ class Pool:
         """(layer, offset in its buffer) of an address in the buffer of a whole layer."""
         offset = address - self.address
         slot = self._slots[offset // self._slot_bytes]
-        assert slot.layer is not None
-        return slot.layer, offset - slot.begin
+        assert slot.part is not None
+        return self.parts[slot.part].layer, offset - slot.begin
 
     def _count(self, num_bytes: int, num_experts: int, begun: float) -> None:
         self.statistics.bytes_read += num_bytes
@@ -261,7 +320,7 @@ class Pool:
     def _use_slots(self) -> None:
         if not self._slots:
             self._caches = []
-            count = min(self._num_bytes // self._slot_bytes, len(self.layers))
+            count = min(self._plan(self._num_bytes)[1], len(self.parts))
             self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
 
     def _use_caches(self, needed: int) -> bool:
@@ -288,11 +347,11 @@ class Pool:
             if slot.done is not None:
                 slot.done.exception()
 
-    def _find(self, index: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.layer == index), None)
+    def _find(self, number: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.part == number), None)
 
     def _victim(self, next_use: dict[int, int]) -> _Slot:
-        """The buffer to read a layer into: an empty one, or the one used last."""
+        """The buffer to read a part into: an empty one, or the one used last."""
         for _ in range(3):
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
@@ -308,30 +367,33 @@ class Pool:
             "training, and leave other hooks for saved tensors out"
         )
 
-    def _begin_read(self, index: int, slot: _Slot) -> _Slot:
-        slot.layer = index
-        slot.done = self._ahead.submit(self._read_layer, index, slot.begin)
+    def _begin_read(self, number: int, slot: _Slot) -> _Slot:
+        slot.part = number
+        slot.done = self._ahead.submit(self._read_part, number, slot.begin)
         return slot
 
-    def _read_layer(self, index: int, begin: int) -> None:
+    def _read_part(self, number: int, begin: int) -> None:
         begun = time.perf_counter()
-        layer = self.layers[index]
-        experts = range(layer.num_experts)
+        index, first, end = self.parts[number]
+        experts = range(first, end)
         buffer = self._bytes[begin : begin + self._slot_bytes]
-        num_bytes = self._reader.read(layer.spans(experts, experts, len(experts)), buffer)
-        self._count(num_bytes, len(experts), begun)
-        self.statistics.layers_read += 1
+        spans = self.layers[index].spans(experts, range(len(experts)), len(experts))
+        self._count(self._reader.read(spans, buffer), len(experts), begun)
+        if len(self._of_layer[index]) == 1:
+            self.statistics.layers_read += 1
+        else:
+            self.statistics.parts_read += 1
 
-    def _read_ahead(self, index: int, next_use: dict[int, int]) -> None:
-        """Begins to read the next layers that are not there, unless they would take the place of an earlier one."""
-        for layer in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
-            if layer == index or self._find(layer) is not None:
+    def _read_ahead(self, number: int, next_use: dict[int, int]) -> None:
+        """Begins to read the next parts that are not there, unless they would take the place of an earlier one."""
+        for part in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
+            if part == number or self._find(part) is not None:
                 continue
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             victim = max(free, key=lambda s: _when(s, next_use), default=None)
-            if victim is None or _when(victim, next_use) <= next_use[layer]:
+            if victim is None or _when(victim, next_use) <= next_use[part]:
                 return
-            self._begin_read(layer, victim)
+            self._begin_read(part, victim)
 
 
 def in_huge_pages(num_bytes: int) -> mmap.mmap:
@@ -348,21 +410,43 @@ _PRIVATE: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def upcoming(index: int, num_layers: int, is_backward: bool, is_training: bool) -> Iterator[int]:
-    """Layers in the order of their next uses, after layer `index`."""
-    last = num_layers - 1
-    if is_backward:
-        yield from range(index - 1, -1, -1)
-        yield from range(num_layers)
+def upcoming(
+    number: int, of_layer: Sequence[range], layer: int, phase: Phase, is_training: bool
+) -> Iterator[int]:
+    """Numbers of parts in the order of their next uses, after that of a layer's part. of_layer: parts of each layer.
+
+    A backward repeats the forward of a layer, as checkpoints do, and then goes backwards through its parts.
+    """
+    last = of_layer[-1].stop
+    if phase is Phase.FORWARD:
+        yield from range(number + 1, last)
+        yield from _by_layer_backwards(of_layer) if is_training else range(last)
         return
-    yield from range(index + 1, num_layers)
-    yield from range(last, -1, -1) if is_training else range(num_layers)
+    if phase is Phase.REPEATED:
+        yield from range(number + 1, of_layer[layer].stop)
+        yield from reversed(of_layer[layer])
+    else:
+        yield from range(number - 1, of_layer[layer].start - 1, -1)
+    yield from _by_layer_backwards(of_layer[:layer])
+    yield from range(last)
+
+
+def _by_layer_backwards(of_layer: Sequence[range]) -> Iterator[int]:
+    for parts in reversed(of_layer):
+        yield from parts
 
 
 def _when(slot: _Slot, next_use: dict[int, int]) -> float:
-    if slot.layer is None:
+    if slot.part is None:
         return float("inf")
-    return next_use.get(slot.layer, 1e9)
+    return next_use.get(slot.part, 1e9)
+
+
+def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
+    """Bytes of a buffer for some experts of any of the layers, by default for all of them."""
+    step = ALIGNED if count else BLOCK
+    sizes = (layer.num_bytes(min(count or layer.num_experts, layer.num_experts)) for layer in layers)
+    return -(-max(sizes) // step) * step
 
 
 def _fitting(layer: Layer, num_bytes: int) -> int:
