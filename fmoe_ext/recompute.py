@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
-from fmoe_ext.routing import Nest, leaves_of
-from fmoe_ext.tokens import Batch
+from fmoe_ext.tokens import Batch, Nest, leaves_of
 
 SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
 MAX_DISTANCE = 0.4  # largest relative L1 distance of samples of the same input; two random inputs have 0.7

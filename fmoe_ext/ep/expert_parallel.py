@@ -15,9 +15,8 @@ from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
-from fmoe_ext.routing import Nest
 from fmoe_ext.step import Step, is_counted
-from fmoe_ext.tokens import Batch
+from fmoe_ext.tokens import Batch, Nest
 
 EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType(
     {"choice": Exchange, "token": TokenExchange, "node": NodeExchange}

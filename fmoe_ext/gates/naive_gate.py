@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
-from fmoe_ext.gates.wide_linear import WideLinear, is_plain
+from fmoe_ext.linear import WideLinear, is_plain
 from fmoe_ext.ops.topk_gate import topk_gate_of_linear
 from fmoe_ext.step import current_step
 

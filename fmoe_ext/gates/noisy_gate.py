@@ -6,7 +6,7 @@ from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 from fmoe_ext.gates.losses import cv_squared
-from fmoe_ext.gates.wide_linear import wide_linear
+from fmoe_ext.linear import wide_linear
 
 NOISE_FLOOR = 1e-2  # smallest standard deviation of the noise, so that the load is differentiable
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fmoe_ext import frozen, ops
 from fmoe_ext._require import require
 from fmoe_ext._sharded import is_dtensor
-from fmoe_ext.adapters import Lora, adapted_gemm, take
+from fmoe_ext.adapters import Lora, take
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.wrappers import check_wrappers
@@ -28,7 +28,7 @@ from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
 from fmoe_ext.huggingface.saved import from_pretrained
 from fmoe_ext.huggingface.training import add_balance_loss
-from fmoe_ext.linear import DTYPES
+from fmoe_ext.linear import DTYPES, adapted_gemm
 from fmoe_ext.routing import widen
 
 __all__ = [

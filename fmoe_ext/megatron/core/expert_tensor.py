@@ -13,7 +13,8 @@ from torch import Tensor
 from fmoe_ext.ep.width import WidthGroup
 from fmoe_ext.expert_kinds import Fused
 from fmoe_ext.experts import is_gated
-from fmoe_ext.routing import Nest, sort_choices
+from fmoe_ext.routing import sort_choices
+from fmoe_ext.tokens import Nest
 from fmoe_ext.transformer import FMoETransformerMLP
 
 # {name of a parameter of FusedExperts: its dimension that is spread over the ranks, None if it is whole}
