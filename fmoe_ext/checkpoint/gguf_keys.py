@@ -1,4 +1,4 @@
-"""Metadata keys of GGUF: the configuration of Transformers that they say, or an error that names the key.
+"""Names of tensors in GGUF, and its metadata keys: the configuration that they say, or an error that names the key.
 
 llama.cpp computes a model from its tensors and from the keys of its architecture. Each of these is read, has one value
 that its graph computes with, or changes no logit; any other is refused, so that none is skipped in silence.
@@ -16,6 +16,28 @@ from fmoe_ext.checkpoint.families.family import Family
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorch}
+
+# {name in Transformers: name in GGUF}, of tensors outside and inside of a layer.
+OUTSIDE = MappingProxyType(
+    {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
+)
+INSIDE = MappingProxyType(
+    {
+        "input_layernorm.": "attn_norm.",
+        "self_attn.q_proj.": "attn_q.",
+        "self_attn.k_proj.": "attn_k.",
+        "self_attn.v_proj.": "attn_v.",
+        "self_attn.o_proj.": "attn_output.",
+        "self_attn.q_norm.": "attn_q_norm.",
+        "self_attn.k_norm.": "attn_k_norm.",
+        "post_attention_layernorm.": "ffn_norm.",
+        "mlp.gate.": "ffn_gate_inp.",
+        "mlp.shared_expert.gate_proj.": "ffn_gate_shexp.",
+        "mlp.shared_expert.up_proj.": "ffn_up_shexp.",
+        "mlp.shared_expert.down_proj.": "ffn_down_shexp.",
+        "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
+    }
+)
 
 # {key behind the architecture: attribute of the configuration}; compared with the configuration that is computed.
 COMPARED = MappingProxyType(
