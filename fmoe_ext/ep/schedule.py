@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ep.constants import constant, lookup
 from fmoe_ext.ep.exchange import start_exchange, wait
+from fmoe_ext.ep.headers import constant, lookup
 from fmoe_ext.ep.home import Home
 from fmoe_ext.ep.plan import ChunkRows, ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.traced import TracedJourney, in_turn

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, refuse, stored, transposed
-from fmoe_ext.checkpoint.methods.qweight import turned_qweight
+from fmoe_ext.checkpoint.methods.gptq import turned_qweight
 from fmoe_ext.checkpoint.model_folder import Base
 
 KNOWN = """

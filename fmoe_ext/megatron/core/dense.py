@@ -15,8 +15,7 @@ from fmoe_ext.megatron.core.arguments import (
     process_groups,
 )
 from fmoe_ext.megatron.core.gate import gate_arguments
-from fmoe_ext.megatron.core.layer import MegatronCoreMLP
-from fmoe_ext.megatron.core.norm import norm_inside
+from fmoe_ext.megatron.core.layer import MegatronCoreMLP, norm_inside
 from fmoe_ext.megatron.core.table import check_options
 from fmoe_ext.models.target import DenseMLP, Options, Target, whole
 
