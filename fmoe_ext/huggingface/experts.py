@@ -42,7 +42,7 @@ __all__ = [
     "use",
 ]
 NAME = "fmoe"
-OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
+_OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
 GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
 
 
@@ -63,12 +63,12 @@ def register() -> None:
 
 def require_transformers(needed_by: str) -> None:
     """Raises ImportError, with the name of what needs it, if Transformers is missing or too old."""
-    transformers = require("transformers", needed_by, f"transformers>={OLDEST_TRANSFORMERS}")
-    oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
+    transformers = require("transformers", needed_by, f"transformers>={_OLDEST_TRANSFORMERS}")
+    oldest = tuple(map(int, _OLDEST_TRANSFORMERS.split(".")))
     if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
         raise ImportError(
-            f"{needed_by} needs Transformers {OLDEST_TRANSFORMERS} or newer, but this is "
-            f"{transformers.__version__}: pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
+            f"{needed_by} needs Transformers {_OLDEST_TRANSFORMERS} or newer, but this is "
+            f"{transformers.__version__}: pip install -U 'transformers>={_OLDEST_TRANSFORMERS}'"
         )
 
 

@@ -34,10 +34,10 @@ def replace_save_pretrained(
     """
     model.save_pretrained = functools.partial(save, model)
     if hasattr(type(model), "push_to_hub"):
-        model.push_to_hub = functools.partial(push or push_from_one_process, model)
+        model.push_to_hub = functools.partial(push or _push_from_one_process, model)
 
 
-def push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
+def _push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
     """Transformers' push_to_hub(); RuntimeError where every rank of a job would upload."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(

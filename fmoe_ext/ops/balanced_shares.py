@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 TOLERANCE = 1e-4
-EPSILON = 1e-8
-MAX_ROUNDS = 1000
+_EPSILON = 1e-8
+_MAX_ROUNDS = 1000
 
 
 def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
@@ -20,10 +20,10 @@ def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tenso
     cost = (logits - logits.amax(1, keepdim=True)).exp().nan_to_num(0.0)
     num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), gather).clamp(min=1)
     of_expert = cost.new_ones(1, num_experts)
-    for _ in range(MAX_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         before = of_expert
-        of_token = 1 / (num_tokens * ((before * cost).sum(1, keepdim=True) + EPSILON))  # [T, 1]
-        of_expert = 1 / (num_experts * (_sum_over_ranks(of_token * cost, gather) + EPSILON))
+        of_token = 1 / (num_tokens * ((before * cost).sum(1, keepdim=True) + _EPSILON))  # [T, 1]
+        of_expert = 1 / (num_experts * (_sum_over_ranks(of_token * cost, gather) + _EPSILON))
         if not (before - of_expert).abs().mean() > TOLERANCE:
             break
     return of_expert * cost * of_token

@@ -24,14 +24,14 @@ from fmoe_ext.checkpoint.methods.base import (
 )
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 
-QWEIGHT = MappingProxyType({"data": ".qweight", "scale": ".scales", "zero": ".qzeros"})
+_QWEIGHT = MappingProxyType({"data": ".qweight", "scale": ".scales", "zero": ".qzeros"})
 
 
 def turned_qweight(
     base: Base, stem: str, rows: int, columns: int, words: Callable[..., Any], zeros: Callable[..., Any]
 ) -> Matrix:
     """The matrix of a qweight: int4 once data, scale and zero are turned."""
-    names = {part: stem + suffix for part, suffix in QWEIGHT.items()}
+    names = {part: stem + suffix for part, suffix in _QWEIGHT.items()}
     (groups, _), of_scale = stored(base, names["scale"])
     check_groups(base, names["scale"], columns, groups)
     if rows % 8 or columns % 8:
