@@ -31,7 +31,7 @@ def outside_experts(
             continue
         stem = None if kind is None else kind.stem_of(name)
         if kind is not None and stem is not None and kind.has(base, stem):
-            yield kind.plain_name(name), _decoded(base, kind.matrix(base, stem), dtype)
+            yield kind.plain_name(name), _decoded_matrix(base, kind.matrix(base, stem), dtype)
         elif kind is not None and kind.is_beside(name):
             continue
         elif tensor.dtype in FLOATS or (tensor.dtype in INTEGERS and ".weight" not in name):
@@ -43,7 +43,7 @@ def outside_experts(
             )
 
 
-def _decoded(base: Base, matrix: Matrix | Decoded, dtype: torch.dtype) -> StoredTensor:
+def _decoded_matrix(base: Base, matrix: Matrix | Decoded, dtype: torch.dtype) -> StoredTensor:
     tensors = base.tensors  # of now: checkpoint.packed.decode() gives the base others
     if isinstance(matrix, Matrix) and matrix.has_rows:
         return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
@@ -109,7 +109,7 @@ def decode(base: Base) -> None:
         data, scale = base.tensors.pop(name), base.tensors.pop(f"{stem}_scales", None)
         if scale is None:
             raise CheckpointError(f"{base.folder} lacks {stem}_scales")
-        base.tensors[stem] = _decoded(data, scale, turned)
+        base.tensors[stem] = _decoded_mxfp4(data, scale, turned)
         for names in base.files.values():
             if f"{stem}_scales" in names:
                 names.remove(f"{stem}_scales")
@@ -128,7 +128,7 @@ def decode(base: Base) -> None:
         base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
 
 
-def _decoded(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:
+def _decoded_mxfp4(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:
     E, out, blocks = scale.shape
     shape = (E, blocks * 32, out) if turned else (E, out, blocks * 32)
 
