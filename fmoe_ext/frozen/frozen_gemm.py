@@ -145,7 +145,6 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 register_autograd("fmoe_ext::frozen_gemm", _backward, _setup_context, places=(0, 3))
 register_not_differentiable_twice("fmoe_ext::frozen_gemm_backward")
 
-_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 
 
