@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import bench_gpu_layer, bench_gpu_main_grads, common, gpu_peers, gpu_timing, roofline
 from fmoe_ext import frozen, ops
-from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
+from fmoe_ext.frozen.frozen_gemm import mxfp4_gemm
 
 SHAPES = (
     "Qwen:16384,OLMoE:16384,GPT-OSS:16384,DeepSeek:16384,Mixtral:4096,E64:16384,Qwen:4096,OLMoE:4096,Qwen:256"

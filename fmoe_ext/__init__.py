@@ -4,8 +4,7 @@ import importlib
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fmoe_ext import distributed, gates, ops
-from fmoe_ext.distributed import DistributedGroupedDataParallel
+from fmoe_ext import gates, ops
 from fmoe_ext.gates import (
     BaseGate,
     BiasedSoftmaxGate,
@@ -28,16 +27,17 @@ from fmoe_ext.gates import (
 )
 from fmoe_ext.layers import FMoE, ParallelLayout
 from fmoe_ext.linear import FMoELinear
-from fmoe_ext.models.fmoefy import fmoefy
 from fmoe_ext.ops import batch_invariant, use_batch_invariant
 from fmoe_ext.tokens import packed_sequences, token_ids, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
-    from fmoe_ext import audit, balance, checkpoint, frozen
+    from fmoe_ext import audit, balance, checkpoint, distributed, frozen
     from fmoe_ext.balance import RoutingReplay
+    from fmoe_ext.distributed import DistributedGroupedDataParallel
     from fmoe_ext.finetune.streaming import stream
     from fmoe_ext.formats import export, import_model
+    from fmoe_ext.models.fmoefy import fmoefy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -83,15 +83,17 @@ __all__ = [
     "valid_tokens",
 ]
 
-# Rooms, imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
-_ROOMS = (
-    "audit", "balance", "checkpoint", "compat", "compress", "cpu", "doctor", "finetune", "formats", "frozen", "gpu",
-    "huggingface", "lora", "megatron", "optim", "pipeline", "planning", "remote", "testing",
+# Imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
+_MODULES_ON_DEMAND = (
+    "audit", "balance", "checkpoint", "compat", "compress", "cpu", "distributed", "doctor", "finetune", "formats",
+    "frozen", "gpu", "huggingface", "lora", "megatron", "optim", "pipeline", "planning", "remote", "testing",
 )  # fmt: skip
-_OF_ROOMS = MappingProxyType(
+_NAMES_ON_DEMAND = MappingProxyType(
     {
+        "DistributedGroupedDataParallel": "fmoe_ext.distributed",
         "RoutingReplay": "fmoe_ext.balance",
         "export": "fmoe_ext.formats",
+        "fmoefy": "fmoe_ext.models.fmoefy",
         "import_model": "fmoe_ext.formats",
         "stream": "fmoe_ext.finetune.streaming",
     }
@@ -99,12 +101,12 @@ _OF_ROOMS = MappingProxyType(
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_ROOMS:
-        return getattr(importlib.import_module(_OF_ROOMS[name]), name)
-    if name in _ROOMS:
+    if name in _NAMES_ON_DEMAND:
+        return getattr(importlib.import_module(_NAMES_ON_DEMAND[name]), name)
+    if name in _MODULES_ON_DEMAND:
         return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_ROOMS, "__version__"})
+    return sorted({*__all__, *_MODULES_ON_DEMAND, "__version__"})

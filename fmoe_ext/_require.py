@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 # package: the extra of pyproject.toml that brings it and what goes with it
-EXTRAS = MappingProxyType({"transformers": "finetune", "peft": "finetune", "accelerate": "finetune"})
+_EXTRAS = MappingProxyType({"transformers": "finetune", "peft": "finetune", "accelerate": "finetune"})
 
 
 def require(package: str, needed_by: str, install: str = "") -> Any:
@@ -14,5 +14,5 @@ def require(package: str, needed_by: str, install: str = "") -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         install = install or package
-        extra = f", or in a clone pip install -e '.[{EXTRAS[package]}]'" if package in EXTRAS else ""
+        extra = f", or in a clone pip install -e '.[{_EXTRAS[package]}]'" if package in _EXTRAS else ""
         raise ImportError(f"{needed_by} needs {install} ({error}): pip install '{install}'{extra}") from error

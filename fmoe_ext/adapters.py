@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-
-from fmoe_ext import ops
 
 _KEY = "_fmoe_ext_adapters"  # adapters that wait for a module's call, in its __dict__
 
@@ -54,19 +52,3 @@ def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
             )
     finally:
         waiting.pop(name, None)
-
-
-def adapted_gemm(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    adapter: Lora | None,
-    **options: Any,
-) -> torch.Tensor:
-    """ops.grouped_gemm with the adapter's part. An adapter of a transposed weight [E, in, out] is that of its .mT."""
-    y = ops.grouped_gemm(rows, weight, offs, bias, **options)
-    if adapter is None:
-        return y
-    thin = ops.grouped_gemm(rows, adapter.a.to(y.dtype), offs) * adapter.scale
-    return y + ops.grouped_gemm(thin, adapter.b.to(y.dtype), offs)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from fmoe_ext import ops
 
-MAX_BOUND = 2**31 - 1  # what mallopt() takes
+_MAX_BOUND = 2**31 - 1  # what mallopt() takes
 
 # <malloc.h> of glibc: the parameters of mallopt(), and the values that the process begins with
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
@@ -17,7 +17,7 @@ _BEGINNING = MappingProxyType(
 _GROWTH = 64 << 20  # bytes that the heap grows by at least
 
 
-def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
+def keep_memory(max_bytes: int | None = _MAX_BOUND) -> None:
     """Lets this process keep the memory of freed tensors for the next ones, instead of returning it to the system.
 
     glibc returns large tensors to the system when they are freed, and the next ones pay for page faults: every 4 KiB
@@ -36,8 +36,8 @@ def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
         >>> keep_memory()  # once, before the training loop
         >>> fmoe_ext.cpu.give_memory_back()
     """
-    if max_bytes is not None and not 0 <= max_bytes <= MAX_BOUND:
-        raise ValueError(f"max_bytes must be 0 to {MAX_BOUND}, or None for no bound, but got {max_bytes}")
+    if max_bytes is not None and not 0 <= max_bytes <= _MAX_BOUND:
+        raise ValueError(f"max_bytes must be 0 to {_MAX_BOUND}, or None for no bound, but got {max_bytes}")
     bound = -1 if max_bytes is None else max_bytes
     growth = _GROWTH if max_bytes is None else min(max_bytes, _GROWTH)
     library = _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: bound, _TOP_PAD: growth})

@@ -3,8 +3,9 @@
 import torch
 
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.routing import Dispatched, ExpertInput, Nest
+from fmoe_ext.routing import Dispatched, ExpertInput
 from fmoe_ext.step import Step
+from fmoe_ext.tokens import Nest
 
 
 def dispatch(

@@ -17,15 +17,8 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.ops.outside_graphs import is_exporting
-from fmoe_ext.routing import (
-    ExpertInput,
-    Nest,
-    leaves_of,
-    map_structure,
-    permute_rows,
-    sort_choices,
-    unpermute_rows,
-)
+from fmoe_ext.routing import ExpertInput, permute_rows, sort_choices, unpermute_rows
+from fmoe_ext.tokens import Nest, leaves_of, map_structure
 
 
 class HasExperts(Protocol):

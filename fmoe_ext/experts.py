@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.adapters import Lora, adapted_gemm
-from fmoe_ext.gates.wide_linear import WideLinear
-from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
+from fmoe_ext.adapters import Lora
+from fmoe_ext.linear import FMoELinear, WideLinear, adapted_gemm, cast_to_weight, check_plain, cumulative_ends
 from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
 

@@ -26,10 +26,10 @@ from fmoe_ext.gates import BaseGate, NaiveGate, find_gate
 from fmoe_ext.gates.base_gate import choices_of
 from fmoe_ext.linear import check_sizes
 from fmoe_ext.recompute import Forwards, Repeat
-from fmoe_ext.routing import ExpertInput, Nest
+from fmoe_ext.routing import ExpertInput
 from fmoe_ext.spread import SpreadLayer, drop_wrapper_prefix, mark_module_parallel_comm, take_placement
 from fmoe_ext.step import Step, begin
-from fmoe_ext.tokens import batch_is
+from fmoe_ext.tokens import Nest, batch_is
 
 GateMaker: TypeAlias = str | nn.Module | Callable[..., nn.Module]
 ExpertMaker: TypeAlias = Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]]

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
-from fmoe_ext.routing import Nest, leaves_of
-from fmoe_ext.tokens import Batch
+from fmoe_ext.tokens import Batch, Nest, leaves_of
 
-SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
-MAX_DISTANCE = 0.4  # largest relative L1 distance of samples of the same input; two random inputs have 0.7
-MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
+_SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
+_MAX_DISTANCE = 0.4  # largest relative L1 distance of samples of the same input; two random inputs have 0.7
+_MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
 
 
 def is_repeated() -> bool:
@@ -105,13 +104,13 @@ class Forwards:
     """The forwards of one layer that may be repeated.
 
     Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until the first
-    forward after their repetition (a checkpoint in a checkpoint repeats them twice), at most MAX_WITHOUT_GRAPH. Copies
+    forward after their repetition (a checkpoint in a checkpoint repeats them twice), at most _MAX_WITHOUT_GRAPH. Copies
     of a layer begin with none.
     """
 
     def __init__(self) -> None:
         self._with_graph: list[weakref.ref[Forward]] = []
-        self._without: deque[Forward] = deque(maxlen=MAX_WITHOUT_GRAPH)
+        self._without: deque[Forward] = deque(maxlen=_MAX_WITHOUT_GRAPH)
         self._num_begun = 0
 
     def __reduce__(self) -> tuple[type[Forwards], tuple[()]]:
@@ -151,7 +150,7 @@ class Forwards:
 def _sample(x: torch.Tensor) -> torch.Tensor:
     """A few numbers of x [T, *], spread over it."""
     flat = x.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.shape[0] // SAMPLE))].clone()
+    return flat[:: max(1, -(-flat.shape[0] // _SAMPLE))].clone()
 
 
 def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
@@ -165,7 +164,7 @@ def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
         return distance, not torch.equal(forward.generator, state), forward.is_done, -forward.number
 
     found, distance = min(zip(forwards, distances, strict=True), key=unlikeness)
-    return None if distance > MAX_DISTANCE else found
+    return None if distance > _MAX_DISTANCE else found
 
 
 def _distances(sample: torch.Tensor, forwards: list[Forward]) -> list[float]:

@@ -3,15 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, overload
+from typing import Any, Protocol, overload
 
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext import ops
-
-# A tensor [T, *], or a list, tuple or dict of nests with one T.
-Nest: TypeAlias = Any
+from fmoe_ext.tokens import Nest, map_structure
 
 
 @dataclass(frozen=True)
@@ -59,26 +57,6 @@ class Dispatched(Protocol):
     def combine(self) -> Nest:
         """Waits for the results of all chunks -> their sum for each token, [T, *]."""
         ...
-
-
-def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
-    """fn of corresponding tensors in equally shaped nests of lists, tuples and dicts."""
-    first = trees[0]
-    if isinstance(first, dict):
-        return type(first)((key, map_structure(fn, *(tree[key] for tree in trees))) for key in first)
-    if isinstance(first, (list, tuple)):
-        mapped = [map_structure(fn, *parts) for parts in zip(*trees, strict=True)]
-        return type(first)(*mapped) if hasattr(first, "_fields") else type(first)(mapped)
-    return fn(*trees)
-
-
-def leaves_of(tree: Nest) -> list[Any]:
-    """The tensors of a nest, in the order in which map_structure visits them."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    leaves: list[Any] = []
-    map_structure(leaves.append, tree)
-    return leaves
 
 
 def sort_choices(topk_idx: torch.Tensor, num_experts: int) -> DispatchHandle:

@@ -29,7 +29,7 @@ def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bo
 class SpreadLayer(nn.Module):
     """A layer whose experts are on this rank or spread over those of a group."""
 
-    num_expert: int
+    num_local_experts: int
     num_experts: int
     world_size: int
     gate: Any

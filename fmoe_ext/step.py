@@ -16,8 +16,16 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.ops._split import is_selective
 from fmoe_ext.recompute import Forward, Forwards, can_be_repeated, is_repeated
-from fmoe_ext.routing import Nest, leaves_of, map_structure
-from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
+from fmoe_ext.tokens import (
+    Batch,
+    Nest,
+    batch_is,
+    current_batch,
+    is_inside_a_block,
+    leaves_of,
+    map_structure,
+    with_valid,
+)
 
 
 class _Slices(Protocol):

@@ -7,7 +7,7 @@ with valid_tokens(attention_mask), packed_sequences(cu_seqlens), token_ids(input
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
@@ -15,7 +15,28 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fmoe_ext.routing import Nest, map_structure
+# A tensor [T, *], or a list, tuple or dict of nests with one T.
+Nest: TypeAlias = Any
+
+
+def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
+    """fn of corresponding tensors in equally shaped nests of lists, tuples and dicts."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return type(first)((key, map_structure(fn, *(tree[key] for tree in trees))) for key in first)
+    if isinstance(first, (list, tuple)):
+        mapped = [map_structure(fn, *parts) for parts in zip(*trees, strict=True)]
+        return type(first)(*mapped) if hasattr(first, "_fields") else type(first)(mapped)
+    return fn(*trees)
+
+
+def leaves_of(tree: Nest) -> list[Any]:
+    """The tensors of a nest, in the order in which map_structure visits them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    leaves: list[Any] = []
+    map_structure(leaves.append, tree)
+    return leaves
 
 
 @dataclass(frozen=True)

@@ -228,5 +228,5 @@ def test_public_names_alone_are_listed():
     import fmoe_ext.pipeline
 
     names = set(dir(fmoe_ext))
-    assert names == {*fmoe_ext.__all__, *fmoe_ext._ROOMS, "__version__"}
+    assert names == {*fmoe_ext.__all__, *fmoe_ext._MODULES_ON_DEMAND, "__version__"}
     assert not {"importlib", "Any", "MappingProxyType", "layers", "TYPE_CHECKING"} & names

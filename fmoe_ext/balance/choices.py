@@ -1,6 +1,6 @@
 """The log of a run's choices on disk: written while training, bounded, read back record by record.
 
-A file is MAGIC, a length (uint32, little-endian) and that many bytes of JSON, then records one after the other:
+A file is _MAGIC, a length (uint32, little-endian) and that many bytes of JSON, then records one after the other:
 
     uint32 CRC-32 of the rest of the record, uint32 bytes of its body, uint64 step, uint32 gate, uint32 tokens, body
 
@@ -30,14 +30,14 @@ from torch.utils.hooks import RemovableHandle
 from fmoe_ext.balance.views import GateView, views_of
 from fmoe_ext.step import is_counted
 
-MAGIC = b"fmoe choices 2\n"
+_MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
 _MAX_JSON = 1 << 24
-MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
-MAX_EXPERTS_OF_ALL = 2**17  # of all gates together: what a report counts for each stays below 200 MB
-MAX_GATES = 512
-MAX_CHOICES = 2**24  # of a record, which a few KB can stand for: a report reads one at a time
+_MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
+_MAX_EXPERTS_OF_ALL = 2**17  # of all gates together: what a report counts for each stays below 200 MB
+_MAX_GATES = 512
+_MAX_CHOICES = 2**24  # of a record, which a few KB can stand for: a report reads one at a time
 
 
 class BadLog(ValueError):
@@ -112,9 +112,9 @@ class ChoiceLog:
         chosen, self._chosen = self._chosen, []
         if not is_wanted or not chosen:
             return
-        if (most := max(part.numel() for _, part in chosen)) > MAX_CHOICES:
+        if (most := max(part.numel() for _, part in chosen)) > _MAX_CHOICES:
             warnings.warn(
-                f"{self.path}: a step with {most} choices of a gate, more than {MAX_CHOICES}, is left out",
+                f"{self.path}: a step with {most} choices of a gate, more than {_MAX_CHOICES}, is left out",
                 stacklevel=2,
             )
             return
@@ -249,8 +249,8 @@ def read_log(path: str | Path, *, allow_truncated: bool = False) -> tuple[list[G
 
 def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple[Choice, bytes]]]:
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise BadLog(f"{path} is no log of choices: it does not begin with {MAGIC!r}")
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise BadLog(f"{path} is no log of choices: it does not begin with {_MAGIC!r}")
         try:
             (size,) = _CRC.unpack(file.read(4))
             fields = json.loads(file.read(min(size, _MAX_JSON)))
@@ -267,18 +267,18 @@ def _check_gates(gates: list[Gate]) -> None:
     for gate in gates:
         if type(gate.name) is not str or type(gate.num_experts) is not int or type(gate.top_k) is not int:
             raise ValueError("a gate is not described by a name and two numbers")
-        if not 1 <= gate.num_experts <= MAX_EXPERTS:
+        if not 1 <= gate.num_experts <= _MAX_EXPERTS:
             raise ValueError(
-                f"gate {gate.name[:80]!r} has {gate.num_experts} experts; a log holds 1 to {MAX_EXPERTS}"
+                f"gate {gate.name[:80]!r} has {gate.num_experts} experts; a log holds 1 to {_MAX_EXPERTS}"
             )
         if not 1 <= gate.top_k <= gate.num_experts:
             raise ValueError(f"gate {gate.name[:80]!r} has top_k {gate.top_k} of {gate.num_experts} experts")
-    if len(gates) > MAX_GATES:
-        raise ValueError(f"it has {len(gates)} gates; a log holds at most {MAX_GATES}")
+    if len(gates) > _MAX_GATES:
+        raise ValueError(f"it has {len(gates)} gates; a log holds at most {_MAX_GATES}")
     if len({gate.name for gate in gates}) < len(gates):
         raise ValueError("two gates have one name")
-    if sum(gate.num_experts for gate in gates) > MAX_EXPERTS_OF_ALL:
-        raise ValueError(f"its gates have more than {MAX_EXPERTS_OF_ALL} experts together")
+    if sum(gate.num_experts for gate in gates) > _MAX_EXPERTS_OF_ALL:
+        raise ValueError(f"its gates have more than {_MAX_EXPERTS_OF_ALL} experts together")
 
 
 def _records(
@@ -311,8 +311,8 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
         raise BadLog(f"{path}: the record at byte {begin} is damaged")
     gate = None if number == TOKENS else gates[number]
     width = 4 if gate is None else gate.top_k * _width(gate.num_experts)
-    if num_tokens * (1 if gate is None else gate.top_k) > MAX_CHOICES:
-        raise BadLog(f"{path}: the record at byte {begin} has more than {MAX_CHOICES} choices")
+    if num_tokens * (1 if gate is None else gate.top_k) > _MAX_CHOICES:
+        raise BadLog(f"{path}: the record at byte {begin} has more than {_MAX_CHOICES} choices")
     expected = num_tokens * width
     stream = zlib.decompressobj()
     try:
@@ -381,4 +381,4 @@ def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
 
 def _header(gates: list[Gate]) -> bytes:
     text = json.dumps({"gates": [vars(gate) for gate in gates]}).encode()
-    return MAGIC + _CRC.pack(len(text)) + text
+    return _MAGIC + _CRC.pack(len(text)) + text

@@ -8,8 +8,8 @@ import torch
 
 from fmoe_ext.step import count_choices
 
-ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
-MAX_NOTED = 32  # forwards that are summed up together, which costs little more than one
+_ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
+_MAX_NOTED = 32  # forwards that are summed up together, which costs little more than one
 
 
 class _Forward(NamedTuple):
@@ -34,7 +34,7 @@ def _summed(name: str) -> Any:
 class LayerCounters:
     """The running counts of one gate, on its device.
 
-    A forward is counted by one operator and noted; every MAX_NOTED of them are summed up, and whenever a sum is read.
+    A forward is counted by one operator and noted; every _MAX_NOTED of them are summed up, and whenever a sum is read.
     """
 
     NAMES = ("tokens_per_expert", "idle_steps", "num_dropped", "num_tokens", "gate_entropy_sum", "num_steps")
@@ -70,13 +70,13 @@ class LayerCounters:
             num_tokens * (num_columns if top_k is None else min(top_k, num_columns)),
             num_tokens,
             # of many tokens every n-th speaks for n
-            topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // ENTROPY_SAMPLE)].clone(),
+            topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // _ENTROPY_SAMPLE)].clone(),
         )
         if _is_repeated_without_python(topk_idx):
             self._add([forward])
             return
         self._noted.append(forward)
-        if len(self._noted) >= MAX_NOTED:
+        if len(self._noted) >= _MAX_NOTED:
             self.sum_up()
 
     @torch.no_grad()

@@ -11,9 +11,9 @@ from fmoe_ext.balance.html import document, figure, places, scale, table, tiles
 from fmoe_ext.balance.load import summarize
 from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 
-NUM_PAIRS = 5
-MIN_EXPECTED = 5  # tokens
-NUM_TOGETHER_PICTURES = 12
+_NUM_PAIRS = 5
+_MIN_EXPECTED = 5  # tokens
+_NUM_TOGETHER_PICTURES = 12
 
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
@@ -130,7 +130,7 @@ def _notable(summary: Summary, vocabulary: Mapping[int, str]) -> str:
 
 def _together(summary: Summary) -> str:
     figures = []
-    for gate in summary.gates[:NUM_TOGETHER_PICTURES]:
+    for gate in summary.gates[:_NUM_TOGETHER_PICTURES]:
         if gate.together is None or not bool(gate.together.any()):
             continue
         lift = _lift(gate)
@@ -149,7 +149,7 @@ def _together(summary: Summary) -> str:
 def _lift(gate: GateSummary) -> torch.Tensor:
     """Frequency of two experts sharing a token, over what is expected of pairs drawn by their loads [E, E].
 
-    1 for the diagonal, and where fewer than MIN_EXPECTED tokens are expected, which say nothing.
+    1 for the diagonal, and where fewer than _MIN_EXPECTED tokens are expected, which say nothing.
     """
     assert gate.together is not None
     together = gate.together.double()
@@ -157,12 +157,12 @@ def _lift(gate: GateSummary) -> torch.Tensor:
     expected = share[:, None] * share[None, :]
     expected.fill_diagonal_(0)
     expected *= together.sum() / expected.sum().clamp(min=1e-12)
-    lift = torch.where(expected < MIN_EXPECTED, 1.0, together / expected.clamp(min=MIN_EXPECTED))
+    lift = torch.where(expected < _MIN_EXPECTED, 1.0, together / expected.clamp(min=_MIN_EXPECTED))
     return lift.fill_diagonal_(1)
 
 
 def _top_pairs(gate: GateSummary, lift: torch.Tensor) -> str:
-    best = lift.triu(1).flatten().topk(min(NUM_PAIRS, lift.numel()))
+    best = lift.triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
     size = lift.shape[0]
     named = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return ", ".join(

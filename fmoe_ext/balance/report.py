@@ -11,14 +11,14 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.balance.choices import BadLog, Choice, Gate, read_log
 
-MAX_BINS = 120  # of steps, in a picture
+_MAX_BINS = 120  # of steps, in a picture
 LAST_SHARE = 4  # dead and overloaded are judged by the last quarter of the steps
 OVERLOAD = 2.0  # times the mean
-MAX_NOTABLE = 6  # experts of either kind that are named for each gate
-MAX_FEEDERS = 8
-MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
+_MAX_NOTABLE = 6  # experts of either kind that are named for each gate
+_MAX_FEEDERS = 8
+_MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
 MAX_PAIRS = 2**24  # of all gates together, beyond which none are counted
-MAX_TOKEN_ID = 1 << 22
+_MAX_TOKEN_ID = 1 << 22
 
 
 @dataclass
@@ -52,7 +52,7 @@ class GateSummary:
     @property
     def notable(self) -> list[int]:
         """The experts that the report tells more of."""
-        return [*self.overloaded[:MAX_NOTABLE], *self.dead[:MAX_NOTABLE]]
+        return [*self.overloaded[:_MAX_NOTABLE], *self.dead[:_MAX_NOTABLE]]
 
 
 @dataclass
@@ -78,11 +78,11 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     steps = sorted({record.step for record in _records(files, allow_truncated)})
     if not steps:
         raise BadLog(f"{', '.join(map(str, files))}: no step was logged")
-    num_bins = min(MAX_BINS, len(steps))
+    num_bins = min(_MAX_BINS, len(steps))
     bin_of = {step: index * num_bins // len(steps) for index, step in enumerate(steps)}
     first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
-    small = [gate.num_experts for gate in gates if gate.num_experts <= MAX_TOGETHER]
-    widest = MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
+    small = [gate.num_experts for gate in gates if gate.num_experts <= _MAX_TOGETHER]
+    widest = _MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
     summaries = {gate.name: _empty(gate, num_bins, widest) for gate in gates}
     for record in _records(files, allow_truncated):
         if record.gate is not None:
@@ -151,7 +151,7 @@ def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allo
                 _count_ids(summaries, counts, pending[:-1], record.topk_idx)
                 pending = []
     for (name, expert), count in counts.items():
-        best = count.topk(min(MAX_FEEDERS, len(count)))
+        best = count.topk(min(_MAX_FEEDERS, len(count)))
         total = max(int(count.sum()), 1)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         summaries[name].feeders[expert] = [(token, number / total) for token, number in pairs if number]
@@ -164,7 +164,7 @@ def _count_ids(
     records: Sequence[Choice],
     ids: torch.Tensor,
 ) -> None:
-    ids = ids.clamp(0, MAX_TOKEN_ID - 1)
+    ids = ids.clamp(0, _MAX_TOKEN_ID - 1)
     for name, summary in summaries.items():
         parts = [record.topk_idx for record in records if record.gate == name]
         if not parts:

@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.gates.base_gate import BaseGate
 from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
-from fmoe_ext.routing import leaves_of
-from fmoe_ext.tokens import Batch, current_batch
+from fmoe_ext.tokens import Batch, current_batch, leaves_of
 
 
 class Tape(Protocol):

@@ -33,7 +33,7 @@ from torch.futures import Future
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside
 
-MAX_DIMENSIONS = 64  # torch's own limit
+_MAX_DIMENSIONS = 64  # torch's own limit
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SavedTensor:
         """CheckpointError unless all of it is of the right types and the chunks lie in the tensor and in files."""
         if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
             raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
-        if len(self.shape) > MAX_DIMENSIONS:
+        if len(self.shape) > _MAX_DIMENSIONS:
             raise CheckpointError(f"{key} has {len(self.shape)} dimensions")
         numbers = [
             *self.shape,

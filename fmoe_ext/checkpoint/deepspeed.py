@@ -21,9 +21,9 @@ from fmoe_ext.checkpoint.files import inside, read_text
 from fmoe_ext.checkpoint.layouts import B1, B2, W1, W2, joined
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored
 
-LATEST = "latest"
+_LATEST = "latest"
 MODEL_FILE = re.compile(r"(?P<mp>mp_rank_\d{2})_model_states\.pt")
-EXPERT_FILE = re.compile(
+_EXPERT_FILE = re.compile(
     r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_(?P<mp>mp_rank_\d{2})_model_states\.pt"
 )
 GATE = re.compile(r"(?P<layer>(?:.*\.)?)deepspeed_moe\.gate\.wg\.weight")
@@ -70,7 +70,7 @@ def read_deepspeed(
         raise CheckpointError(f'{models[part]} has no "module", so it is no checkpoint of a DeepSpeed engine')
     files, tensors = [models[part]], dict(module)
     for file in sorted(folder.iterdir()):
-        if (match := EXPERT_FILE.fullmatch(file.name)) and match["mp"] == part:
+        if (match := _EXPERT_FILE.fullmatch(file.name)) and match["mp"] == part:
             files.append(file)
             tensors |= load_file(file, trust)
     step = content.get("global_steps", 0)
@@ -79,12 +79,12 @@ def read_deepspeed(
 
 
 def _newest(path: Path) -> Path:
-    if not (path / LATEST).is_file():
+    if not (path / _LATEST).is_file():
         return path
-    tag = read_text(inside(path, LATEST)).strip()
+    tag = read_text(inside(path, _LATEST)).strip()
     if not re.fullmatch(r"[\w.-]{1,200}", tag):
         raise CheckpointError(
-            f"{path / LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}"
+            f"{path / _LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}"
         )
     return inside(path, tag)
 

@@ -28,8 +28,8 @@ from fmoe_ext.checkpoint.model_state import EXPERT_NAME
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 FILE = "model_optim_rng.pt"
-RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
-FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
+_RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
+_FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
 
 
 def is_fastmoe(path: Path) -> bool:
@@ -50,7 +50,7 @@ def read_fastmoe(
     folder = iteration_folder(Path(path))
     ranks: dict[str, dict[int, Path]] = {}
     for entry in sorted(folder.iterdir()):
-        match = RANK_FOLDER.fullmatch(entry.name)
+        match = _RANK_FOLDER.fullmatch(entry.name)
         if match and (entry / FILE).exists():
             ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = entry / FILE
     if mp_rank is None and len(ranks) > 1:
@@ -231,7 +231,7 @@ def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
 def _is_row(rest: str, tensor: StoredTensor) -> bool:
     """True if an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
     num_dims = 3 if rest.endswith("weight") else 2
-    return rest in FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
+    return rest in _FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
 
 
 def _concatenated(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
@@ -257,7 +257,7 @@ def _check_writable(name: str, tensor: StoredTensor, num_ranks: int) -> None:
     match = EXPERT_NAME.fullmatch(name)
     if match is None:
         return
-    if match["rest"] not in FUSED_NAMES or match["index"] is not None:
+    if match["rest"] not in _FUSED_NAMES or match["index"] is not None:
         raise CheckpointError(f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE")
     if not tensor.shape or tensor.shape[0] % num_ranks != 0:
         num_experts = tensor.shape[0] if tensor.shape else "no"

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint import CheckpointException
 from fmoe_ext.checkpoint.errors import CheckpointError, text_of
 
 BLOCK = 2**22
-MAX_JSON = 2**30  # bytes
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
+_MAX_JSON = 2**30  # bytes
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
 
 
 def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
@@ -55,8 +55,8 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError where there is anything else."""
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise CheckpointError(f"{path} is larger than {MAX_JSON} bytes")
+        if path.stat().st_size > _MAX_JSON:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON} bytes")
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
@@ -101,7 +101,7 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
 def _means_no_space(error: BaseException | None) -> bool:
     seen = 0
     while error is not None and seen < 20:
-        if isinstance(error, OSError) and (error.errno in NO_SPACE or " requested and " in str(error)):
+        if isinstance(error, OSError) and (error.errno in _NO_SPACE or " requested and " in str(error)):
             return True  # the text is that of ndarray.tofile, which has no number
         failures = getattr(error, "failures", {})  # of torch.distributed.checkpoint: one of each rank
         if any(_means_no_space(cause) for cause, _ in failures.values()):
@@ -227,7 +227,7 @@ def _try_lock(handle: int) -> bool | None:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno in NO_LOCKS:
+        if error.errno in _NO_LOCKS:
             return None
         raise
     return True

@@ -16,7 +16,7 @@ from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
 from fmoe_ext.frozen.formats import GGUF
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
+_GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
 
 
 def open_gguf(file: str | Path) -> Any:
@@ -59,7 +59,7 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
         if any(stack.shape != stacks[0].shape for stack in stacks):
             raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
     kinds = [{stack.kind for stack in stacks} for stacks in weights]
-    is_float = all(kind <= GGUF_FLOATS.keys() and len(kind) == 1 for kind in kinds)
+    is_float = all(kind <= _GGUF_FLOATS.keys() and len(kind) == 1 for kind in kinds)
     is_packed = all(kind <= GGUF.keys() and len(kind) == 1 for kind in kinds)
     parts: dict[str, Part] = {}
     shapes = []
@@ -71,7 +71,7 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
             tuple(stack.span(e, i * num_bytes) for i, stack in enumerate(stacks)) for e in range(num_experts)
         )
         if is_float:
-            parts[weight] = Part(shape, GGUF_FLOATS[stacks[0].kind], joined)
+            parts[weight] = Part(shape, _GGUF_FLOATS[stacks[0].kind], joined)
         elif is_packed:
             parts[f"{weight}.data"] = Part((shape[0], num_bytes // rows), torch.uint8, joined)
         else:
@@ -133,6 +133,6 @@ class _Stack:
         """float32 [out, in] of the bytes of an expert."""
         from gguf.quants import dequantize
 
-        if self.kind in GGUF_FLOATS:
-            return torch.from_numpy(data).view(GGUF_FLOATS[self.kind]).float().numpy()
+        if self.kind in _GGUF_FLOATS:
+            return torch.from_numpy(data).view(_GGUF_FLOATS[self.kind]).float().numpy()
         return np.ascontiguousarray(dequantize(data.reshape(self.shape[1], -1), self.type), dtype=np.float32)

@@ -17,7 +17,7 @@ from fmoe_ext.checkpoint.torch_metadata import read_metadata
 VERSION = 2  # 1 says in .metadata, a pickle, where the tensors are
 VERSIONS = (1, 2)
 MODEL = "model."
-TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
+_TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
     {
         "step": (int,),
         "layers": (dict,),
@@ -28,7 +28,7 @@ TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
         "routing": (dict,),
     }
 )
-TYPES_OF_OPTIMIZER: MappingProxyType[str, type] = MappingProxyType(
+_TYPES_OF_OPTIMIZER: MappingProxyType[str, type] = MappingProxyType(
     {"type": str, "groups": list, "params": dict, "values": dict}
 )
 
@@ -78,7 +78,7 @@ class Manifest:
 
     def checked(self, path: Path) -> "Manifest":
         """itself; CheckpointError where anything is of another type than save() writes."""
-        for name, expected in TYPES.items():
+        for name, expected in _TYPES.items():
             if not isinstance(getattr(self, name), expected):
                 raise CheckpointError(f"{path} is damaged: its {name!r} is {getattr(self, name)!r}"[:500])
         if not all(isinstance(entry, dict) for entry in (*self.tensors.values(), *self.files.values())):
@@ -117,7 +117,7 @@ class Manifest:
 
 def _check_record(record: dict[str, Any], path: Path) -> None:
     """CheckpointError unless the record of an optimizer has what optimizer_state.Loading takes from it."""
-    good = all(isinstance(record.get(name), expected) for name, expected in TYPES_OF_OPTIMIZER.items())
+    good = all(isinstance(record.get(name), expected) for name, expected in _TYPES_OF_OPTIMIZER.items())
     if not (
         good
         and all(isinstance(options, dict) for options in record["groups"])

@@ -22,9 +22,9 @@ from fmoe_ext.checkpoint.store import stored_tensors
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ITERATION = re.compile(r"iter_(\d{7,})")
-OF_OPTIMIZER = "optimizer."
-MAX_LAYERS = 10**5
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_OF_OPTIMIZER = "optimizer."
+_MAX_LAYERS = 10**5
 LAYERS = re.compile(r"(?P<layers>(?:.*\.)?layers)\.(?P<rest>(?!\d+\.).+)")
 
 
@@ -53,10 +53,10 @@ def read_torch_dist(path: Path) -> tuple[dict[str, StoredTensor], list[Path], in
     """
     folder = iteration_folder(path)
     saved, others = read_metadata(inside(folder, ".metadata"))
-    left_out = [*others, *(key for key in saved if key.startswith(OF_OPTIMIZER))]
+    left_out = [*others, *(key for key in saved if key.startswith(_OF_OPTIMIZER))]
     tensors = stored_tensors(folder, {key: t for key, t in saved.items() if key not in left_out})
     files = sorted({inside(folder, chunk.file) for t in saved.values() for chunk in t.chunks})
-    iteration = ITERATION.fullmatch(folder.name)
+    iteration = _ITERATION.fullmatch(folder.name)
     return _by_layer(tensors), files, int(iteration[1]) if iteration else 0, left_out
 
 
@@ -68,9 +68,9 @@ def _by_layer(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         if match is None or not tensor.shape:
             separate[key] = tensor
             continue
-        if tensor.shape[0] > MAX_LAYERS:
+        if tensor.shape[0] > _MAX_LAYERS:
             raise CheckpointError(
-                f"{key} is of {tensor.shape[0]} layers; more than {MAX_LAYERS} are not read"
+                f"{key} is of {tensor.shape[0]} layers; more than {_MAX_LAYERS} are not read"
             )
         for i in range(tensor.shape[0]):
             read = functools.partial(_layer, tensor, i)

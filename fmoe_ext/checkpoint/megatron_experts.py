@@ -33,10 +33,10 @@ from fmoe_ext.checkpoint.layouts import (
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored
 
 LAYOUTS = ("modules", "te", "stacked", "grouped")
-ONE_EXPERT = MappingProxyType({"modules": "experts.local_experts.{e}.{leaf}", "te": "experts.{leaf}{e}"})
+_ONE_EXPERT = MappingProxyType({"modules": "experts.local_experts.{e}.{leaf}", "te": "experts.{leaf}{e}"})
 LEAVES = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
 OURS = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
-AS_THEY_ARE = MappingProxyType(
+_AS_THEY_ARE = MappingProxyType(
     {
         "router.weight": "gate.gate.weight",
         "router.bias": "gate.gate.bias",
@@ -114,8 +114,8 @@ def _layer_of_ours(
     prefix: str, layer: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, StoredTensor], set[str]]:
     """({name in our layer: tensor}, names of Megatron's that it took)."""
-    out = {ours: layer[theirs] for theirs, ours in AS_THEY_ARE.items() if theirs in layer}
-    taken = {theirs for theirs in AS_THEY_ARE if theirs in layer} | {"router.local_tokens_per_expert"}
+    out = {ours: layer[theirs] for theirs, ours in _AS_THEY_ARE.items() if theirs in layer}
+    taken = {theirs for theirs in _AS_THEY_ARE if theirs in layer} | {"router.local_tokens_per_expert"}
     num_experts = layer["router.weight"].shape[0]
     if EXPERT_BIAS in out:
         out[PENDING_LOAD] = zeros((num_experts,), torch.int64)
@@ -146,7 +146,7 @@ def _experts(
     if stacked in layer:
         taken.add(stacked)
         return layer[stacked]
-    for pattern in ONE_EXPERT.values():
+    for pattern in _ONE_EXPERT.values():
         names = [pattern.format(e=e, leaf=leaf) for e in range(num_experts)]
         missing = [name for name in names if name not in layer]
         if len(missing) < num_experts:
@@ -174,7 +174,7 @@ def _from_flat(tensor: StoredTensor, num_experts: int, d_model: int, is_first: b
 
 def _layer_of_megatron(prefix: str, layer: dict[str, StoredTensor], layout: str) -> dict[str, StoredTensor]:
     left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}
-    out = {theirs: left.pop(ours) for theirs, ours in AS_THEY_ARE.items() if ours in left}
+    out = {theirs: left.pop(ours) for theirs, ours in _AS_THEY_ARE.items() if ours in left}
     for leaf, ours in zip(LEAVES, OURS, strict=True):
         if SHARED + ours in left:
             tensor = left.pop(SHARED + ours)
@@ -192,7 +192,7 @@ def _as_experts(prefix: str, tensor: StoredTensor, leaf: str, layout: str) -> di
     if layout == "stacked":
         return {f"experts.experts.{leaf}": tensor}
     if layout != "grouped":
-        pattern = ONE_EXPERT[layout]
+        pattern = _ONE_EXPERT[layout]
         return {pattern.format(e=e, leaf=leaf): _row(tensor, e) for e in range(tensor.shape[0])}
     if leaf.endswith("bias"):
         raise CheckpointError(

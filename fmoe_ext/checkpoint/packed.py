@@ -1,6 +1,6 @@
 """Experts in packed formats, as published files name them."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 
@@ -9,11 +9,46 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.layouts import BLOCKS
-from fmoe_ext.checkpoint.methods import kind_of
+from fmoe_ext.checkpoint.methods import Decoded, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.methods.base import settings
-from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
+
+
+def outside_experts(
+    base: Base, used: Container[str], dtype: torch.dtype
+) -> Iterator[tuple[str, StoredTensor]]:
+    """(name, tensor) of what is left of a folder beside `used`; packed weights are read decoded to dtype.
+
+    Those of methods.KINDS whose rows are packed one by one are a PackedTensor. Raises CheckpointError for
+    formats that are not decoded.
+    """
+    kind = kind_of(base)
+    for name, tensor in base.tensors.items():
+        if name in used:
+            continue
+        stem = None if kind is None else kind.stem_of(name)
+        if kind is not None and stem is not None and kind.has(base, stem):
+            yield kind.plain_name(name), _decoded_matrix(base, kind.matrix(base, stem), dtype)
+        elif kind is not None and kind.is_beside(name):
+            continue
+        elif tensor.dtype in FLOATS or (tensor.dtype in INTEGERS and ".weight" not in name):
+            yield name, tensor
+        else:
+            raise CheckpointError(
+                f"{base.folder}: {name} is {tensor.dtype}, packed in a format that is not decoded here: dequantise the "
+                "model to bfloat16 first"
+            )
+
+
+def _decoded_matrix(base: Base, matrix: Matrix | Decoded, dtype: torch.dtype) -> StoredTensor:
+    tensors = base.tensors  # of now: checkpoint.packed.decode() gives the base others
+    if isinstance(matrix, Matrix) and matrix.has_rows:
+        return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
+    return StoredTensor(matrix.shape, dtype, lambda: matrix.decode(tensors, dtype))
+
 
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -74,7 +109,7 @@ def decode(base: Base) -> None:
         data, scale = base.tensors.pop(name), base.tensors.pop(f"{stem}_scales", None)
         if scale is None:
             raise CheckpointError(f"{base.folder} lacks {stem}_scales")
-        base.tensors[stem] = _decoded(data, scale, turned)
+        base.tensors[stem] = _decoded_mxfp4(data, scale, turned)
         for names in base.files.values():
             if f"{stem}_scales" in names:
                 names.remove(f"{stem}_scales")
@@ -93,7 +128,7 @@ def decode(base: Base) -> None:
         base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
 
 
-def _decoded(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:
+def _decoded_mxfp4(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:
     E, out, blocks = scale.shape
     shape = (E, blocks * 32, out) if turned else (E, out, blocks * 32)
 

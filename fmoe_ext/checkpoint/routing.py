@@ -32,7 +32,7 @@ USUAL = (
         {"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None}
     )
 )
-USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known family
+_USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known family
     {"top_k": "num_experts_per_tok", "normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 )
 HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
@@ -147,7 +147,7 @@ def _wrong_option(options: Mapping[str, Any], family: Family | None) -> str | No
     gates = family.gates if family else SOFTMAX
     if options.get("gate") not in gates:
         return f"{options.get('gate')}, expected one of {', '.join(gates)}"
-    said = family.config if family else USUAL_CONFIG.keys() - {"scale"}
+    said = family.config if family else _USUAL_CONFIG.keys() - {"scale"}
     expected = {name: value for name, value in USUAL.items() if name not in said}
     expected |= family.fixed if family else {}
     if options.get("topk_groups") == options.get("num_groups"):
@@ -161,7 +161,7 @@ def _wrong_option(options: Mapping[str, Any], family: Family | None) -> str | No
 def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict[str, Any]:
     """Values of config.json for the layers of a checkpoint in a layout."""
     config: dict[str, Any] = {}
-    keys = FAMILIES[layout].config if layout in FAMILIES else USUAL_CONFIG
+    keys = FAMILIES[layout].config if layout in FAMILIES else _USUAL_CONFIG
     for options in routing.values():
         config |= {key: options[name] for name, key in keys.items() if name in options}
         if options.get("activation") in ("geglu", "geglu_tanh"):
@@ -197,7 +197,7 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
     """CheckpointError where a model's gates or experts compute other numbers than config.json says."""
     family, said = _family_and_values(config)
     activation = routing_of_config(config).get("activation")
-    keys = family.config if family else USUAL_CONFIG
+    keys = family.config if family else _USUAL_CONFIG
     facts = family.facts_of(said) if family else {name: said.get(key) for name, key in keys.items()}
     for name, layer in layers:
         where, options = name or "(root)", routing_of(layer)

@@ -18,7 +18,7 @@ import torch
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import BLOCK, atomic_file, explained
 
-NO_CHECKSUM = "0" * 64
+_NO_CHECKSUM = "0" * 64
 OURS = "fmoe_ext"  # key of the metadata in every file that we write
 DTYPES = MappingProxyType(
     {
@@ -105,7 +105,7 @@ def write_safetensors(
                 if progress is not None:
                     progress(len(data))
         file.seek(len(size))
-        file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+        file.write(text.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
 
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
@@ -129,7 +129,9 @@ def _header(
     path: Path, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, bytes, int]:
     """(its size as the file begins with, its text, bytes of the tensors after it)."""
-    header: dict[str, Any] = {"__metadata__": {"sha256": NO_CHECKSUM, "format": "pt", OURS: "{}", **metadata}}
+    header: dict[str, Any] = {
+        "__metadata__": {"sha256": _NO_CHECKSUM, "format": "pt", OURS: "{}", **metadata}
+    }
     end = 0
     for name, tensor in stored.items():
         if tensor.dtype not in NAMES:
@@ -232,12 +234,12 @@ def renew_checksum(path: Path) -> None:
         return
     with open(path, "r+b") as file:
         (num_header,) = struct.unpack("<Q", size := file.read(8))
-        text = file.read(num_header).replace(expected.encode(), NO_CHECKSUM.encode(), 1)
+        text = file.read(num_header).replace(expected.encode(), _NO_CHECKSUM.encode(), 1)
         digest = hashlib.sha256(size + text)
         while block := file.read(BLOCK):
             digest.update(block)
         file.seek(len(size))
-        file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+        file.write(text.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
 
 
 def verify_safetensors(path: Path, progress: Callable[[int], Any] | None = None) -> bool:
@@ -250,7 +252,7 @@ def verify_safetensors(path: Path, progress: Callable[[int], Any] | None = None)
         return False
     with open(path, "rb") as file:
         (num_header,) = struct.unpack("<Q", size := file.read(8))
-        head = size + file.read(num_header).replace(expected.encode(), NO_CHECKSUM.encode(), 1)
+        head = size + file.read(num_header).replace(expected.encode(), _NO_CHECKSUM.encode(), 1)
         digest = hashlib.sha256(head)
         while block := file.read(BLOCK):
             digest.update(block)

@@ -23,7 +23,7 @@ from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
 from fmoe_ext.checkpoint.routing import check_config, routing_of
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, verify_safetensors, write_safetensors
 
-VERSION_OF_FILES = 1  # of what the metadata of a safetensors file says
+_VERSION_OF_FILES = 1  # of what the metadata of a safetensors file says
 
 
 @torch.no_grad()
@@ -206,7 +206,9 @@ def gathered(
 def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
-    return {OURS: json.dumps({"version": VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})}
+    return {
+        OURS: json.dumps({"version": _VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})
+    }
 
 
 class _Folder:

@@ -41,7 +41,7 @@ from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.model_state import describe_layers
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-STEP = re.compile(r"step-\d{8,}(-\d+)?")
+_STEP = re.compile(r"step-\d{8,}(-\d+)?")
 Item = TypeVar("Item")
 
 
@@ -162,7 +162,7 @@ def find(path: Path) -> Path:
         return path
     if (path / "latest").exists():
         name = read_text(inside(path, "latest"))
-        if not STEP.fullmatch(name):
+        if not _STEP.fullmatch(name):
             raise CheckpointError(
                 f"{path / 'latest'} names {name[:80]!r}, which is no checkpoint{_others(path)}"
             )

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from fmoe_ext.checkpoint.chunks import Chunk, SavedTensor
 from fmoe_ext.checkpoint.errors import CheckpointError
 
-OF_DCP = "torch.distributed.checkpoint"
-MAX_BYTES = 2**30
+_OF_DCP = "torch.distributed.checkpoint"
+_MAX_BYTES = 2**30
 CLASSES = frozenset(
     {
         ("builtins", "getattr"),  # a member of an enum, as Python 3.11.0 to 3.11.3 write it
@@ -30,20 +30,20 @@ CLASSES = frozenset(
         ("pathlib._local", "WindowsPath"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
-        (f"{OF_DCP}.filesystem", "_StorageInfo"),
-        (f"{OF_DCP}.filesystem", "_StoragePrefix"),
-        (f"{OF_DCP}.planner", "SavePlan"),  # Megatron keeps its plans
-        (f"{OF_DCP}.planner", "TensorWriteData"),
-        (f"{OF_DCP}.planner", "WriteItem"),
-        (f"{OF_DCP}.planner", "WriteItemType"),
-        (f"{OF_DCP}.metadata", "BytesStorageMetadata"),
-        (f"{OF_DCP}.metadata", "ChunkStorageMetadata"),
-        (f"{OF_DCP}.metadata", "Metadata"),
-        (f"{OF_DCP}.metadata", "MetadataIndex"),
-        (f"{OF_DCP}.metadata", "StorageMeta"),
-        (f"{OF_DCP}.metadata", "TensorProperties"),
-        (f"{OF_DCP}.metadata", "TensorStorageMetadata"),
-        (f"{OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+        (f"{_OF_DCP}.filesystem", "_StorageInfo"),
+        (f"{_OF_DCP}.filesystem", "_StoragePrefix"),
+        (f"{_OF_DCP}.planner", "SavePlan"),  # Megatron keeps its plans
+        (f"{_OF_DCP}.planner", "TensorWriteData"),
+        (f"{_OF_DCP}.planner", "WriteItem"),
+        (f"{_OF_DCP}.planner", "WriteItemType"),
+        (f"{_OF_DCP}.metadata", "BytesStorageMetadata"),
+        (f"{_OF_DCP}.metadata", "ChunkStorageMetadata"),
+        (f"{_OF_DCP}.metadata", "Metadata"),
+        (f"{_OF_DCP}.metadata", "MetadataIndex"),
+        (f"{_OF_DCP}.metadata", "StorageMeta"),
+        (f"{_OF_DCP}.metadata", "TensorProperties"),
+        (f"{_OF_DCP}.metadata", "TensorStorageMetadata"),
+        (f"{_OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     }
 )
 DTYPES = re.compile(r"float(64|32|16|8_e4m3fn|8_e5m2)|bfloat16|complex(64|128)|u?int(64|32|16|8)|bool")
@@ -72,8 +72,8 @@ class _Record:
 def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
     """({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_BYTES} bytes")
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_BYTES} bytes")
         return _described(_Machine().run(path.read_bytes()))
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
@@ -169,12 +169,12 @@ class _Machine:
         for instruction, argument, _ in pickletools.genops(program):
             if instruction.name == "STOP":
                 return self.stack.pop()
-            if instruction.name in CONSTANTS:
-                self.stack.append(CONSTANTS[instruction.name])
-            elif instruction.name in LITERALS:
+            if instruction.name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[instruction.name])
+            elif instruction.name in _LITERALS:
                 self.stack.append(argument)
-            elif instruction.name in INSTRUCTIONS:
-                INSTRUCTIONS[instruction.name](self, argument)
+            elif instruction.name in _INSTRUCTIONS:
+                _INSTRUCTIONS[instruction.name](self, argument)
             else:
                 raise CheckpointError(f"the instruction {instruction.name} is in no checkpoint of tensors")
         raise CheckpointError("it ends too early")
@@ -268,12 +268,12 @@ def _nothing(machine: _Machine, _: Any) -> None:
     """PROTO and FRAME say how the rest is written."""
 
 
-CONSTANTS = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
-LITERALS = (
+_CONSTANTS = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
+_LITERALS = (
     "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
     "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
 )  # fmt: skip
-INSTRUCTIONS: MappingProxyType[str, Callable[[_Machine, Any], None]] = MappingProxyType(
+_INSTRUCTIONS: MappingProxyType[str, Callable[[_Machine, Any], None]] = MappingProxyType(
     {
         "PROTO": _nothing,
         "FRAME": _nothing,

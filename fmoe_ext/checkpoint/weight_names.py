@@ -13,7 +13,7 @@ from fmoe_ext.checkpoint.expert_layers import InFiles
 from fmoe_ext.checkpoint.model_folder import Base
 
 # The experts of ERNIE 4.5 VL: those of text come before those of images.
-SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
+_SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
 
 
 class WeightNames:
@@ -77,7 +77,7 @@ class WeightNames:
         }
         lists = [list(of_pattern) for of_pattern in names.values()]
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
-        if [name for name, _ in steps] == [SPLIT_BY_KIND]:
+        if [name for name, _ in steps] == [_SPLIT_BY_KIND]:
             lists = [self._share(parameter, converter, of_pattern) for of_pattern in lists]
             return InFiles(tuple(zip(*lists, strict=True)))
         if steps[:1] == [("MergeModulelist", 0)]:

@@ -17,7 +17,7 @@ from fmoe_ext.layers import FMoE as _FMoE
 from fmoe_ext.layers import mark_module_parallel_comm
 from fmoe_ext.linear import FMoELinear as _FMoELinear
 from fmoe_ext.linear import cast_to_weight, cumulative_ends
-from fmoe_ext.routing import map_structure
+from fmoe_ext.tokens import map_structure
 from fmoe_ext.transformer import FMoETransformerMLP as _FMoETransformerMLP
 
 Activation = str | Callable[..., Any]

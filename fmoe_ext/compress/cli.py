@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
-    print(as_json(report) if options.json else as_text(report, options.out))
+    print(as_json(report) if options.json else _as_text(report, options.out))
     return 0
 
 
-def as_text(report: dict[str, Any], out: str | None) -> str:
+def _as_text(report: dict[str, Any], out: str | None) -> str:
     """The report as lines: a row a layer, and the losses."""
     rows = [
         (path, str(len(layer["kept"])), str(len(layer["pruned"])), f"{layer['lost_mass']:.2%}")

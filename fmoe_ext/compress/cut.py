@@ -24,10 +24,10 @@ from fmoe_ext.compress.merge import Shares, merged, mixed
 
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
-PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Entries of a router behind those of experts, in Inkling and LongCat.
-BEHIND = ("n_shared_experts", "zero_expert_num")
-PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
+_BEHIND = ("n_shared_experts", "zero_expert_num")
+_PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 
 class Cut:
@@ -125,10 +125,10 @@ class Cut:
         return dims
 
     def _behind(self, parameter: str) -> range:
-        """Entries of a router that are behind those of experts: shared ones, or choices of no expert (BEHIND)."""
+        """Entries of a router that are behind those of experts: shared ones, or choices of no expert (_BEHIND)."""
         size = self._shapes[parameter][self._dims[parameter]]
         text = self.config.get("text_config")
-        said = {part.get(key) for part in (self.config, text) if isinstance(part, dict) for key in BEHIND}
+        said = {part.get(key) for part in (self.config, text) if isinstance(part, dict) for key in _BEHIND}
         if size - self.num_experts not in {0, *said}:
             raise CheckpointError(
                 f"{self.base.folder}: {parameter} has {size} entries for {self.num_experts} experts, which is not cut"
@@ -197,13 +197,13 @@ class Cut:
         depth = 1 + max((int(m[2]) for m in inside if m and m[1] in stems), default=-1)
         renamed = self._names.renamed
         left = [name for name in self.base.tensors if renamed.get(name) not in self._shapes]
-        matches = {name: PREDICTOR.match(name) for name in left}
+        matches = {name: _PREDICTOR.match(name) for name in left}
         found = {name for name, m in matches.items() if m and (not m[1] or int(m[1]) >= depth)}
         if not any("experts" in name for name in found):
             return set()
         for part in (self.config, self.config.get("text_config")):
             if isinstance(part, dict):
-                part.update({key: 0 for key in PREDICTORS if part.get(key)})
+                part.update({key: 0 for key in _PREDICTORS if part.get(key)})
         return found
 
 

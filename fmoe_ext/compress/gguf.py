@@ -12,10 +12,10 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import explained, unique
 from fmoe_ext.checkpoint.gguf_experts import open_gguf
 
-OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
-COUNT = "expert_count"
+_COUNT = "expert_count"
 HEADER = ("GGUF.", "general.architecture")  # fields that the writer makes itself
 
 
@@ -57,7 +57,7 @@ class GgufCut:
         try:
             for name, field in self._reader.fields.items():
                 if not name.startswith(HEADER):
-                    value = self.number if name == f"{self._architecture}.{COUNT}" else field.contents()
+                    value = self.number if name == f"{self._architecture}.{_COUNT}" else field.contents()
                     sub_type = field.types[-1] if len(field.types) > 1 else None
                     writer.add_key_value(name, value, field.types[0], sub_type)
             tensors = [(tensor, self._path_of(tensor)) for tensor in self._reader.tensors]
@@ -77,11 +77,11 @@ class GgufCut:
 
     def _path_of(self, tensor: Any) -> str | None:
         """The path of the experts whose number is the first dimension of a tensor; None for others."""
-        match = OF_LAYER.fullmatch(tensor.name)
+        match = _OF_LAYER.fullmatch(tensor.name)
         path = self._layers.get(int(match[1])) if match else None
         if match is None or path is None:
             return None
-        if not STACKS.fullmatch(match[2]) and match[2] not in ROUTER:
+        if not _STACKS.fullmatch(match[2]) and match[2] not in ROUTER:
             if "exps" in match[2] or "exp_" in match[2]:
                 raise CheckpointError(f"{self.file}: it is not known how to cut experts from {tensor.name}")
             return None

@@ -10,7 +10,7 @@ import torch
 
 from fmoe_ext.balance.html import document, figure, places, scale, table, tiles
 
-MOST_CHIPS = 12  # experts of a layer that are named
+_MOST_CHIPS = 12  # experts of a layer that are named
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -59,9 +59,9 @@ def _layers(report: Mapping[str, Any]) -> str:
     rows = []
     for path, layer in report["layers"].items():
         gone = sorted(layer["pruned"].items(), key=lambda item: item[1]["score"])
-        chips = [f'<span class="chip">{e}: {one["tokens"]:,}</span>' for e, one in gone[:MOST_CHIPS]]
-        if len(gone) > MOST_CHIPS:
-            chips.append(f"and {len(gone) - MOST_CHIPS} more")
+        chips = [f'<span class="chip">{e}: {one["tokens"]:,}</span>' for e, one in gone[:_MOST_CHIPS]]
+        if len(gone) > _MOST_CHIPS:
+            chips.append(f"and {len(gone) - _MOST_CHIPS} more")
         rows.append([html.escape(path), f"{layer['lost_mass']:.2%}", "".join(chips)])
     return (
         "<h2>Layers</h2><p>Experts that went, the lowest score first, with the tokens that had chosen them.</p>"

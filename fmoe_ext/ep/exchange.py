@@ -16,7 +16,7 @@ from fmoe_ext.ep.process_groups import register_group as register_group  # its n
 from fmoe_ext.ops import chooser
 
 try:
-    from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1
+    import fmoe_ext._C_nccl as _C_nccl  # only in builds with USE_NCCL=1
 except ImportError:
     _C_nccl = None
 

@@ -9,15 +9,36 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.home import Home, Nodes, find_nodes
-from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.node_exchange import NodeExchange
 from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
-from fmoe_ext.routing import Nest
 from fmoe_ext.step import Step, is_counted
-from fmoe_ext.tokens import Batch
+from fmoe_ext.tokens import Batch, Nest
+
+
+class LoadCounter:
+    """Choices of each of num_experts experts by this rank since the last pop()."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self._counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
+
+    def add(self, counts: torch.Tensor) -> None:
+        """Adds the choices of a forward, [num_experts]."""
+        if self._counts.device != counts.device:
+            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=counts.device)
+        self._counts.add_(counts)  # in place: a CUDA graph repeats it
+
+    def pop(self, group: dist.ProcessGroup) -> list[int]:
+        """The sum over the ranks of a group, from where on every rank counts anew; a collective call."""
+        total = self._counts.clone()
+        self._counts.zero_()
+        total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        dist.all_reduce(total, group=group)
+        return total.tolist()
+
 
 EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType(
     {"choice": Exchange, "token": TokenExchange, "node": NodeExchange}

@@ -1,13 +1,32 @@
-"""Numbers that every rank sends beside its counts of rows: they show ranks that are not in the same place."""
+"""Numbers that every rank sends beside its counts of rows, and other small tensors of known integers.
 
+Headers show ranks that are not in the same place.
+"""
+
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.constants import constant
 from fmoe_ext.ep.process_groups import find_group
+
+
+def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """An int64 tensor of these values, the same one at every call; not to be changed."""
+    return torch.tensor(values, device=device) if torch.compiler.is_compiling() else _kept(values, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)
+
+
+def lookup(table: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+    """table[topk_idx], and -1 for dropped choices."""
+    return torch.where(topk_idx < 0, -1, table[topk_idx.clamp(min=0).long()])
+
 
 # the same on all ranks
 HEADER = (

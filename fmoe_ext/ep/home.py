@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import _env
-from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.headers import make_header
+from fmoe_ext.ep.headers import constant, lookup, make_header
 from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.process_groups import (
     Group,

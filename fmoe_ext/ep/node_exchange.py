@@ -15,7 +15,8 @@ import torch
 from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
-from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest, leaves_of
+from fmoe_ext.routing import DispatchHandle, ExpertInput
+from fmoe_ext.tokens import Nest, leaves_of
 
 
 class NodeExchange(Exchange):

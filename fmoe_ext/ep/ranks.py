@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from fmoe_ext import ops
 from fmoe_ext.ep.process_groups import Group, find_group, register_group
-from fmoe_ext.gates.sinkhorn_gate import balanced_shares
-from fmoe_ext.routing import Nest, map_structure
+from fmoe_ext.ops.balanced_shares import balanced_shares
 from fmoe_ext.step import run_or_replay
+from fmoe_ext.tokens import Nest, map_structure
 
 
 class GroupRanks:
@@ -76,7 +76,7 @@ class GroupRanks:
         return torch.cat(kept, 1)
 
     def balanced_shares(self, logits: torch.Tensor) -> torch.Tensor:
-        """sinkhorn_gate.balanced_shares() over these ranks, as one operator of a compiled graph."""
+        """ops.balanced_shares() over these ranks, as one operator of a compiled graph."""
         shares: torch.Tensor = _balanced_shares(logits, self.group)
         return shares
 
@@ -148,7 +148,7 @@ def _(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
 
 @torch.library.custom_op("fmoe_ext::balanced_shares_over_ranks", mutates_args=())
 def _balanced_shares(logits: torch.Tensor, group: str) -> torch.Tensor:
-    return balanced_shares(logits, GroupRanks(find_group(group)))
+    return balanced_shares(logits, GroupRanks(find_group(group)).gather)
 
 
 @_balanced_shares.register_fake

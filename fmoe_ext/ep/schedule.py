@@ -19,22 +19,14 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ep.constants import constant, lookup
 from fmoe_ext.ep.exchange import start_exchange, wait
+from fmoe_ext.ep.headers import constant, lookup
 from fmoe_ext.ep.home import Home
 from fmoe_ext.ep.plan import ChunkRows, ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.traced import TracedJourney, in_turn
-from fmoe_ext.routing import (
-    DispatchHandle,
-    ExpertInput,
-    Nest,
-    leaves_of,
-    map_structure,
-    per_row,
-    sort_choices,
-    widen,
-)
+from fmoe_ext.routing import DispatchHandle, ExpertInput, per_row, sort_choices, widen
 from fmoe_ext.step import Step
+from fmoe_ext.tokens import Nest, leaves_of, map_structure
 
 
 class Exchange:

@@ -17,7 +17,7 @@ from fmoe_ext.ep.layers import expert_parallel_layers
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.traced import in_turn
 
-MEASURED_ROWS = 8192  # of a rank at most, when its hardware is measured
+_MEASURED_ROWS = 8192  # of a rank at most, when its hardware is measured
 
 
 def choose_shadows(
@@ -70,7 +70,7 @@ def update_shadows(
             parallel.chosen_exchange,
         )
         if hardware is None:
-            rows = min(max(sum(load) // parallel.size, 1), MEASURED_ROWS)
+            rows = min(max(sum(load) // parallel.size, 1), _MEASURED_ROWS)
             hardware = Hardware.measure(
                 find_group(parallel.group), sizes, rows, min(rows, parallel.num_local_experts)
             )

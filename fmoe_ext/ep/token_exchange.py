@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from fmoe_ext import ops
-from fmoe_ext.ep.constants import constant, lookup
+from fmoe_ext.ep.headers import constant, lookup
 from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.schedule import Exchange
-from fmoe_ext.routing import DispatchHandle, leaves_of, sort_choices
+from fmoe_ext.routing import DispatchHandle, sort_choices
+from fmoe_ext.tokens import leaves_of
 
 
 class TokenExchange(Exchange):

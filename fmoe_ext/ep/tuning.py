@@ -16,7 +16,8 @@ from fmoe_ext.ep.cost import best_overlap
 from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.process_groups import find_group, gather_values
 from fmoe_ext.ep.schedule import Exchange
-from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest
+from fmoe_ext.routing import DispatchHandle, ExpertInput
+from fmoe_ext.tokens import Nest
 
 logger = logging.getLogger(__name__)
 

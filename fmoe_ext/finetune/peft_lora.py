@@ -16,7 +16,7 @@ from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, sav
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.linear import FMoELinear, NotesHooks
 
-OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
+_OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
 
 
 class FusedParamWrapper(NotesHooks, ParamWrapper):
@@ -79,7 +79,7 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
     """Makes every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
     if quantize is not None and quantize not in ROUNDED:
         raise ValueError(f'quantize must be one of {", ".join(ROUNDED)}, but got "{quantize}"')
-    if tuple(int(part) for part in peft.__version__.split(".")[:2]) < OLDEST:
+    if tuple(int(part) for part in peft.__version__.split(".")[:2]) < _OLDEST:
         raise ImportError(
             f"lora.fuse needs PEFT 0.19 or newer, but this is {peft.__version__}: pip install -U peft"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 
-FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
+_FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 
 
 def read_tokens(file: Path) -> Tensor:
@@ -65,7 +65,7 @@ def sequences(
 ) -> tuple[Tensor, Tensor]:
     """(sequences [n, seq_len] to measure, sequences [m, seq_len] to test) of ids [N]; what is left over is dropped.
 
-    Raises CheckpointError for other shapes, foreign ids, and fewer than FEWEST_TOKENS for each expert.
+    Raises CheckpointError for other shapes, foreign ids, and fewer than _FEWEST_TOKENS for each expert.
     """
     if not 0 <= held_out < 1:
         raise CheckpointError(f"held_out must be from 0 to below 1, but got {held_out}")
@@ -80,7 +80,7 @@ def sequences(
         )
     whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
     num_test = math.ceil(len(whole) * held_out)
-    measured, fewest = (len(whole) - num_test) * seq_len, FEWEST_TOKENS * num_experts
+    measured, fewest = (len(whole) - num_test) * seq_len, _FEWEST_TOKENS * num_experts
     if measured < fewest:
         raise CheckpointError(
             f"the text has {tokens.numel():,} tokens, of which {measured:,} in whole sequences of {seq_len} are left "

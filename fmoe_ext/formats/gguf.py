@@ -14,32 +14,12 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf
 from fmoe_ext.checkpoint.files import explained
+from fmoe_ext.checkpoint.gguf_keys import INSIDE, OUTSIDE
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 DOWNLOAD = "pip install gguf"
 
-
-OUTSIDE = MappingProxyType(
-    {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
-)
-INSIDE = MappingProxyType(
-    {
-        "input_layernorm.": "attn_norm.",
-        "self_attn.q_proj.": "attn_q.",
-        "self_attn.k_proj.": "attn_k.",
-        "self_attn.v_proj.": "attn_v.",
-        "self_attn.o_proj.": "attn_output.",
-        "self_attn.q_norm.": "attn_q_norm.",
-        "self_attn.k_norm.": "attn_k_norm.",
-        "post_attention_layernorm.": "ffn_norm.",
-        "mlp.gate.": "ffn_gate_inp.",
-        "mlp.shared_expert.gate_proj.": "ffn_gate_shexp.",
-        "mlp.shared_expert.up_proj.": "ffn_up_shexp.",
-        "mlp.shared_expert.down_proj.": "ffn_down_shexp.",
-        "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
-    }
-)
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 

@@ -20,8 +20,11 @@ from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_h
 from fmoe_ext.checkpoint.layouts import B1, SHARED, SHARED_GATE, W1, find_layer
 from fmoe_ext.checkpoint.routing import HIDDEN_ACT, OPTIONS, activation_of_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.saving import gathered
+from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.experts import ClampedSwiGLU
-from fmoe_ext.huggingface.saving import replace_save_pretrained, save_imported
+from fmoe_ext.formats.writing import plan_export, write_files
+from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.transformer import FMoETransformerMLP
 
@@ -99,7 +102,7 @@ def import_model(source: Any, **options: Any) -> Any:
     heed_attention_masks(model)
     _turn_off_router_logits(model.config)
     model.register_load_state_dict_pre_hook(_take_format)
-    replace_save_pretrained(model, save_imported)
+    replace_save_pretrained(model, _save_imported)
     return model
 
 
@@ -196,3 +199,37 @@ def _assign(layer: nn.Module, tensors: dict[str, Tensor], like: Tensor) -> None:
         if attribute in module._parameters:
             value = nn.Parameter(value, requires_grad=like.requires_grad)
         setattr(module, attribute, value.to(like.device))
+
+
+@torch.no_grad()
+def _save_imported(
+    model: Any,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    **options: Any,
+) -> None:
+    """save_pretrained() of an imported model: writes the format that it came from, over what an earlier call wrote.
+
+    state_dict: the model's own, as the Trainer passes it. is_main_process, max_shard_size, safe_serialization: as in
+    Transformers. Raises CheckpointError for its other arguments, which are not honoured.
+    """
+    wanted = [name for name, value in options.items() if value and name != "safe_serialization"]
+    if wanted:
+        raise CheckpointError(
+            f"save_pretrained of an imported model takes no {', '.join(wanted)}: save first, then use "
+            "Transformers on the folder"
+        )
+    own = model.state_dict()
+    for name, value in (state_dict or {}).items():
+        if name not in own or own[name].data_ptr() != value.data_ptr():
+            raise CheckpointError(
+                f"state_dict= has {name!r}, which is not the model's own: load it into the model first"
+            )
+    plan = plan_export(model, model.config.model_type)
+    max_shard_bytes = num_bytes_of(max_shard_size)
+    with gathered(Path(save_directory), model) as whole:
+        if whole is not None and is_main_process:
+            with replacing(Path(save_directory)) as unfinished:
+                write_files(plan, whole, unfinished, max_shard_bytes)

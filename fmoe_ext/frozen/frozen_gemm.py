@@ -5,7 +5,6 @@ import torch
 
 from fmoe_ext.frozen import decode
 from fmoe_ext.frozen.formats import FORMATS
-from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
 from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops import chooser
 from fmoe_ext.ops._autograd import (
@@ -19,6 +18,29 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+# For devices without such kernels; those of cuda/ return the same where none of them is on and fits.
+_library.impl("_mxfp4_gemm", lambda x, *_: x.new_empty(0), "CompositeExplicitAutograd")
+
+
+def mxfp4_gemm(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: bool,
+    interleaved: bool,
+) -> torch.Tensor | None:
+    """x @ weight[e].T + bias[e] on the rows of each expert, or x @ weight[e] if transposed, without decoding in memory.
+
+    data [E, out, in / 2] and scale [E, out, in / 32], uint8, are those of a Quantized in mxfp4. interleaved: its rows
+    are gate, up, ...; the result, or x if transposed, has gates before ups.
+    None if no kernel can: on the CPU, without a proof (ops.gpu_kernels), for another dtype than bfloat16, without rows.
+    """
+    y: torch.Tensor = torch.ops.fmoe_ext._mxfp4_gemm(x, data, scale, offs, bias, transposed, interleaved)
+    return y if y.dim() == 2 else None
 
 
 def frozen_gemm(
@@ -123,7 +145,6 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 register_autograd("fmoe_ext::frozen_gemm", _backward, _setup_context, places=(0, 3))
 register_not_differentiable_twice("fmoe_ext::frozen_gemm_backward")
 
-_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 
 

@@ -17,8 +17,8 @@ from fmoe_ext.frozen.formats.base import Grid
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
 COLUMNS = 64  # that are rounded one after the other before the rest of a row is corrected
-SWEEPS = 3
-DAMPING = 0.01  # of the mean of the diagonal
+_SWEEPS = 3
+_DAMPING = 0.01  # of the mean of the diagonal
 
 ROUNDED = tuple(name for name, kind in FORMATS.items() if kind.grid is not None)
 
@@ -134,7 +134,7 @@ class _Descent:
         self.target = target[:, self.order]
         sorted_hessian = hessian[self.order][:, self.order].double()
         level = sorted_hessian.diag().mean().clamp(min=1e-30)
-        damped = sorted_hessian + DAMPING * level * torch.eye(len(hessian), dtype=torch.float64)
+        damped = sorted_hessian + _DAMPING * level * torch.eye(len(hessian), dtype=torch.float64)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         self.factor = torch.linalg.cholesky(inverse, upper=True).float()
         self.hessian = damped.float()
@@ -149,7 +149,7 @@ class _Descent:
             return step[:, j] * grid.values[index] - low[:, j]
 
         point = self._babai(value) if start is None else start[:, self.order].clone()
-        for _ in range(SWEEPS):
+        for _ in range(_SWEEPS):
             if not self._sweep(point, value):
                 break
         return _nearest(point, step, low, grid.values)[:, self.back]

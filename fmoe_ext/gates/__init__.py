@@ -7,25 +7,19 @@ from torch import nn
 
 from fmoe_ext.gates.accumulation import WholeBatch, all_forwards_first
 from fmoe_ext.gates.base_gate import BaseGate, OneRank
-from fmoe_ext.gates.biased_softmax_gate import BiasedSoftmaxGate
-from fmoe_ext.gates.dc_gate import DCGate
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
 from fmoe_ext.gates.faster_gate import FasterGate, gen_faster_gate
-from fmoe_ext.gates.gshard_gate import GShardGate
+from fmoe_ext.gates.gshard_gate import DCGate, GShardGate
 from fmoe_ext.gates.hash_gate import HashGate
 from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_loss, z_loss
-from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.naive_gate import NaiveGate, ZeroGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
 from fmoe_ext.gates.quantile_gate import QuantileGate
-from fmoe_ext.gates.scored_gate import ScoredGate
-from fmoe_ext.gates.sigmoid_gate import SigmoidGate, update_biases
+from fmoe_ext.gates.scored_gate import ScoredGate, SoftmaxGate, UniformGate
+from fmoe_ext.gates.sigmoid_gate import BiasedSoftmaxGate, SigmoidGate, SqrtSoftplusGate, update_biases
 from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
-from fmoe_ext.gates.softmax_gate import SoftmaxGate
-from fmoe_ext.gates.sqrt_softplus_gate import SqrtSoftplusGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
-from fmoe_ext.gates.uniform_gate import UniformGate
-from fmoe_ext.gates.zero_gate import ZeroGate
 
 # Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each.
 GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(

@@ -8,7 +8,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import Ranks
 
-DROP_POLICIES = ("position", "token", "score")
+_DROP_POLICIES = ("position", "token", "score")
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -23,9 +23,9 @@ def check_factors(capacity: object) -> None:
 
 
 def check_capacity(factor: float | None, policy: str) -> None:
-    """ValueError unless factor is positive, or None for no limit, and policy is one of DROP_POLICIES."""
-    if policy not in DROP_POLICIES:
-        raise ValueError(f"drop_policy must be one of {DROP_POLICIES}, but got {policy!r}")
+    """ValueError unless factor is positive, or None for no limit, and policy is one of _DROP_POLICIES."""
+    if policy not in _DROP_POLICIES:
+        raise ValueError(f"drop_policy must be one of {_DROP_POLICIES}, but got {policy!r}")
     if factor is not None and factor <= 0:
         raise ValueError(f"capacity_factor must be positive, or None for no limit, but got {factor}")
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 from fmoe_ext.gates.losses import cv_squared
-from fmoe_ext.gates.wide_linear import wide_linear
+from fmoe_ext.linear import wide_linear
 
-NOISE_FLOOR = 1e-2  # smallest standard deviation of the noise, so that the load is differentiable
+_NOISE_FLOOR = 1e-2  # smallest standard deviation of the noise, so that the load is differentiable
 
 
 class NoisyGate(BaseGate):
@@ -54,7 +54,7 @@ class NoisyGate(BaseGate):
                 f"inp must have shape [T, d_model={self.w_gate.shape[0]}], but got {list(inp.shape)}"
             )
         clean = wide_linear(inp, self.w_gate.t())
-        stddev = F.softplus(wide_linear(inp, self.w_noise.t())) + NOISE_FLOOR
+        stddev = F.softplus(wide_linear(inp, self.w_noise.t())) + _NOISE_FLOOR
         noisy = clean + torch.randn_like(clean) * stddev if self.training else clean
         topk_idx, topk_weights = self.topk(noisy, self.top_k)
         gates = torch.zeros_like(noisy).scatter(1, topk_idx, topk_weights)

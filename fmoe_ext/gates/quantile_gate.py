@@ -9,7 +9,7 @@ from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.step import is_counted
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-DIGIT = 8  # bits of a value that one sum over the ranks decides
+_DIGIT = 8  # bits of a value that one sum over the ranks decides
 
 
 class QuantileGate(ScoredGate):
@@ -147,21 +147,21 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
     keys = _ordered_bits(values)
     fits = torch.ones_like(keys, dtype=torch.bool)
     found = torch.zeros(num_experts, dtype=keys.dtype, device=keys.device)
-    first = torch.arange(num_experts, device=keys.device) << DIGIT
+    first = torch.arange(num_experts, device=keys.device) << _DIGIT
     bits = 8 * values.element_size()
-    for shift in range(bits - DIGIT, -1, -DIGIT):
-        digits = (keys >> shift) & (2**DIGIT - 1)
-        if shift == bits - DIGIT:
-            digits ^= 2 ** (DIGIT - 1)  # the sign: negative keys come first
-        counts = torch.zeros(num_experts << DIGIT, dtype=torch.int64, device=keys.device)
+    for shift in range(bits - _DIGIT, -1, -_DIGIT):
+        digits = (keys >> shift) & (2**_DIGIT - 1)
+        if shift == bits - _DIGIT:
+            digits ^= 2 ** (_DIGIT - 1)  # the sign: negative keys come first
+        counts = torch.zeros(num_experts << _DIGIT, dtype=torch.int64, device=keys.device)
         counts.scatter_add_(0, (first + digits).flatten(), fits.flatten().long())
         counts = torch.stack(ranks.gather(counts, same_size=True)).sum(0).view(num_experts, -1)
-        above = counts.sum(1, keepdim=True) - counts.cumsum(1)  # [E, 2**DIGIT], with a larger digit
+        above = counts.sum(1, keepdim=True) - counts.cumsum(1)  # [E, 2**_DIGIT], with a larger digit
         digit = (above > num_above[:, None]).sum(1)
         num_above = num_above - above.gather(1, digit[:, None])[:, 0]
         fits &= digits == digit
-        top = shift == bits - DIGIT
-        found |= ((digit ^ 2 ** (DIGIT - 1)) if top else digit).to(keys.dtype) << shift
+        top = shift == bits - _DIGIT
+        found |= ((digit ^ 2 ** (_DIGIT - 1)) if top else digit).to(keys.dtype) << shift
     quantile = _of_ordered_bits(found, values.dtype)
     return torch.where(num_tokens > 0, quantile, torch.nan) if torch.compiler.is_compiling() else quantile
 

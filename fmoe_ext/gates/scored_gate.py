@@ -149,3 +149,45 @@ class ScoredGate(BalancedGate):
         return drop_over_capacity(
             topk_idx, topk_weights, self.num_experts, capacity, self.drop_policy, self.ranks
         )
+
+
+class SoftmaxGate(ScoredGate):
+    """Top-k of the softmax, the gate of most open models. Dropless; balance loss of the global batch.
+
+    normalize=True (`norm_topk_prob`): the weights sum to 1, which is the same as a softmax after the top-k: Mixtral
+    8x7B and 8x22B, Qwen3-MoE. normalize=False: the probabilities among all experts, softmax before the top-k: OLMoE,
+    Qwen2-MoE, DeepSeekMoE 16B, DeepSeek-V2 (with num_groups, topk_groups and scale). Other arguments: ScoredGate.
+
+    Example:
+
+        >>> gate = SoftmaxGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(10, 8))
+        >>> topk_idx.shape, torch.allclose(topk_weights.sum(1), torch.ones(10))
+        (torch.Size([10, 2]), True)
+        >>> gate.get_loss().shape  # the balance loss
+        torch.Size([])
+    """
+
+    score = "softmax"
+
+
+class UniformGate(ScoredGate):
+    """Deals the tokens out to the experts in turn, for benchmarks of a perfectly balanced load.
+
+    Choice k of token t, counted over the tokens of all ranks, is expert (t * K + k) % E; the weights are those of
+    SoftmaxGate for these choices, so that the gate costs what a real one costs and learns. (Megatron's
+    `--moe-router-force-load-balancing` draws at random.) Arguments: ScoredGate; groups have no effect.
+    """
+
+    @property
+    def depends_on_batch(self) -> str | None:
+        return "an expert is chosen by a token's place in the batch; SoftmaxGate chooses by the token"
+
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        topk_idx = self.choose(lambda: self._deal(logits))
+        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+
+    def _deal(self, logits: torch.Tensor) -> torch.Tensor:
+        turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
+        turn = turn + self.ranks.first_token(logits.shape[0]) * self.top_k
+        return (turn % self.num_experts).view(-1, self.top_k)

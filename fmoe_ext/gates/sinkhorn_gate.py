@@ -4,12 +4,9 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
+from fmoe_ext.gates.base_gate import weights_of
 from fmoe_ext.gates.scored_gate import ScoredGate
-
-TOLERANCE = 1e-4
-EPSILON = 1e-8
-MAX_ROUNDS = 1000
+from fmoe_ext.ops.balanced_shares import balanced_shares, balanced_shares_traced
 
 
 class SinkhornGate(ScoredGate):
@@ -56,48 +53,11 @@ class SinkhornGate(ScoredGate):
 
     def _shares(self, logits: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            return balanced_shares(logits, self.ranks)
+            return balanced_shares(logits, self.ranks.gather)
         # A graph cannot end rounds by the numbers: there they are one operator.
-        over_ranks = getattr(self.ranks, "balanced_shares", _balanced_shares)
+        over_ranks = getattr(self.ranks, "balanced_shares", balanced_shares_traced)
         shares: torch.Tensor = over_ranks(logits)
         return shares
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)
-
-
-def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """exp(logits) [T, E], rows and columns scaled in turn until those of all ranks have even sums, to about 1e-4.
-
-    The scores that SinkhornGate ranks; rows sum to 1 / T and columns to 1 / E, T the tokens of all ranks.
-    """
-    num_experts = logits.shape[1]
-    # A factor of a row changes its own scale alone; a token that is not a number weighs nothing.
-    cost = (logits - logits.amax(1, keepdim=True)).exp().nan_to_num(0.0)
-    num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), ranks).clamp(min=1)
-    of_expert = cost.new_ones(1, num_experts)
-    for _ in range(MAX_ROUNDS):
-        before = of_expert
-        of_token = 1 / (num_tokens * ((before * cost).sum(1, keepdim=True) + EPSILON))  # [T, 1]
-        of_expert = 1 / (num_experts * (_sum_over_ranks(of_token * cost, ranks) + EPSILON))
-        if not (before - of_expert).abs().mean() > TOLERANCE:
-            break
-    return of_expert * cost * of_token
-
-
-@torch.library.custom_op("fmoe_ext::balanced_shares", mutates_args=())
-def _balanced_shares(logits: torch.Tensor) -> torch.Tensor:
-    return balanced_shares(logits, OneRank())
-
-
-@_balanced_shares.register_fake
-def _(logits: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(logits)
-
-
-def _sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x [T, N] -> [1, N], the same bits on every rank, of this microbatch alone; a repeated forward does not come here.
-
-    ranks.sum() would add other microbatches (accumulation.py), and tell a repeated forward what it did not ask.
-    """
-    return torch.cat(ranks.gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)

@@ -13,7 +13,7 @@ from fmoe_ext.gpu.target import Target
 from fmoe_ext.gpu.torch_path import tf32
 from fmoe_ext.testing import assert_close
 
-REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref, frozen.frozen_mlp_ref, frozen.frozen_gemm_ref)
+_REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref, frozen.frozen_mlp_ref, frozen.frozen_gemm_ref)
 
 
 class Checker:
@@ -57,8 +57,8 @@ class Checker:
     def _expected(self, case: Case, dtype: torch.dtype) -> tuple[Results, Results]:
         """(float64, plain PyTorch in the dtype)"""
         inputs = self._inputs(case, dtype)
-        truth = results(case, inputs.to(torch.float64), *REFERENCES)
-        plain = results(case, inputs, *REFERENCES)
+        truth = results(case, inputs.to(torch.float64), *_REFERENCES)
+        plain = results(case, inputs, *_REFERENCES)
         for values in (truth, plain):
             values |= {f"main gradient of {name}": values[f"expert_mlp d{name}"] for name in WEIGHTS}
         return truth, plain

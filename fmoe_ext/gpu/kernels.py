@@ -18,7 +18,7 @@ from fmoe_ext.gpu import torch_path
 from fmoe_ext.gpu.proof import PORTABLE, Proof
 from fmoe_ext.ops import chooser
 
-NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
+_NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
 
 
 def names() -> tuple[str, ...]:
@@ -155,7 +155,7 @@ class Selection:
     def prepare(self) -> None:
         """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
         self.is_prepared = True
-        if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
+        if _env.get("FMOE_GPU_KERNELS") in _NEED_PROOF:
             switch_on(())
         else:
             self._use(0)
@@ -172,7 +172,7 @@ class Selection:
         if device in self._choices:
             return
         mode = _env.get("FMOE_GPU_KERNELS")
-        proof = gpu_proof.load(self.key_of(device)) if mode in NEED_PROOF else None
+        proof = gpu_proof.load(self.key_of(device)) if mode in _NEED_PROOF else None
         choice = self._choices[device] = choose(mode, names(), proof, device)
         choices = self._choices.values()
         switch_on(name for name in names() if all(name in other.kernels for other in choices))

@@ -18,7 +18,7 @@ import torch
 
 from fmoe_ext import _env
 
-FORMAT = 3
+_FORMAT = 3
 SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
 STATES = ("proved", "beaten", "failed", "slow", "untested")
@@ -105,7 +105,7 @@ class Proof:
         """Writes the file of the key: completely or not at all. OSError where that cannot be done."""
         path = self.key.path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
             try:
                 file.write(text)
@@ -139,8 +139,8 @@ def load(key: Key) -> Proof | None:
 
 def _parse(content: Any, key: Key) -> Proof:
     """The proof that a file holds; ValueError, KeyError or TypeError if it is none for this key."""
-    if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
+    if content["format"] != _FORMAT:
+        raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
     if Key(**content["key"]) != key:
         raise ValueError(f"it is about {content['key']}, not about {asdict(key)}")
     verdicts = {str(name): Verdict(**verdict) for name, verdict in content["verdicts"].items()}

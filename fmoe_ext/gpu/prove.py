@@ -15,8 +15,8 @@ from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict
 from fmoe_ext.gpu.races import Start
 from fmoe_ext.gpu.target import Target, Unavailable
 
-START_LIMIT = 120.0  # seconds to import torch and start CUDA
-END_LIMIT = 10.0  # seconds that a killed process may take to end
+_START_LIMIT = 120.0  # seconds to import torch and start CUDA
+_END_LIMIT = 10.0  # seconds that a killed process may take to end
 
 
 def prove(
@@ -24,7 +24,7 @@ def prove(
     limit: float = 60.0,
     budget: float = 300.0,
     say: Callable[[str], None] = print,
-    start_limit: float = START_LIMIT,
+    start_limit: float = _START_LIMIT,
 ) -> Proof:
     """Checks and races every kernel of cuda/select.h on a target.
 
@@ -49,7 +49,7 @@ class _Child:
         """Ends the process -> its exit code; None where even SIGKILL does not end it, as in a driver that hangs."""
         self.handle.join(0.5)
         self.handle.kill()
-        self.handle.join(END_LIMIT)
+        self.handle.join(_END_LIMIT)
         self.connection.close()
         return self.handle.exitcode
 

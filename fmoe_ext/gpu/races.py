@@ -17,7 +17,7 @@ from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 from fmoe_ext.gpu.target import Target
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
-TORCH_MARGIN = 1.05  # torch takes an operator if ours takes this much longer than its own
+_TORCH_MARGIN = 1.05  # torch takes an operator if ours takes this much longer than its own
 OPERATIONS = (  # what is timed; all but the last two are one product each
     "grouped_gemm",
     "grouped_gemm, gradient of the rows",
@@ -59,7 +59,7 @@ TIMED_BY = MappingProxyType(
 )
 
 
-def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
+def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     """{each of OPERATIONS, and of FROZEN_OPERATIONS if the case has such weights: a call of it}"""
     leaves = inputs.leaves(*MLP_LEAVES)
     held = inputs.leaves("rows", "w1")
@@ -170,7 +170,7 @@ class Races:
             if any(course not in self.times for course in courses):
                 continue
             ms, torch_ms = (sum(times) for times in zip(*map(self.times.__getitem__, courses), strict=True))
-            if ms > TORCH_MARGIN * torch_ms:
+            if ms > _TORCH_MARGIN * torch_ms:
                 win = TorchWin(operator, courses[0].numbers, courses[0].rows, ms, torch_ms)
                 won |= dict.fromkeys(courses, win)
                 yield win
@@ -202,7 +202,7 @@ class Races:
         for case in dict.fromkeys(course.case for course in courses):
             mine = [course for course in courses if course.case == case]
             try:
-                functions = operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
+                functions = _operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
                 for course in mine:
                     if course.operation in functions:
                         yield from self._race(course, functions[course.operation])

@@ -12,9 +12,9 @@ from fmoe_ext.gpu.cases import CASES, RACES, Case, Results
 from fmoe_ext.gpu.proof import Key
 
 WARM_UP = 0.02  # seconds a function runs before it is timed
-REPETITIONS = 10
-BUSY = 4096  # rows of the products that keep a device busy
-BUSY_FLOPS = 1e15  # a second; no device with these kernels is faster
+_REPETITIONS = 10
+_BUSY = 4096  # rows of the products that keep a device busy
+_BUSY_FLOPS = 1e15  # a second; no device with these kernels is faster
 
 
 class Unavailable(RuntimeError):
@@ -81,20 +81,20 @@ class Target:
             function()
             host = min(host, time.perf_counter() - start)
             torch.cuda.synchronize()
-        self._keep_busy(REPETITIONS * host)
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPETITIONS)]
+        self._keep_busy(_REPETITIONS * host)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPETITIONS)]
         for begin, end in events:
             begin.record()
             function()
             end.record()
         torch.cuda.synchronize()
-        return sorted(begin.elapsed_time(end) for begin, end in events)[REPETITIONS // 2]
+        return sorted(begin.elapsed_time(end) for begin, end in events)[_REPETITIONS // 2]
 
     def _keep_busy(self, seconds: float) -> None:
         """Gives the device about so much to do, so that the host gets ahead and is not what is timed."""
-        a = torch.zeros(BUSY, BUSY, dtype=torch.bfloat16, device=self.device)
+        a = torch.zeros(_BUSY, _BUSY, dtype=torch.bfloat16, device=self.device)
         out = torch.empty_like(a)
-        for _ in range(min(1000, math.ceil(seconds * BUSY_FLOPS / (2 * BUSY**3)))):
+        for _ in range(min(1000, math.ceil(seconds * _BUSY_FLOPS / (2 * _BUSY**3)))):
             torch.mm(a, a, out=out)
 
     def captured(self, function: Callable[[], Results]) -> Callable[[], Results]:

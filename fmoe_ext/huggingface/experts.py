@@ -18,7 +18,7 @@ from torch import Tensor
 from fmoe_ext import frozen, ops
 from fmoe_ext._require import require
 from fmoe_ext._sharded import is_dtensor
-from fmoe_ext.adapters import Lora, adapted_gemm, take
+from fmoe_ext.adapters import Lora, take
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.wrappers import check_wrappers
@@ -28,7 +28,7 @@ from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
 from fmoe_ext.huggingface.saved import from_pretrained
 from fmoe_ext.huggingface.training import add_balance_loss
-from fmoe_ext.linear import DTYPES
+from fmoe_ext.linear import DTYPES, adapted_gemm
 from fmoe_ext.routing import widen
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "use",
 ]
 NAME = "fmoe"
-OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
+_OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
 GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
 
 
@@ -63,12 +63,12 @@ def register() -> None:
 
 def require_transformers(needed_by: str) -> None:
     """Raises ImportError, with the name of what needs it, if Transformers is missing or too old."""
-    transformers = require("transformers", needed_by, f"transformers>={OLDEST_TRANSFORMERS}")
-    oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
+    transformers = require("transformers", needed_by, f"transformers>={_OLDEST_TRANSFORMERS}")
+    oldest = tuple(map(int, _OLDEST_TRANSFORMERS.split(".")))
     if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
         raise ImportError(
-            f"{needed_by} needs Transformers {OLDEST_TRANSFORMERS} or newer, but this is "
-            f"{transformers.__version__}: pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
+            f"{needed_by} needs Transformers {_OLDEST_TRANSFORMERS} or newer, but this is "
+            f"{transformers.__version__}: pip install -U 'transformers>={_OLDEST_TRANSFORMERS}'"
         )
 
 

@@ -37,13 +37,13 @@ def run_rounded(
     """
     pairs = [*zip(weights, adapters, strict=True)]
     with torch.no_grad():
-        packed = tuple(w.map(torch.clone) if a is None else rounded(w, a) for w, a in pairs)
+        packed = tuple(w.map(torch.clone) if a is None else _rounded(w, a) for w, a in pairs)
     changes = (None if a is None else a.scale * torch.bmm(a.b, a.a) for _, a in pairs)
     result: Tensor = _StraightThrough.apply(run, packed, transposed, x, topk_weights, *changes)
     return result
 
 
-def rounded(weight: Quantized, adapter: Lora) -> Quantized:
+def _rounded(weight: Quantized, adapter: Lora) -> Quantized:
     """weight + adapter at the nearest values of the packing: what `fmoe adapter merge --rounding nearest` writes."""
     lies = replace(weight, interleaved=False)
     experts = [

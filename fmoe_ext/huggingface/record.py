@@ -21,7 +21,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 KEY = "fmoe_ext"
 VERSION = 1
 NEEDS = "needs fmoe_ext.huggingface.from_pretrained"
-NO_NAME = (
+_NO_NAME = (
     "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
 )
 # of this process, or in the entry
@@ -57,7 +57,7 @@ def note(
         for target, moe in zip(targets, layers, strict=True)
     ]
     setattr(config, KEY, record | {"layers": [*record["layers"], *entries]})
-    config._name_or_path = NO_NAME
+    config._name_or_path = _NO_NAME
     return _ways_out(config.model_type)
 
 

@@ -1,7 +1,7 @@
 """save_pretrained() of Transformers models with layers of ours: what is written, and by which rank.
 
-replace_save_pretrained() puts one of three in the place of Transformers': _save_fmoefied for models of fmoefy,
-save_imported for those of import_model, save_spread for MoE models of Transformers whose experts are spread over ranks.
+replace_save_pretrained() puts another in the place of Transformers': _save_fmoefied for models of fmoefy, save_spread
+for MoE models of Transformers whose experts are spread over ranks; formats/imports.py has that of imported models.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def replace_save_pretrained(
     """
     model.save_pretrained = functools.partial(save, model)
     if hasattr(type(model), "push_to_hub"):
-        model.push_to_hub = functools.partial(push or push_from_one_process, model)
+        model.push_to_hub = functools.partial(push or _push_from_one_process, model)
 
 
-def push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
+def _push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
     """Transformers' push_to_hub(); RuntimeError where every rank of a job would upload."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
@@ -108,45 +108,6 @@ def _refuse_dense_models(folder: Path) -> None:
         values[KEY]["dense"]["dtype"] = values.get("dtype")
         values["dtype"] = NEEDS
         file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-@torch.no_grad()
-def save_imported(
-    model: Any,
-    save_directory: str | Path,
-    is_main_process: bool = True,
-    state_dict: dict[str, Any] | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    **options: Any,
-) -> None:
-    """save_pretrained() of an imported model: writes the format that it came from, over what an earlier call wrote.
-
-    state_dict: the model's own, as the Trainer passes it. is_main_process, max_shard_size, safe_serialization: as in
-    Transformers. Raises CheckpointError for its other arguments, which are not honoured.
-    """
-    from fmoe_ext.checkpoint import CheckpointError
-    from fmoe_ext.checkpoint.saving import gathered
-    from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
-    from fmoe_ext.formats.writing import plan_export, write_files
-
-    wanted = [name for name, value in options.items() if value and name != "safe_serialization"]
-    if wanted:
-        raise CheckpointError(
-            f"save_pretrained of an imported model takes no {', '.join(wanted)}: save first, then use "
-            "Transformers on the folder"
-        )
-    own = model.state_dict()
-    for name, value in (state_dict or {}).items():
-        if name not in own or own[name].data_ptr() != value.data_ptr():
-            raise CheckpointError(
-                f"state_dict= has {name!r}, which is not the model's own: load it into the model first"
-            )
-    plan = plan_export(model, model.config.model_type)
-    max_shard_bytes = num_bytes_of(max_shard_size)
-    with gathered(Path(save_directory), model) as whole:
-        if whole is not None and is_main_process:
-            with replacing(Path(save_directory)) as unfinished:
-                write_files(plan, whole, unfinished, max_shard_bytes)
 
 
 def save_spread(model: Any, save_directory: Any, **options: Any) -> None:

@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError(f"BalanceCallback needs transformers ({error}): pip install transformers") from error
 
 PREFIX = "moe/"
-LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
+_LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
 
 
 class BalanceCallback(TrainerCallback):
@@ -52,7 +52,7 @@ class BalanceCallback(TrainerCallback):
             return
         record = self._monitor.collect(state.global_step, sum_over_ranks=_sum_over_ranks)
         layers = list(record["layers"].values())
-        numbers = {PREFIX + name: sum(layer[name] for layer in layers) / len(layers) for name in LOGGED}
+        numbers = {PREFIX + name: sum(layer[name] for layer in layers) / len(layers) for name in _LOGGED}
         numbers[PREFIX + "balance_loss"] = self._loss.pop_mean()
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs

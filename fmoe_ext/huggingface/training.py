@@ -20,7 +20,7 @@ from torch import nn
 
 from fmoe_ext.gates import BaseGate, total_loss
 
-IGNORED_LABEL = -100
+_IGNORED_LABEL = -100
 
 
 def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
@@ -119,7 +119,7 @@ def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | flo
     labels = kwargs.get("shift_labels")
     if labels is None:
         labels = kwargs["labels"][..., 1:] if _shifts_labels(model) else kwargs["labels"]
-    return labels.ne(IGNORED_LABEL).sum().double() / total
+    return labels.ne(_IGNORED_LABEL).sum().double() / total
 
 
 def _shifts_labels(model: Any) -> bool:

@@ -25,19 +25,19 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
     """The MoE layer of a target, filled; num_targets: how many layers fmoefy builds with these options."""
     dense = _with_users_sizes(target, options)
     kwargs = _moe_kwargs(target, options)
-    num_expert = kwargs.pop("num_expert", None)
-    if num_expert is None:
+    num_local_experts = kwargs.pop("num_expert", None)
+    if num_local_experts is None:
         raise ValueError("num_experts must be given: the experts of each rank")
-    num_experts = num_expert * kwargs["world_size"]
+    num_experts = num_local_experts * kwargs["world_size"]
     top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
     d_hidden = _d_hidden(target, dense, options, top_k)
     gate = _gate(kwargs.pop("gate", None) or SoftmaxGate, target, num_targets)
-    seed = _shared_seed(target, kwargs, (dense.d_model, d_hidden, num_expert, top_k))
+    seed = _shared_seed(target, kwargs, (dense.d_model, d_hidden, num_local_experts, top_k))
     like = dense.w2 if dense.w2 is not None else _any_parameter(target)
     assert dense.d_model is not None and dense.activation is not None
     with _seeded(like.device, seed), like.device:
         layer = FMoETransformerMLP(
-            num_expert,
+            num_local_experts,
             dense.d_model,
             d_hidden,
             activation=dense.activation,
@@ -46,7 +46,7 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
             gate=gate,
             **kwargs,
         ).to(like)
-    first = 0 if layer.moe_group is None else dist.get_rank(layer.moe_group) * num_expert
+    first = 0 if layer.moe_group is None else dist.get_rank(layer.moe_group) * num_local_experts
     if options.init == "upcycle":
         upcycle.check(layer, dense, options.split)
         upcycle.fill_from_dense(layer, dense, first, options.split, options.noise, seed + 1)

@@ -27,7 +27,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 # Modules that find the MLPs of a library's models (target.py), asked in this order once the library is imported.
 LIBRARIES = (("megatron", "fmoe_ext.megatron.core"), ("transformers", "fmoe_ext.huggingface.dense"))
 ADDED: list[Any] = []  # by add_kind(), asked after the first of these; plain is asked last
-INITS = ("random", "upcycle")
+_INITS = ("random", "upcycle")
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 
 
@@ -194,8 +194,8 @@ def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None
 
 def _check(options: Options) -> None:
     _check_names(options.moe_kwargs)
-    if options.init not in INITS:
-        raise ValueError(f"init must be one of {INITS}, but got {options.init!r}")
+    if options.init not in _INITS:
+        raise ValueError(f"init must be one of {_INITS}, but got {options.init!r}")
     if options.split < 1:
         raise ValueError(f"split must be at least 1, but got {options.split}")
     if options.noise < 0:

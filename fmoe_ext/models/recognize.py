@@ -24,8 +24,8 @@ from fmoe_ext.models.target import DenseMLP
 
 PLAIN = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
 GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
-UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})  # of PLAIN, those not in GATED
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})  # of PLAIN, those not in GATED
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class UnreadableError(Exception):
@@ -69,7 +69,7 @@ def simplify(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
     if name is not None:
         return name
     if isinstance(activation, nn.Module) and (
-        list(activation.parameters()) or any(isinstance(m, DROPOUTS) for m in activation.modules())
+        list(activation.parameters()) or any(isinstance(m, _DROPOUTS) for m in activation.modules())
     ):
         return activation
     probe = torch.linspace(-60, 60, 961, dtype=torch.float64)  # wide: some activations clip
@@ -230,7 +230,7 @@ def _watch_in(
     hooks = [
         m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
         for m in module.modules()
-        if isinstance(m, DROPOUTS)
+        if isinstance(m, _DROPOUTS)
     ]
 
     def answer(m: Any, x: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def _find_activation(
         return activation, True
     if isinstance(activation, str) and activation in GATED:
         return GATED[activation], gate_first
-    gate = UNFUSED_GATES[activation]() if isinstance(activation, str) else activation
+    gate = _UNFUSED_GATES[activation]() if isinstance(activation, str) else activation
     return GatedActivation(gate), gate_first
 
 
@@ -346,7 +346,7 @@ def _ungated(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
 def _own(module: nn.Module) -> Iterator[str | Callable[..., Any]]:
     """The activations that a module holds, as submodules or as functions with `act` in their names."""
     for m in module.modules():
-        if m is not module and not list(m.children()) and not is_linear(m) and not isinstance(m, DROPOUTS):
+        if m is not module and not list(m.children()) and not is_linear(m) and not isinstance(m, _DROPOUTS):
             yield simplify(m)
         for name, value in vars(m).items():
             if "act" in name and callable(value) and not isinstance(value, (nn.Module, type)):

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fmoe_ext import ops
 
-ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 class Muon(Optimizer):
@@ -70,8 +70,8 @@ class Muon(Optimizer):
         """As torch.optim.Optimizer's; ValueError for a shape or option that Muon cannot take."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["adjust_lr_fn"] not in ADJUSTMENTS:
-            raise ValueError(f"adjust_lr_fn must be one of {ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
+        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
         for param in group["params"]:
             _check(param, group["matrices"])
 

@@ -28,7 +28,7 @@ from fmoe_ext.planning.placement import plan
 Loads: TypeAlias = list[list[int]]
 
 # Bytes a second of one rank in one direction, as the makers state them, times 0.8 for what is reached in practice.
-NETWORKS = MappingProxyType(
+_NETWORKS = MappingProxyType(
     {
         "nvlink": 0.8 * 450e9,
         "ib-ndr": 0.8 * 50e9,
@@ -145,9 +145,9 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--gated", action="store_true", help="experts with a gate, of three matrices (SwiGLU)")
     add("--top-k", type=positive_int, default=2)
     add("--exchange", choices=("choice", "token", "node"), default="choice")
-    add("--network", choices=sorted(NETWORKS), nargs="+", default=list(NETWORKS))
+    add("--network", choices=sorted(_NETWORKS), nargs="+", default=list(_NETWORKS))
     add("--ranks-per-node", type=positive_int, help="all ranks are on one node if not given")
-    add("--node-network", choices=sorted(NETWORKS), default="ib-ndr", help="of a network card")
+    add("--node-network", choices=sorted(_NETWORKS), default="ib-ndr", help="of a network card")
     add("--cards-per-node", type=positive_int, help="one for each rank if not given")
     add("--latency", type=not_negative_float, default=0.0, help="microseconds of an exchange inside a node")
     add(
@@ -225,11 +225,11 @@ def _hardware(options: argparse.Namespace, network: str) -> Hardware:
     size = options.ranks_per_node
     share = 1.0 if size is None else (options.cards_per_node or size) / size
     return Hardware(
-        NETWORKS[network],
+        _NETWORKS[network],
         DEVICES[options.device],
         latency=options.latency * 1e-6,
         ranks_per_node=size,
-        node_bandwidth=share * NETWORKS[options.node_network],
+        node_bandwidth=share * _NETWORKS[options.node_network],
         node_latency=options.node_latency * 1e-6,
     )
 

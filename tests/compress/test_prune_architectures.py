@@ -1,7 +1,5 @@
 """prune() of every architecture of Transformers: the model that Transformers builds with fewer experts."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.finetune.streamed_models import resident  # noqa: E402
 from tests.huggingface.huggingface_models import make_ids  # noqa: E402
-from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
+from tests.huggingface.moe_architectures import outcomes, skip_without, tiny_model  # noqa: E402
 
 SHORT = (
     "AriaTextForCausalLM",  # names and order of its own in files
@@ -80,28 +78,21 @@ def outcome(name, folder):
 
 @pytest.mark.parametrize("name", SHORT)
 def test_pruned_folder_is_the_model_with_fewer_experts(name, tmp_path):
-    if not hasattr(transformers, name):
-        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+    skip_without(name)
     assert outcome(name, tmp_path) == "equal"
 
 
 @pytest.mark.slow
 def test_every_architecture_is_pruned_or_refused(tmp_path):
     """Nine minutes on a busy core."""
-    found = {}
-    for name in architectures():
-        (tmp_path / name).mkdir()
-        found[name] = outcome(name, tmp_path / name)
-        shutil.rmtree(tmp_path / name, ignore_errors=True)
-        print(name, found[name], flush=True)
+    found = outcomes(outcome, tmp_path)
     assert not {name: text for name, text in found.items() if text == "WRONG"}
     assert sum(text == "equal" for text in found.values()) >= 40
 
 
 def test_tables_of_experts_name_those_that_stay_once_a_token(tmp_path):
     name = "DeepseekV4ForCausalLM"
-    if not hasattr(transformers, name):
-        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+    skip_without(name)
     model = tiny_model(name)
     before = {n: t for n, t in model.state_dict().items() if n.endswith("tid2eid")}
     for value in before.values():

@@ -1,6 +1,5 @@
 """Streams of every architecture of Transformers: logits and LoRA gradients of the resident model, or refused."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 
 from tests.finetune.streamed_models import with_adapters  # noqa: E402
 from tests.huggingface.huggingface_models import make_ids  # noqa: E402
-from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
+from tests.huggingface.moe_architectures import outcomes, skip_without, tiny_model  # noqa: E402
 
 SHORT = (
     "AriaTextForCausalLM",  # names and order of its own in files
@@ -77,19 +76,14 @@ def outcome(name, folder):
 
 @pytest.mark.parametrize("name", SHORT)
 def test_stream_has_the_logits_and_gradients_of_the_resident_model(name, tmp_path):
-    if not hasattr(transformers, name):
-        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+    skip_without(name)
     assert outcome(name, tmp_path) == "equal"
 
 
 @pytest.mark.slow
 def test_stream_of_every_architecture_is_equal_or_refused(tmp_path):
     """Compare the table of docs/formats.md where it is of the installed version; five minutes."""
-    found = {}
-    for name in architectures():
-        found[name] = outcome(name, tmp_path / name)
-        shutil.rmtree(tmp_path / name, ignore_errors=True)
-        print(name, found[name], flush=True)
+    found = outcomes(outcome, tmp_path)
     assert not {name: text for name, text in found.items() if text.startswith("WRONG")}
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
     text = table(found)

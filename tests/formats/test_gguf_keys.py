@@ -11,11 +11,10 @@ import torch
 
 import fmoe_ext
 from fmoe_ext import huggingface
-from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint import CheckpointError, gguf_keys
 from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.formats import gguf as written
-from fmoe_ext.formats import gguf_keys
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip
 
@@ -284,4 +283,4 @@ def test_kernels_of_a_hub_are_refused_by_name(key, models, tmp_path, monkeypatch
 
 def test_documentation_has_the_table_of_keys():
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
-    assert gguf_keys.table() in page, "paste the result of fmoe_ext.formats.gguf_keys.table()"
+    assert gguf_keys.table() in page, "paste the result of fmoe_ext.checkpoint.gguf_keys.table()"

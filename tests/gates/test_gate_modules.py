@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.gates import GATES, NaiveGate, SigmoidGate, SoftmaxGate, SwitchGate, total_loss
-from fmoe_ext.gates.wide_linear import WideLinear
+from fmoe_ext.linear import WideLinear
 
 D, E, T = 6, 4, 24
 LINEAR_GATES = [

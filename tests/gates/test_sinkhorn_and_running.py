@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE
 from fmoe_ext.gates import SigmoidGate, SinkhornGate, SoftmaxGate, WholeBatch, balance_loss
-from fmoe_ext.gates.sinkhorn_gate import balanced_shares
+from fmoe_ext.ops.balanced_shares import balanced_shares
 
 D, E = 6, 8
 
@@ -31,13 +31,15 @@ def load_of(topk_idx):
 def test_shares_are_even():
     logits = 3 * torch.randn(64, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     logits[:, 0] += 5  # every token's favourite
-    shares = balanced_shares(logits, make(SinkhornGate).ranks)
+    shares = balanced_shares(logits, make(SinkhornGate).ranks.gather)
     torch.testing.assert_close(shares.sum(0), torch.full((E,), 1 / E).double(), rtol=1e-6, atol=0)
     torch.testing.assert_close(shares.sum(1), torch.full((64,), 1 / 64).double(), rtol=1e-2, atol=0)
     ratio = (shares / logits.exp()).log()  # a factor of the row and a factor of the column
     ratio = ratio - ratio.mean(0) - ratio.mean(1, keepdim=True) + ratio.mean()
     assert ratio.abs().max() < 1e-10
-    assert torch.equal(balanced_shares(1e3 * logits, make(SinkhornGate).ranks).isfinite(), logits.isfinite())
+    assert torch.equal(
+        balanced_shares(1e3 * logits, make(SinkhornGate).ranks.gather).isfinite(), logits.isfinite()
+    )
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])

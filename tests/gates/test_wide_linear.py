@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.gates.wide_linear import wide_linear
+from fmoe_ext.linear import wide_linear
 
 DTYPES = [
     (torch.bfloat16, torch.bfloat16),

@@ -1,8 +1,10 @@
 """A tiny random model of every language model of the installed Transformers whose experts others may compute."""
 
 import inspect
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
@@ -132,3 +134,19 @@ def tiny_model(name, dtype=torch.float64):
             if p.is_floating_point():
                 p.add_(0.05 * torch.randn(p.shape, dtype=p.dtype))
     return model.eval()
+
+
+def skip_without(name):
+    if not hasattr(transformers, name):
+        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+
+
+def outcomes(outcome, folder):
+    """{architecture: outcome(name, a new folder)} of all, printed as they come; the folders go."""
+    found = {}
+    for name in architectures():
+        (folder / name).mkdir()
+        found[name] = outcome(name, folder / name)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        print(name, found[name], flush=True)
+    return found

@@ -25,6 +25,18 @@ pyarrow = pytest.importorskip("pyarrow", reason="pip install trl")
 tokenizers = pytest.importorskip("tokenizers")
 
 STEPS, LR = 3, 0.1
+PLAIN = dict(
+    per_device_train_batch_size=2,
+    lr_scheduler_type="constant",
+    optim="sgd",
+    max_grad_norm=0.0,
+    report_to=[],
+    save_strategy="no",
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    disable_tqdm=True,
+)
 
 
 def tokenizer():
@@ -48,19 +60,10 @@ def train_by_trl(model, folder, callbacks, **options):
     arguments = trl.SFTConfig(
         output_dir=str(folder),
         max_steps=STEPS,
-        per_device_train_batch_size=2,
         learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
         remove_unused_columns=False,
         dataset_kwargs={"skip_prepare_dataset": True},  # it has token numbers already
-        disable_tqdm=True,
+        **PLAIN,
         **options,
     )
     trainer = trl.SFTTrainer(
@@ -101,20 +104,7 @@ def test_three_steps_of_sft(tmp_path):
 
 MICROBATCHES = 2
 COMMON = dict(
-    max_steps=1,
-    logging_steps=1,
-    gradient_accumulation_steps=MICROBATCHES,
-    per_device_train_batch_size=2,
-    learning_rate=1.0,
-    lr_scheduler_type="constant",
-    optim="sgd",
-    max_grad_norm=0.0,
-    report_to=[],
-    save_strategy="no",
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
-    disable_tqdm=True,
+    max_steps=1, logging_steps=1, gradient_accumulation_steps=MICROBATCHES, learning_rate=1.0, **PLAIN
 )
 
 

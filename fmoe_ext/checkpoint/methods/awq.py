@@ -3,14 +3,14 @@
 import numpy as np
 
 from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, refuse, stored, transposed
-from fmoe_ext.checkpoint.methods.qweight import turned_qweight
+from fmoe_ext.checkpoint.methods.gptq import turned_qweight
 from fmoe_ext.checkpoint.model_folder import Base
 
 KNOWN = """
     bits w_bit version format group_size q_group_size zero_point backend modules_to_not_convert exllama_config
     do_fuse modules_to_fuse fuse_max_seq_len
 """
-AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first
 
 
 def _check(folder: str, config: Config) -> None:
@@ -32,7 +32,7 @@ def _awq_words(words: Array) -> Array:
     num_columns, num_words = words.shape
     columns = words.reshape(-1, 8, num_words)
     out = np.zeros((8, num_columns // 8, num_words), np.uint32)
-    for i, row in enumerate(AWQ_ROWS):
+    for i, row in enumerate(_AWQ_ROWS):
         for j in range(8):
             out[row] |= (columns[:, j] >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * j)
     return np.ascontiguousarray(out.transpose(2, 0, 1)).reshape(8 * num_words, -1)
@@ -41,7 +41,7 @@ def _awq_words(words: Array) -> Array:
 def _awq_zeros(words: Array) -> Array:
     """Zero points [groups, out / 8] -> [out / 8, groups], their rows in order."""
     out = np.zeros_like(words)
-    for i, row in enumerate(AWQ_ROWS):
+    for i, row in enumerate(_AWQ_ROWS):
         out |= (words >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * row)
     return transposed(out)
 

@@ -16,7 +16,7 @@ KNOWN = """
     bnb_4bit_compute_dtype bnb_4bit_use_double_quant llm_int8_threshold llm_int8_skip_modules
     llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
 """
-NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+_NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 
 def _check(folder: str, config: Config) -> None:
@@ -30,10 +30,10 @@ def _check(folder: str, config: Config) -> None:
 
 def _matrix(base: Base, stem: str) -> Matrix:
     names = f"{stem}.weight", f"{stem}.weight.absmax"
-    for name in (*names, stem + NF4_STATE):
+    for name in (*names, stem + _NF4_STATE):
         if name not in base.tensors:
             raise CheckpointError(f"{base.folder} lacks {name}")
-    state = bytes(base.tensors[stem + NF4_STATE].read().tolist())
+    state = bytes(base.tensors[stem + _NF4_STATE].read().tolist())
     try:
         values = json.loads(state)
         rows, columns = map(int, values["shape"])
@@ -41,7 +41,7 @@ def _matrix(base: Base, stem: str) -> Matrix:
         nested = float(values["nested_offset"]) if "nested_offset" in values else None
         of_nested = int(values.get("nested_blocksize", 256))
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{base.folder}: {stem}{NF4_STATE} is no quant_state: {error}") from error
+        raise CheckpointError(f"{base.folder}: {stem}{_NF4_STATE} is no quant_state: {error}") from error
     data, scale = (base.tensors[name] for name in names)
     numel = rows * columns
     expected = (data, torch.uint8, numel // 2), (scale, torch.float32 if nested is None else torch.uint8, -1)
@@ -84,7 +84,7 @@ def _nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> C
 BITSANDBYTES = Kind(
     (".weight",),
     ".weight.absmax",
-    (NF4_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
+    (_NF4_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
     KNOWN,
     _check,
     _matrix,

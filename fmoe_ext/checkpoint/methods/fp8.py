@@ -111,9 +111,9 @@ def _fp4_values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scaled(fp4(data), e8m0(scale), 1, MX_BLOCK)
 
 
-BESIDE = (".input_scale", ".activation_scale")
-FP8 = Kind((".weight",), ".weight_scale_inv", BESIDE, KNOWN, _check, _matrix)
+_BESIDE = (".input_scale", ".activation_scale")
+FP8 = Kind((".weight",), ".weight_scale_inv", _BESIDE, KNOWN, _check, _matrix)
 # DeepSeek-V4 calls the scale so, and packs its experts as FP4.
 DEEPSEEK_V4 = Kind(
-    (".weight",), ".scale", BESIDE, KNOWN, _check, lambda base, stem: _matrix(base, stem, ".scale")
+    (".weight",), ".scale", _BESIDE, KNOWN, _check, lambda base, stem: _matrix(base, stem, ".scale")
 )

@@ -1,13 +1,60 @@
 """GPTQ with four bits: the words of the transposed weight, turned into int4 as compressed-tensors has it."""
 
 from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
-from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, refuse, settings, stored, transposed
-from fmoe_ext.checkpoint.methods.qweight import turned_qweight
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.methods.base import (
+    Array,
+    Config,
+    Kind,
+    Matrix,
+    Piece,
+    Turn,
+    check_groups,
+    expect,
+    refuse,
+    settings,
+    stored,
+    transposed,
+)
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+
+_QWEIGHT = MappingProxyType({"data": ".qweight", "scale": ".scales", "zero": ".qzeros"})
+
+
+def turned_qweight(
+    base: Base, stem: str, rows: int, columns: int, words: Callable[..., Any], zeros: Callable[..., Any]
+) -> Matrix:
+    """The matrix of a qweight: int4 once data, scale and zero are turned."""
+    names = {part: stem + suffix for part, suffix in _QWEIGHT.items()}
+    (groups, _), of_scale = stored(base, names["scale"])
+    check_groups(base, names["scale"], columns, groups)
+    if rows % 8 or columns % 8:
+        raise CheckpointError(
+            f"{base.folder}: {names['data']} is of {rows} x {columns}, which are no whole words"
+        )
+    expect(base, names["data"], base.tensors[names["data"]].shape, (torch.int32,))
+    expect(base, names["scale"], (groups, rows), (torch.float16, *FLOATS))
+    expect(base, names["zero"], (groups, rows // 8), (torch.int32,))
+    shapes = {"data": (rows, columns // 8), "scale": (rows, groups), "zero": (rows // 8, groups)}
+    dtypes = {"data": torch.int32, "scale": of_scale, "zero": torch.int32}
+    turns = {"data": words, "scale": transposed, "zero": zeros}
+    pieces = {
+        part: Piece(
+            name,
+            shapes[part],
+            dtypes[part],
+            Turn(turns[part], base.tensors[name].shape, f"u{dtypes[part].itemsize}"),
+        )
+        for part, name in names.items()
+    }
+    return Matrix("int4", (rows, columns), pieces)
+
 
 KNOWN = """
     bits desc_act checkpoint_format format is_marlin_format dynamic group_size sym damp_percent

@@ -14,7 +14,7 @@ KNOWN = """
     config_groups ignore exclude_modules quant_algo kv_cache_scheme kv_cache_quant_algo producer group_size
     quantized_layers
 """
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
 NVFP4_BLOCK = 16
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +28,7 @@ def _check(folder: str, config: Config) -> None:
         else {config.get("quant_algo")}
     )
     for name in sorted(map(str, found - {None})):
-        if name not in ALGORITHMS:
+        if name not in _ALGORITHMS:
             refuse(folder, f"modelopt with quant_algo {name!r}")
 
 

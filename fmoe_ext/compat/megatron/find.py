@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from fmoe_ext.compat.megatron.balance import generate_megatron_gate_hook, reset_gate_hook
 from fmoe_ext.compat.megatron.runtime import get_args, get_mpu, layer_arguments, stacks
 from fmoe_ext.gates import find_gate
-from fmoe_ext.megatron.tensor_parallel import whole
 from fmoe_ext.models.recognize import GATED, simplify
-from fmoe_ext.models.target import DenseMLP, Options, Target
+from fmoe_ext.models.target import DenseMLP, Options, Target, whole
 from fmoe_ext.transformer import FMoETransformerMLP
 
 KIND = "Megatron-LM before Megatron-core"

@@ -12,7 +12,7 @@ from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters.delta import compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
 
-WRITERS = MappingProxyType(
+_WRITERS = MappingProxyType(
     {
         ("flat", "out_in", "rank_major"): "PEFT from 0.19, vLLM's stacked names",
         ("flat", "in_out", "rank_major"): "PEFT before 0.19",
@@ -58,7 +58,7 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
         "orientation": adapter.orientation,
         "packing": adapter.packing,
         "packing_scores": evidence.standard_scores() if evidence else {},
-        "written_by": WRITERS.get(key, "undecidable" if adapter.undecided else "none"),
+        "written_by": _WRITERS.get(key, "undecidable" if adapter.undecided else "none"),
         "other_tensors": len(adapter.others),
         "rows": rows,
         "problems": problems,

@@ -42,7 +42,7 @@ LAYOUTS = MappingProxyType(
 )
 VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
 READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
-HALVES = ("gate", "up")
+_HALVES = ("gate", "up")
 
 
 def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None, *, check: bool = True) -> None:
@@ -109,22 +109,22 @@ def _fitted(
     adapter: Adapter, layer: str, parts: dict[str, Factors], layout: _Layout, in_turn: bool | None
 ) -> dict[str, Factors]:
     """Projections as a layout has them: gate and up joined for flat tensors, apart for others."""
-    joins = layout.form == "flat" and bool(parts.keys() & set(HALVES))
+    joins = layout.form == "flat" and bool(parts.keys() & set(_HALVES))
     splits = layout.form != "flat" and "gate_up" in parts
     if (joins or splits) and in_turn is None:
         raise CheckpointError(
             f"{adapter.folder} does not say whether gate and up are in turn (as in GPT-OSS): give --base"
         )
     if joins:
-        if not {*HALVES} <= parts.keys():
+        if not {*_HALVES} <= parts.keys():
             raise CheckpointError(
                 f"{layer}: gate and up are one parameter in this layout, but only one is adapted"
             )
-        rest = {role: factors for role, factors in parts.items() if role not in HALVES}
+        rest = {role: factors for role, factors in parts.items() if role not in _HALVES}
         return {"gate_up": _joined(adapter, layer, parts["gate"], parts["up"], bool(in_turn)), **rest}
     if splits:
         whole = parts["gate_up"]
-        halves = {r: _half(whole, i, bool(in_turn)) for i, r in enumerate(HALVES)}
+        halves = {r: _half(whole, i, bool(in_turn)) for i, r in enumerate(_HALVES)}
         return halves | {role: factors for role, factors in parts.items() if role != "gate_up"}
     return parts
 

@@ -13,7 +13,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
 
 Rows: TypeAlias = slice | torch.Tensor
-Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
+_Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
 
 
 def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
@@ -105,7 +105,7 @@ def plain_pairs(
     return pairs
 
 
-def delta(loaded: Loaded, experts: Experts, role: str, e: int) -> torch.Tensor | None:
+def delta(loaded: _Loaded, experts: Experts, role: str, e: int) -> torch.Tensor | None:
     """Change of one expert's weight, as the base stores it, at least in float32; None if it has none."""
     found = [(name, *part) for name, part in loaded.items()]
     total: torch.Tensor | None = None

@@ -36,18 +36,18 @@ NO_EFFECT = frozenset(
 )
 DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # of options whose default is not empty
 # Values of init_lora_weights that leave the base's weights as they are. Others subtract their first product.
-KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 # Patterns of a config are evaluated: letters, groups, alternatives, and what may repeat.
-PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
-MOST_WAYS = 2.0**24  # in which a pattern may be tried on the name of a module
+_PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
+_MOST_WAYS = 2.0**24  # in which a pattern may be tried on the name of a module
 NAME = 64  # characters of such a name
 
 
 def is_quick(pattern: str) -> bool:
     """True for a pattern whose search ends soon: its alternatives and repetitions allow few ways through a name."""
-    if len(pattern) > 500 or not PATTERN.fullmatch(pattern):
+    if len(pattern) > 500 or not _PATTERN.fullmatch(pattern):
         return False
     ways, alternatives = 1.0, [1]
     for c in pattern:
@@ -59,13 +59,13 @@ def is_quick(pattern: str) -> bool:
             ways *= alternatives.pop()
         elif c in "*+":
             ways *= NAME
-    return ways * math.prod(alternatives) <= MOST_WAYS
+    return ways * math.prod(alternatives) <= _MOST_WAYS
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each option with which the file's factors are not the change of the base's weights."""
     first = config.get("init_lora_weights")
-    if first not in KEEP_BASE:
+    if first not in _KEEP_BASE:
         yield (
             f"init_lora_weights={first!r} changed the base's weights before the training, so that this adapter does "
             "not fit the base: save it again with path_initial_model_for_weight_conversion"

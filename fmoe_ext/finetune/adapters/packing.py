@@ -11,8 +11,8 @@ import torch
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 RANK_MAJOR, EXPERT_MAJOR = "rank_major", "expert_major"  # column k * E + e, column e * r + k, of expert e
-MIN_MARGIN = 4.0  # standard deviations between the two readings
-NUM_SHUFFLES = 48
+_MIN_MARGIN = 4.0  # standard deviations between the two readings
+_NUM_SHUFFLES = 48
 MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for a model of 48 layers
 
 
@@ -53,7 +53,7 @@ class Evidence:
                 _likeness(
                     columns[:, torch.randperm(count, generator=generator)], num_experts, rank, EXPERT_MAJOR
                 )
-                for _ in range(NUM_SHUFFLES)
+                for _ in range(_NUM_SHUFFLES)
             ]
         )
         spread = null.std().item()
@@ -73,7 +73,7 @@ class Evidence:
             return RANK_MAJOR
         scores = self.standard_scores()
         best, other = sorted(scores, key=lambda packing: -scores[packing])
-        clear = scores[best] >= MIN_MARGIN and scores[best] - scores[other] >= MIN_MARGIN
+        clear = scores[best] >= _MIN_MARGIN and scores[best] - scores[other] >= _MIN_MARGIN
         return best if clear else "undecidable"
 
 

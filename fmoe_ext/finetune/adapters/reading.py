@@ -28,7 +28,7 @@ from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_M
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
-FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
+_FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
 NUMBERED = re.compile(
     rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{LEAVES})\.lora_(?P<ab>[AB])\.weight"
 )
@@ -193,7 +193,7 @@ def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTen
             part[int(match["e"]), ROLE[match["leaf"]], match["ab"]] = tensor
         elif (match := STACKED.fullmatch(name)) and len(tensor.shape) == 3:
             forms["stacked"].setdefault(match["layer"], {})[ROLE[match["leaf"]], match["ab"]] = tensor
-        elif match := FLAT.fullmatch(name):
+        elif match := _FLAT.fullmatch(name):
             depth = len(match["inner"]) // len(".base_layer")
             forms["flat"].setdefault(match["layer"], {})[depth, match["ab"]] = tensor
         else:

@@ -38,7 +38,7 @@ from fmoe_ext.huggingface.glu import apply_gate
 CERTIFICATE, JOB = "merge_certificate.json", ".job.json"
 Say: TypeAlias = Callable[[str], None]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
-ROLES = ("w1", "w2")
+_ROLES = ("w1", "w2")
 
 
 def repack(
@@ -195,13 +195,13 @@ class _Repack:
         module, layer, experts = self.modules[path], self.files[path], self.experts[path]
         loaded = {role: (f, f.read()) for role, f in self.adapter.layers[path].items()}
         prior = None if x is None else shrunk_moments(x[: self.rows])
-        sums = {name: _Sums(experts.num_experts) for name in ROLES}
+        sums = {name: _Sums(experts.num_experts) for name in _ROLES}
         for e in range(experts.num_experts):
             weights = _read(layer, e)
             tokens = None if idx is None else (idx == e).any(1).nonzero()[:, 0]
             rows = None if x is None or tokens is None else x[tokens]
             num = 0 if tokens is None else int((tokens < self.rows).sum())
-            for name, role, packed in zip(ROLES, experts.names, weights, strict=True):
+            for name, role, packed in zip(_ROLES, experts.names, weights, strict=True):
                 change = delta(loaded, experts, role, e)
                 lies = replace(packed, interleaved=False)
                 weight = lies.dequantize()[0]
@@ -214,7 +214,7 @@ class _Repack:
                     _put(work, layer, name, e, done[0])
                 if name == "w1" and rows is not None:
                     rows = _hidden(module, rows, target, e)
-        note["layers"][path] = {name: sums[name].report() for name in ROLES}
+        note["layers"][path] = {name: sums[name].report() for name in _ROLES}
         _write(work / JOB, note)
 
     @staticmethod

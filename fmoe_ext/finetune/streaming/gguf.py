@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from fmoe_ext import frozen
+from fmoe_ext.checkpoint import gguf_keys
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.formats import gguf_keys
-from fmoe_ext.formats.gguf import INSIDE, OUTSIDE
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
@@ -70,7 +69,7 @@ def _name(file: Path, name: str) -> str:
     match = IN_LAYER.fullmatch(name)
     if match and match[2] == SHARED_GATE:
         return f"model.layers.{match[1]}.mlp.shared_expert_gate.weight"
-    rest, names = (match[2], INSIDE) if match else (name, OUTSIDE)
+    rest, names = (match[2], gguf_keys.INSIDE) if match else (name, gguf_keys.OUTSIDE)
     for theirs, ours in names.items():
         if rest.startswith(ours):
             full = theirs + rest.removeprefix(ours)

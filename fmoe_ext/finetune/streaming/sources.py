@@ -20,8 +20,7 @@ from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
 from fmoe_ext.checkpoint.huggingface import check_folder
 from fmoe_ext.checkpoint.methods import check_method, kind_of
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed import mxfp4_layer
-from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.packed import mxfp4_layer, outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.finetune.streaming import gguf

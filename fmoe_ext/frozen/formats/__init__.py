@@ -1,4 +1,4 @@
-"""Formats of packed weights, a file each: check, decode, quantise. CONTRIBUTING.md says what a new one touches."""
+"""Formats of packed weights, a file each: check, decode, quantise. docs/design.md says what a new one touches."""
 
 from types import MappingProxyType
 

@@ -8,7 +8,7 @@ from typing import Any
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation
 from fmoe_ext.models.recognize import GATED, simplify
 
-QUICK_GELU = 1.702  # quick_gelu(x) = x * sigmoid(1.702 * x)
+_QUICK_GELU = 1.702  # quick_gelu(x) = x * sigmoid(1.702 * x)
 GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
@@ -78,7 +78,7 @@ def activation_of(config: Any) -> str | Callable[..., Any]:
     if isinstance(activation, str) and activation in GATED and limit is None and offset == 0:
         return GATED[activation]
     if config.activation_func is _quick_gelu() and limit is not None and offset == 1:
-        return ClampedSwiGLU(QUICK_GELU, limit)  # GPT-OSS's
+        return ClampedSwiGLU(_QUICK_GELU, limit)  # GPT-OSS's
     return GatedActivation(config.activation_func, limit, offset)
 
 

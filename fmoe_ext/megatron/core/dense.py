@@ -15,11 +15,9 @@ from fmoe_ext.megatron.core.arguments import (
     process_groups,
 )
 from fmoe_ext.megatron.core.gate import gate_arguments
-from fmoe_ext.megatron.core.layer import MegatronCoreMLP
-from fmoe_ext.megatron.core.norm import norm_inside
+from fmoe_ext.megatron.core.layer import MegatronCoreMLP, norm_inside
 from fmoe_ext.megatron.core.table import check_options
-from fmoe_ext.megatron.tensor_parallel import whole
-from fmoe_ext.models.target import DenseMLP, Options, Target
+from fmoe_ext.models.target import DenseMLP, Options, Target, whole
 
 KIND = "Megatron-core"
 LOOKED_FOR = (

@@ -13,11 +13,12 @@ from torch import Tensor
 from fmoe_ext.ep.width import WidthGroup
 from fmoe_ext.expert_kinds import Fused
 from fmoe_ext.experts import is_gated
-from fmoe_ext.routing import Nest, sort_choices
+from fmoe_ext.routing import sort_choices
+from fmoe_ext.tokens import Nest
 from fmoe_ext.transformer import FMoETransformerMLP
 
 # {name of a parameter of FusedExperts: its dimension that is spread over the ranks, None if it is whole}
-WIDTH_AXES = MappingProxyType({"htoh4.weight": 1, "htoh4.bias": 1, "h4toh.weight": 2, "h4toh.bias": None})
+_WIDTH_AXES = MappingProxyType({"htoh4.weight": 1, "htoh4.bias": 1, "h4toh.weight": 2, "h4toh.bias": None})
 
 
 class WidthShardedMLP(FMoETransformerMLP):
@@ -60,14 +61,14 @@ class WidthShardedMLP(FMoETransformerMLP):
 
     def whole_like(self, part: Tensor, name: str) -> Tensor:
         """An empty tensor for one whole expert's parameter, of which this rank has the part."""
-        shape, axis = list(part.shape), WIDTH_AXES[name]
+        shape, axis = list(part.shape), _WIDTH_AXES[name]
         if self.width is not None and axis is not None:
             shape[axis - 1] *= self.width.size
         return part.new_empty(shape)
 
     def part_of(self, whole: Tensor, name: str) -> Tensor:
         """This rank's part of one whole expert's parameter (without the dimension of experts)."""
-        axis = WIDTH_AXES[name]
+        axis = _WIDTH_AXES[name]
         if self.width is None or axis is None:
             return whole
         halves = whole.chunk(_num_halves(self, name), axis - 1)
@@ -143,7 +144,7 @@ def sharded_parts(
             key, part, *offsets, by_expert, *places, replica_id=replica_id, prepend_axis_num=layer_axes
         )
 
-    axis = None if size == 1 else WIDTH_AXES[name]
+    axis = None if size == 1 else _WIDTH_AXES[name]
     if axis is None:
         return shard(key, p, (0, rank, groups.expt_dp.rank()))
     halves, replica_id = _num_halves(moe, name), (0, 0, groups.expt_dp.rank())

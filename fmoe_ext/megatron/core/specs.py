@@ -13,8 +13,7 @@ from torch import nn
 from fmoe_ext.megatron.core.arguments import activation_of, layer_arguments, process_groups
 from fmoe_ext.megatron.core.expert_tensor import WidthShardedMLP, check_width_group
 from fmoe_ext.megatron.core.gate import gate_arguments
-from fmoe_ext.megatron.core.layer import MegatronCoreMLP
-from fmoe_ext.megatron.core.norm import new_norm
+from fmoe_ext.megatron.core.layer import MegatronCoreMLP, new_norm
 from fmoe_ext.megatron.core.options import layers_with_experts
 from fmoe_ext.megatron.core.table import check_options
 

@@ -37,6 +37,10 @@ def _not_with_sinkhorn(
     return _router(name, default, honoured, reason, refuses=refuses, **rules)
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def _no_effect(reason: str, names: str, *values: str) -> tuple[Option, ...]:
     return tuple(Option(name, None, f"no effect: {reason}", values=values) for name in names.split())
 
@@ -349,9 +353,8 @@ _MEMORY = (
         ("core_attn",),
         '"moe": the layer is computed again in the backward pass; "shared_experts": these alone; "moe_act": no effect, '
         "what the layer keeps for its backward is before the activation anyway; other modules are Megatron's",
-        values=(
-            *("moe", "shared_experts", "moe_act", "mlp", "layernorm", "core_attn", "mla_up_proj"),
-            *("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc"),
+        values=_words(
+            "moe shared_experts moe_act mlp layernorm core_attn mla_up_proj gdn_norm_out gdp_in_proj gdp_qkv mhc"
         ),
     ),
     Option(
@@ -363,9 +366,8 @@ _MEMORY = (
         "other modules'",
         '"expert_fc1", "moe_act" and "fused_group_mlp" are parts of Megatron\'s experts',
         _offloads_experts,
-        values=(
-            *("core_attn", "attn_proj", "attn_norm", "mlp_norm", "qkv_linear", "gdp_qkv"),
-            *("expert_fc1", "moe_act", "fused_group_mlp"),
+        values=_words(
+            "core_attn attn_proj attn_norm mlp_norm qkv_linear gdp_qkv expert_fc1 moe_act fused_group_mlp"
         ),
     ),
     _captures("cuda_graph_impl", "none", "none", "local", "transformer_engine", "full_iteration"),

@@ -1,4 +1,4 @@
-"""Metadata keys of GGUF: the configuration of Transformers that they say, or an error that names the key.
+"""Names of tensors in GGUF, and its metadata keys: the configuration that they say, or an error that names the key.
 
 llama.cpp computes a model from its tensors and from the keys of its architecture. Each of these is read, has one value
 that its graph computes with, or changes no logit; any other is refused, so that none is skipped in silence.
@@ -16,6 +16,28 @@ from fmoe_ext.checkpoint.families.family import Family
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorch}
+
+# {name in Transformers: name in GGUF}, of tensors outside and inside of a layer.
+OUTSIDE = MappingProxyType(
+    {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
+)
+INSIDE = MappingProxyType(
+    {
+        "input_layernorm.": "attn_norm.",
+        "self_attn.q_proj.": "attn_q.",
+        "self_attn.k_proj.": "attn_k.",
+        "self_attn.v_proj.": "attn_v.",
+        "self_attn.o_proj.": "attn_output.",
+        "self_attn.q_norm.": "attn_q_norm.",
+        "self_attn.k_norm.": "attn_k_norm.",
+        "post_attention_layernorm.": "ffn_norm.",
+        "mlp.gate.": "ffn_gate_inp.",
+        "mlp.shared_expert.gate_proj.": "ffn_gate_shexp.",
+        "mlp.shared_expert.up_proj.": "ffn_up_shexp.",
+        "mlp.shared_expert.down_proj.": "ffn_down_shexp.",
+        "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
+    }
+)
 
 # {key behind the architecture: attribute of the configuration}; compared with the configuration that is computed.
 COMPARED = MappingProxyType(
@@ -78,10 +100,10 @@ ONLY = MappingProxyType(
     }
 )
 # Namespaces of notes: on the file, its vocabulary and how it was made. general.type and others above come first.
-NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
-SCALING = "rope.scaling."
-ROPE_TYPES = ("none", "linear", "yarn")  # the last two have these names in Transformers too
-# {key behind SCALING: parameter of Transformers' YaRN}
+_NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
+_SCALING = "rope.scaling."
+_ROPE_TYPES = ("none", "linear", "yarn")  # the last two have these names in Transformers too
+# {key behind _SCALING: parameter of Transformers' YaRN}
 YARN = MappingProxyType(
     {
         "original_context_length": "original_max_position_embeddings",
@@ -146,7 +168,7 @@ def check(path: Path, fields: Fields, config: Any) -> None:
     for name, value in _rope(path, fields, family, config.max_position_embeddings).items():
         if not _same(computed.get(name), value):
             raise CheckpointError(
-                f"{path}: the keys {SCALING}* say {name} {value}, but config.json says {computed.get(name)}"
+                f"{path}: the keys {_SCALING}* say {name} {value}, but config.json says {computed.get(name)}"
             )
 
 
@@ -157,7 +179,7 @@ def _why_not(key: str, value: Any, family: Family, config: Any) -> str:
     if rest in ONLY:
         allowed = ONLY[rest]
         return "" if value in allowed else f"but only {' or '.join(map(str, allowed))} is computed"
-    if rest in READ or rest.startswith(SCALING):
+    if rest in READ or rest.startswith(_SCALING):
         return ""
     if rest in COMPARED:
         attribute = _attribute(COMPARED[rest], family)
@@ -175,7 +197,7 @@ def _is_reserved(key: str) -> bool:
     import gguf
 
     namespace = key.partition(".")[0]
-    if key.startswith(NOTES) or namespace == "GGUF":  # which the reader makes of the file's header
+    if key.startswith(_NOTES) or namespace == "GGUF":  # which the reader makes of the file's header
         return False
     known = {name.partition(".")[0] for name in names()}
     return namespace in known or namespace in gguf.MODEL_ARCH_NAMES.values()
@@ -209,12 +231,12 @@ def table() -> str:
         kind = "refused"
         if key in COMPARED:
             kind = "compared"
-        elif key in READ or key.removeprefix(SCALING) in (*YARN, "type", "factor", "attn_factor"):
+        elif key in READ or key.removeprefix(_SCALING) in (*YARN, "type", "factor", "attn_factor"):
             kind = "read"
         elif key in ONLY:
             kind = "one value"
             key = f"{key} = {' or '.join(map(str, ONLY[key]))}"
-        elif key.startswith(NOTES) or key == SCALING + "finetuned":
+        elif key.startswith(_NOTES) or key == _SCALING + "finetuned":
             kind = "changes no logit"
         kinds[kind].append(f"`{key}`")
     return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
@@ -223,13 +245,13 @@ def table() -> str:
 def _rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
     """rope_type and its parameters, empty where the file says nothing."""
     assert family.gguf is not None
-    begin = f"{family.gguf.name}.{SCALING}"
+    begin = f"{family.gguf.name}.{_SCALING}"
     said = {key.removeprefix(begin): value for key, value in fields.items() if key.startswith(begin)}
     said.pop("finetuned", None)
     if not said:
         return {}
     kind, factor = said.pop("type", "linear"), said.pop("factor", 1.0) or 1.0  # as in llama.cpp
-    if kind not in ROPE_TYPES:
+    if kind not in _ROPE_TYPES:
         raise CheckpointError(f"{path}: {begin}type is {kind!r}, which is not computed here")
     if not 1 <= factor < math.inf:
         raise CheckpointError(f"{path}: {begin}factor is {factor}, which is not computed here")

@@ -1,0 +1,48 @@
+"""balanced_shares: Sinkhorn's iteration on a gate's logits, over the tokens of all ranks."""
+
+from collections.abc import Callable
+
+import torch
+
+TOLERANCE = 1e-4
+_EPSILON = 1e-8
+_MAX_ROUNDS = 1000
+
+
+def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
+    """exp(logits) [T, E], rows and columns scaled in turn until those of all ranks have even sums, to about 1e-4.
+
+    The scores that SinkhornGate ranks; rows sum to 1 / T and columns to 1 / E, T the tokens of all ranks.
+    gather(x, same_size=True): x of every rank.
+    """
+    num_experts = logits.shape[1]
+    # A factor of a row changes its own scale alone; a token that is not a number weighs nothing.
+    cost = (logits - logits.amax(1, keepdim=True)).exp().nan_to_num(0.0)
+    num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), gather).clamp(min=1)
+    of_expert = cost.new_ones(1, num_experts)
+    for _ in range(_MAX_ROUNDS):
+        before = of_expert
+        of_token = 1 / (num_tokens * ((before * cost).sum(1, keepdim=True) + _EPSILON))  # [T, 1]
+        of_expert = 1 / (num_experts * (_sum_over_ranks(of_token * cost, gather) + _EPSILON))
+        if not (before - of_expert).abs().mean() > TOLERANCE:
+            break
+    return of_expert * cost * of_token
+
+
+def _sum_over_ranks(x: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
+    """x [T, N] -> [1, N], the same bits on every rank, of this microbatch alone; a repeated forward does not come here.
+
+    ranks.sum() would add other microbatches (accumulation.py), and tell a repeated forward what it did not ask.
+    """
+    return torch.cat(gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)
+
+
+@torch.library.custom_op("fmoe_ext::balanced_shares", mutates_args=())
+def balanced_shares_traced(logits: torch.Tensor) -> torch.Tensor:
+    """balanced_shares() of one rank, as one operator of a compiled graph."""
+    return balanced_shares(logits, lambda x, same_size: [x])
+
+
+@balanced_shares_traced.register_fake
+def _(logits: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(logits)
