@@ -111,6 +111,17 @@ def test_gradients_of_biases_beside_adapters_are_refused_in_parts(tmp_path):
         step(model, make_ids())
 
 
+def test_gradients_of_norms_behind_experts_are_refused_in_parts(tmp_path):
+    """Muse Spark's experts have one, which no part returns a gradient of."""
+    model = cut(save(tmp_path, num_hidden_layers=2), 1.5).train()
+    experts = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts"]
+    for module in experts:
+        module.post_expert_norm = torch.nn.RMSNorm(8)
+    assert len(experts) == 2
+    with pytest.raises(RuntimeError, match="post_expert_norm of experts that are read in parts is frozen"):
+        step(model, make_ids())
+
+
 def test_each_part_is_read_once_in_a_forward_and_once_in_a_backward(tmp_path):
     """Buffers that hold a layer keep its parts between the repeated forward and the backward."""
     model = cut(save(tmp_path, num_hidden_layers=3), 1.5)

@@ -54,6 +54,12 @@ def compute_in_parts(
 ) -> Tensor:
     """huggingface.experts.compute, part by part. weights: (w1, w2) of parts[i] in a phase; is_packed: both are."""
     num_experts = parts[-1].end
+    norm = getattr(experts, "post_expert_norm", None)
+    if norm is not None and torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters()):
+        raise RuntimeError(
+            "post_expert_norm of experts that are read in parts is frozen: leave it out of what is trained, or give "
+            "stream the memory of two layers"
+        )
     if torch.is_autocast_enabled("cpu") and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype("cpu"))
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, num_experts)
