@@ -208,6 +208,14 @@ def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
     return replace(batch, num_tokens=valid.numel(), rows=None if all_valid else rows)
 
 
+def with_ids(batch: Batch, ids: torch.Tensor) -> Batch:
+    """batch with the numbers of its tokens in the vocabulary; TypeError for other dtypes."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, but got {ids.dtype}")
+    batch.check(ids.numel())
+    return replace(batch, num_tokens=ids.numel(), ids=ids.detach().flatten())
+
+
 @contextmanager
 def valid_tokens(mask: torch.Tensor | None) -> Iterator[None]:
     """Every FMoE layer that is called in the block takes the tokens with mask = 0 for padding, as with valid=mask.
@@ -271,9 +279,5 @@ def token_ids(ids: torch.Tensor) -> Iterator[None]:
         ...     layer(torch.randn(1, 3, 8)).shape
         torch.Size([1, 3, 8])
     """
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be integers, but got {ids.dtype}")
-    batch = current_batch()
-    batch.check(ids.numel())
-    with batch_is(replace(batch, num_tokens=ids.numel(), ids=ids.detach().flatten())):
+    with batch_is(with_ids(current_batch(), ids)):
         yield

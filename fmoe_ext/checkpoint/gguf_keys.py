@@ -116,7 +116,9 @@ YARN = MappingProxyType(
 def _family_of(path: Path, fields: Fields) -> Family:
     """The family of a file's architecture; CheckpointError for one that is not read."""
     architecture = fields.get("general.architecture")
-    families = {family.gguf.name: family for family in FAMILIES.values() if family.gguf}
+    families = {
+        family.gguf.name: family for family in FAMILIES.values() if family.gguf and family.gguf.is_read
+    }
     if architecture not in families:
         raise CheckpointError(
             f"{path}: GGUF is read for {', '.join(families)}, but this model is {architecture}"

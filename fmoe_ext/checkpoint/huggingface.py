@@ -12,13 +12,15 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import LAYOUTS
-from fmoe_ext.checkpoint.families.family import Layout
+from fmoe_ext.checkpoint.families.family import UP_DOWN, Layout
 from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.layouts import (
     BLOCKS,
     GATE_NAMES,
+    LATENT,
     PER_EXPERT,
     STACKED,
+    UNGATED,
     W1,
     W2,
     find_layer,
@@ -30,11 +32,11 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_s
 
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
 
-GATE = re.compile(rf"(?P<layer>(?:.*\.)?)(?P<gate>{'|'.join(map(re.escape, GATE_NAMES))})\.weight")
 BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
 EXPERTS = re.compile(
     rf"(?:.*\.)?(?:experts\.\d+\.(?:{'|'.join(re.escape(leaf) for leaves in PER_EXPERT for leaf in leaves)})"
-    rf"|{'|'.join(re.escape(gate_up) for gate_up, _ in STACKED)})"
+    rf"|experts\.\d+\.(?:{'|'.join(map(re.escape, UP_DOWN))})"
+    rf"|{'|'.join(re.escape(first) for first, _ in (*STACKED, *UNGATED))})"
 )
 OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
 
@@ -50,11 +52,9 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
     out: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for key in tensors:
-        match = GATE.fullmatch(key)
-        found = find_layer(tensors, match["layer"], match["gate"]) if match else None
-        if match and found:
+        layer, found = _layer_of_gate(tensors, key)
+        if found:
             _check_shapes(key, found[0])
-            layer = match["layer"]
             if f"{layer}{W1}" not in names:
                 layer = _renamed(layer, "mlp")
             out |= {layer + name: tensor for name, tensor in found[0].items()}
@@ -64,11 +64,29 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
     return _returned({key: tensor for key, tensor in out.items() if key not in used}, lazy)
 
 
+def _layer_of_gate(
+    tensors: Mapping[str, StoredTensor], key: str
+) -> tuple[str, tuple[dict[str, StoredTensor], set[str]] | None]:
+    """(prefix of the layer whose gate a tensor is, find_layer() of it); None for other tensors."""
+    for gate in GATE_NAMES:
+        layer = key.removesuffix(f"{gate}.weight")
+        if layer != key and (not layer or layer.endswith(".")):
+            found = find_layer(tensors, layer, gate)
+            if found:
+                return layer, found
+    return key, None
+
+
 def _check_shapes(gate: str, layer: Mapping[str, StoredTensor]) -> None:
     w1, w2 = layer[W1], layer[W2]
-    num_experts, rows, d_model = w1.shape
+    num_experts, rows, width = w1.shape
     shape = layer["gate.gate.weight"].shape
-    if shape != (num_experts, d_model) or w2.shape != (num_experts, d_model, rows // 2):
+    narrow = layer.get(LATENT[0])
+    expected = (num_experts, width) if narrow is None else (num_experts, narrow.shape[1])
+    fits = (
+        len(w2.shape) == 3 and w2.shape[:2] == (num_experts, width) and rows in (w2.shape[2], 2 * w2.shape[2])
+    )
+    if shape != expected or not fits or (narrow is not None and narrow.shape[0] != width):
         raise CheckpointError(
             f"{gate} {list(shape)}, gate and up {list(w1.shape)} and down {list(w2.shape)} of experts do "
             "not fit: expected [E, D], [E, 2H, D] and [E, D, H]"
@@ -106,10 +124,6 @@ def to_huggingface(
             f"{adapters if any('.lora_' in name for name in tensors) else ''}"
         )
     for prefix, layer in layers.items():
-        if f"{prefix}latent.narrow.weight" in out:
-            raise CheckpointError(
-                f"{prefix}latent has projections around the experts: no Hugging Face layout has a place for them"
-            )
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):
             check_writable(routing or {}, prefix, layout)
@@ -126,7 +140,7 @@ def _by_layer(
     layers: dict[str, dict[str, StoredTensor]] = {match[1]: {} for match in names}
     others = {}
     for key, tensor in tensors.items():
-        parts = ((p, (f"{p}experts.", f"{p}gate.", f"{p}shared_experts.")) for p in layers)
+        parts = ((p, (f"{p}experts.", f"{p}gate.", f"{p}shared_experts.", f"{p}latent.")) for p in layers)
         prefix = next((p for p, begins in parts if key.startswith(begins)), None)
         if prefix is None:
             others[key] = tensor

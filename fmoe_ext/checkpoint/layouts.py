@@ -1,7 +1,7 @@
 """Turns the tensors of an MoE layer in a Hugging Face layout into ours, and back.
 
 ours     gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
-         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False
+         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False; without a gate htoh4 is [E, H, D]
 theirs   families/: one file a family has its names and shapes; "fused" is gate.weight, experts.gate_up_proj [E, 2H, D],
          experts.down_proj [E, D, H], as modules of Transformers have them
 """
@@ -15,14 +15,16 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Layout
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, UP_DOWN, Layout
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.weight", "experts.h4toh.bias")
 SHARED = "shared_experts.mlp."
 SHARED_GATE = "shared_experts.gate.weight"
+LATENT = ("latent.narrow.weight", "latent.widen.weight")
 EXPERT_BIAS = "gate.expert_bias"
+TABLE = "gate.expert_of_id"
 PENDING_LOAD = (
     "gate.pending_load"  # choices that SigmoidGate has not counted yet: of training, not of the model
 )
@@ -30,8 +32,13 @@ PENDING_LOAD = (
 KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
 GATE_NAMES = tuple(sorted({layout.gate for layout in KNOWN}))
 BLOCKS = tuple(sorted({layout.block for layout in KNOWN}))
-STACKED = tuple(sorted({layout.experts for layout in KNOWN}))
+STACKED = tuple(sorted({layout.experts for layout in KNOWN if layout.gated}))
+UNGATED = tuple(sorted({layout.experts for layout in KNOWN if not layout.gated}))
 PER_EXPERT = tuple(sorted({layout.per_expert for layout in KNOWN if layout.per_expert}))
+# Three weights first: two of them look like experts without a gate.
+SHARED_NAMES = tuple(
+    sorted({layout.shared_names for layout in KNOWN}, key=lambda names: (-len(names), names))
+)
 
 
 def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTensor]:
@@ -41,10 +48,11 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
     """
     left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}
     w1, w2 = left.pop(W1), left.pop(W2, None)
-    if w2 is None or len(w1.shape) != 3 or w1.shape[1] != 2 * w2.shape[2]:
+    if w2 is None or len(w1.shape) != 3 or w1.shape[1] != (2 if layout.gated else 1) * w2.shape[2]:
+        kind, rows = ("SwiGLU experts", "2H") if layout.gated else ("experts without a gate", "H")
         raise CheckpointError(
             f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight "
-            f"{None if w2 is None else list(w2.shape)} are no SwiGLU experts: expected [E, 2H, D] and [E, D, H]"
+            f"{None if w2 is None else list(w2.shape)} are no {kind}: expected [E, {rows}, D] and [E, D, H]"
         )
     out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}
     if layout.interleaved:
@@ -54,14 +62,22 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
         b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
         out |= {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
     elif layout.per_expert is None:
+        if layout.transposed:
+            w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
         out |= dict(zip(layout.experts, (w1, w2), strict=True))
     else:
         for e in range(w1.shape[0]):
             out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
-    if layout.expert_bias:
+    if layout.latent and LATENT[0] in left:
+        out |= {f"{name}.weight": left.pop(ours) for name, ours in zip(layout.latent, LATENT, strict=True)}
+    if layout.table and TABLE in left:
+        out[layout.table] = left.pop(TABLE)
+    elif layout.expert_bias:
         bias = left.pop(EXPERT_BIAS, None) or zeros(w1.shape[:1], torch.float32)
         shape = (1, *bias.shape) if layout.bias_is_row else bias.shape
         out[layout.expert_bias] = by_rows(bias, shape, lambda b: b.view(shape))
+    elif layout.no_bias and EXPERT_BIAS in left and not left[EXPERT_BIAS].read().any():
+        del left[EXPERT_BIAS]
     out |= _shared_to_layout(prefix, left, layout)
     for name, tensor in left.items():
         _check_droppable(prefix, name, tensor)
@@ -72,7 +88,11 @@ def _shared_to_layout(prefix: str, left: dict[str, StoredTensor], layout: Layout
     out: dict[str, StoredTensor] = {}
     if layout.shared and SHARED + "htoh4.weight" in left:
         w1, w2 = left.pop(SHARED + "htoh4.weight"), left.pop(SHARED + "h4toh.weight")
-        out |= _one_expert(layout.shared, PROJECTIONS, w1, w2, 0)
+        if len(layout.shared_names) == 3:
+            out |= _one_expert(layout.shared, PROJECTIONS, w1, w2, 0)
+        else:
+            whole = zip(layout.shared_names, (w1, w2), strict=True)
+            out |= {layout.shared + leaf: _part(w, 0, 0, w.shape[1]) for leaf, w in whole}
         if layout.shared_gate and SHARED_GATE in left:
             out[layout.shared_gate] = left.pop(SHARED_GATE)
     if layout.shared_gate and layout.shared_gate not in out:
@@ -148,6 +168,10 @@ def _check_droppable(prefix: str, name: str, tensor: StoredTensor) -> None:
         if name.endswith(".bias") and not tensor.read().any():
             return
         raise CheckpointError(f"{prefix}{name} has no place in this format: it has no such shared experts")
+    if name.startswith("latent."):
+        raise CheckpointError(
+            f"{prefix}latent has projections around the experts: this Hugging Face layout has no place for them"
+        )
     if name not in ("gate.gate.bias", B1, B2):
         raise CheckpointError(f"{prefix}{name} has no place in a Hugging Face layer")
     if tensor.read().any():
@@ -169,6 +193,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
     read.take("gate.gate.bias", f"{gate}.bias")
     read.expert_bias()
     read.shared()
+    read.latent()
     return read.layer, read.used
 
 
@@ -197,7 +222,16 @@ class _Reading:
         """Takes the experts; whether there are any."""
         if any(self._stacked(*names) for names in STACKED):
             return True
-        return any(self._numbered(leaves) for leaves in PER_EXPERT)
+        return any(self._numbered(leaves) for leaves in PER_EXPERT) or self._ungated()
+
+    def _ungated(self) -> bool:
+        """Takes experts of two projections, stacked or one by one."""
+        for up, down in UNGATED:
+            w1, w2 = self._get(up), self._get(down)
+            if w1 is not None and w2 is not None:
+                self.layer |= {W1: w1, W2: w2}
+                return True
+        return self._numbered(UP_DOWN)
 
     def _stacked(self, gate_up: str, down: str) -> bool:
         w1, w2 = self._get(gate_up), self._get(down)
@@ -209,11 +243,15 @@ class _Reading:
             w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
             w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
             self.layer |= {B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2}
+        elif len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]:
+            w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
         self.layer |= {W1: w1, W2: w2}
         return True
 
     def expert_bias(self) -> None:
-        """Takes the bias of the choices, if there is one."""
+        """Takes the bias of the choices, or the table of them, if there is one."""
+        for name in sorted({layout.table for layout in KNOWN if layout.table}):
+            self.take(TABLE, name)
         for name in sorted({layout.expert_bias for layout in KNOWN if layout.expert_bias}):
             bias = self._get(name)
             if bias is not None:
@@ -227,30 +265,41 @@ class _Reading:
                 "must be [E, D, 2H] and [E, H, D], as those of GPT-OSS"
             )
 
-    def _numbered(self, leaves: tuple[str, str, str]) -> bool:
+    def _numbered(self, leaves: tuple[str, ...]) -> bool:
         pattern = re.compile(rf"{re.escape(self.prefix)}experts\.(\d+)\.({'|'.join(map(re.escape, leaves))})")
         found = {(int(m[1]), m[2]): key for key in self.tensors if (m := pattern.fullmatch(key))}
-        if not found:
+        if not any(leaf == leaves[0] for _, leaf in found):
             return False
         num_experts = 1 + max(e for e, _ in found)
         wanted = [(e, leaf) for e in range(num_experts) for leaf in leaves]
         missing = [f"{self.prefix}experts.{e}.{leaf}" for e, leaf in wanted if (e, leaf) not in found]
         if missing:
             raise CheckpointError(f"missing: {', '.join(missing)}")
-        gate, up, down = ([self.tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
-        self.layer |= {W1: joined(self.prefix, gate, up), W2: joined(self.prefix, down)}
+        *first, down = ([self.tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
+        self.layer |= {W1: joined(self.prefix, *first), W2: joined(self.prefix, down)}
         self.used |= set(found.values())
         return True
 
     def shared(self) -> None:
         """Takes the shared experts, if there are any."""
         for name in sorted({layout.shared for layout in KNOWN if layout.shared}):
-            gate, up, down = (self._get(name + leaf) for leaf in PROJECTIONS)
-            if gate is not None and up is not None and down is not None:
-                self.layer[SHARED + "htoh4.weight"] = joined(self.prefix, [gate], [up])
+            for leaves in SHARED_NAMES:
+                *first, down = (self.tensors.get(self.prefix + name + leaf) for leaf in leaves)
+                if down is None or None in first:
+                    continue
+                self.used |= {self.prefix + name + leaf for leaf in leaves}
+                columns = ([tensor] for tensor in first if tensor is not None)
+                self.layer[SHARED + "htoh4.weight"] = joined(self.prefix, *columns)
                 self.layer[SHARED + "h4toh.weight"] = joined(self.prefix, [down])
+                break
         for name in sorted({layout.shared_gate for layout in KNOWN if layout.shared_gate}):
             self.take(SHARED_GATE, name)
+
+    def latent(self) -> None:
+        """Takes the projections around the experts, if there are any."""
+        for names in sorted({layout.latent for layout in KNOWN if layout.latent}):
+            for ours, name in zip(LATENT, names, strict=True):
+                self.take(ours, f"{name}.weight")
 
 
 def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:

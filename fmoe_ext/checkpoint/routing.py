@@ -12,9 +12,15 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, SOFTMAX, UNCLAMPED, Family, Numbers
+from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTMAX, UNCLAMPED, Family, Numbers
 from fmoe_ext.checkpoint.model_state import ModelState
-from fmoe_ext.experts import ClampedSwiGLU, FusedExperts, SharedExperts, activation_name
+from fmoe_ext.experts import (
+    ClampedSwiGLU,
+    FusedExperts,
+    GatedActivation,
+    SharedExperts,
+    activation_name,
+)
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
@@ -36,6 +42,14 @@ _USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known 
     {"top_k": "num_experts_per_tok", "normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 )
 HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
+HIDDEN_ACT_UNGATED = MappingProxyType(
+    {name: name for name in ("gelu", "relu", "silu", "relu2")} | {"gelu_tanh": "gelu_pytorch_tanh"}
+)
+
+
+def hidden_acts(family: Family) -> Mapping[str, str]:
+    """{our name of an activation: name in config.json of a family}."""
+    return HIDDEN_ACT if family.in_modules.gated else HIDDEN_ACT_UNGATED
 
 
 def routing_of(layer: FMoE) -> dict[str, Any]:
@@ -43,17 +57,20 @@ def routing_of(layer: FMoE) -> dict[str, Any]:
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
     plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float))}
-    return {"gate": type(gate).__name__, **plain, **_activation_of(layer)}
+    return {"gate": type(gate).__name__, **plain, **_activation_of(layer.experts)}
 
 
-def _activation_of(layer: FMoE) -> dict[str, Any]:
-    activation = getattr(layer.experts, "activation", None)
+def _activation_of(experts: Any) -> dict[str, Any]:
+    activation = getattr(experts, "activation", None)
     if activation == CLAMPED:
         activation = ClampedSwiGLU()
     if isinstance(activation, ClampedSwiGLU):
         return {"activation": CLAMPED, "swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit}
     if activation is None:
         return {}
+    is_silu = type(activation) is GatedActivation and activation_name(activation.activation) == "silu"
+    if is_silu and activation.limit is not None and activation.offset == 0:
+        return {"activation": LIMITED, "swiglu_limit": activation.limit}
     return {
         "activation": activation_name(activation)
         or getattr(activation, "__name__", type(activation).__name__)
@@ -79,6 +96,8 @@ def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], 
     for name, other in others:
         theirs = _facts(other)
         for fact in facts.keys() | theirs.keys():
+            if fact == "gate" and family.in_modules.table:
+                continue  # a table in some of the layers
             if facts.get(fact) != theirs.get(fact):
                 raise CheckpointError(
                     f"{first} has {fact}={facts.get(fact)} and {name} has {fact}={theirs.get(fact)}, but config.json "
@@ -89,12 +108,16 @@ def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], 
 
 def _facts(layer: Any) -> dict[str, Any]:
     shared = layer.shared_experts
+    routing = routing_of(layer)
+    if routing.get("num_groups") == 1:
+        routing.pop("group_best", None)
     return {
         "num_experts": layer.num_experts,
         "d_hidden": layer.experts.h4toh.weight.shape[2],
         "shared": 0 if shared is None else shared.mlp.h4toh.weight.shape[2],
         "shared_expert_gate": shared is not None and shared.gate is not None,
-        **routing_of(layer),
+        "latent_size": None if layer.latent is None else layer.latent.narrow.weight.shape[0],
+        **routing,
     }
 
 
@@ -111,7 +134,7 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
             raise CheckpointError(f"{where} ({type(layer).__name__}) has its own {method}()")
     if layer.mask is not None:
         raise CheckpointError(f"{where} has mask=: no format says which tokens go to no expert")
-    if layer.latent is not None:
+    if layer.latent is not None and not family.in_modules.latent:
         raise CheckpointError(f"{where} has latent_size=: no format has a place for its projections")
     shared = layer.shared_experts
     if shared is not None and type(shared) is not SharedExperts:
@@ -119,6 +142,13 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
     if shared is not None and family.files.shared and not family.files.shared_gate and shared.gate:
         raise CheckpointError(f"{where} has gated shared experts, those of {family.name} have no gate")
     check_writable({name: routing_of(layer)}, name, family.name)
+    if shared is not None:
+        found, expected = _activation_of(shared.mlp), _activation_of(layer.experts)
+        if found != ({"activation": family.shared_activation} if family.shared_activation else expected):
+            raise CheckpointError(
+                f"the shared experts of {where} have the activation {found}, but those of Hugging Face's {family.name} "
+                f"have {family.shared_activation or expected}"
+            )
 
 
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:
@@ -176,7 +206,11 @@ def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     facts = family.facts_of(said)
     options = {name: facts[name] for name in OPTIONS if name in facts}
-    return {"gate": family.gates[-1], **options, "activation": activation_of_config(family, said)}
+    return {
+        "gate": facts.get("gate", family.gates[-1]),
+        **options,
+        "activation": activation_of_config(family, said),
+    }
 
 
 def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[str, Any]]:
@@ -187,10 +221,11 @@ def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[s
 
 def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
     """Our name of the experts' activation; config.json's own for one that we do not have."""
-    if family.activations == (CLAMPED,):
-        return CLAMPED
-    ours = {theirs: name for name, theirs in HIDDEN_ACT.items()}
-    return ours.get(said.get("hidden_act", "silu"), str(said.get("hidden_act")))
+    if family.activations in ((CLAMPED,), (LIMITED,)):
+        return family.activations[0]
+    ours = {theirs: name for name, theirs in hidden_acts(family).items()}
+    said_act = said.get(family.activation_key, "silu")
+    return ours.get(said_act, str(said_act))
 
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:

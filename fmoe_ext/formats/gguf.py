@@ -34,13 +34,17 @@ def check_writable(family: Family, config: Any) -> Gguf:
             f"gguf is written for {known}, but this model is {family.name}: export it as that, then run "
             "llama.cpp's convert_hf_to_gguf.py on the folder"
         )
+    is_fixed = architecture.normalizes is not None
     wrong = {
-        "norm_topk_prob": getattr(config, "norm_topk_prob", True) != architecture.normalizes,
+        "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": config.hidden_act != "silu",
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
+        "n_group": (getattr(config, "n_group", None) or 1) > 1 and not architecture.is_latent,
+        "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "sliding_window": getattr(config, "sliding_window", None)
-        and getattr(config, "use_sliding_window", True),
+        and getattr(config, "use_sliding_window", True)
+        and set(getattr(config, "layer_types", None) or ()) != {"full_attention"},
         "rope_parameters": config.rope_parameters.get("rope_type", "default") != "default",
         "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
         "num_key_value_heads": config.num_key_value_heads != config.num_attention_heads
@@ -62,7 +66,7 @@ def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, 
     """
     gguf = _import_gguf()
     architecture = check_writable(family, config)
-    named = dict(_named(tensors, architecture, config))
+    named = dict(_named(tensors, family, config))
     writer = gguf.GGUFWriter(path, architecture.name)
     types = {name: _type_of(name, tensor) for name, tensor in named.items()}
     try:
@@ -95,11 +99,21 @@ def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
 
 
 def _named(
-    tensors: Mapping[str, StoredTensor], architecture: Gguf, config: Any
+    tensors: Mapping[str, StoredTensor], family: Family, config: Any
 ) -> Iterator[tuple[str, StoredTensor]]:
+    architecture = family.gguf
+    assert architecture is not None
+    block = f"{family.in_modules.block}."
+    usual = {theirs: ours for theirs, ours in INSIDE.items() if theirs not in architecture.names}
+    inside = {**architecture.names, **usual}
     for name, tensor in tensors.items():
         match = LAYER.fullmatch(name)
-        for new, part in _in_layer(match[2], tensor) if match else _renamed(OUTSIDE, name, tensor):
+        parts = _renamed(OUTSIDE, name, tensor)
+        if match:
+            rest = match[2]
+            rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
+            parts = _in_layer(rest, tensor, inside, config)
+        for new, part in parts:
             full = f"blk.{match[1]}.{new}" if match else new
             rotated = ROTATED.fullmatch(full) if architecture.turns_pairs else None
             if rotated:
@@ -108,7 +122,9 @@ def _named(
             yield full, part
 
 
-def _in_layer(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+def _in_layer(
+    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any
+) -> Iterator[tuple[str, StoredTensor]]:
     if name == "mlp.experts.gate_up_proj":
         num_experts, rows, d_model = tensor.shape
         half = num_experts, rows // 2, d_model
@@ -118,8 +134,29 @@ def _in_layer(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTens
         yield "ffn_down_exps.weight", tensor
     elif name == "mlp.shared_expert_gate.weight":
         yield "ffn_gate_inp_shexp.weight", _mapped(tensor, tensor.shape[1:], lambda w: w[0])
+    elif name == "self_attn.kv_b_proj.weight":
+        yield from _split_latent(tensor, config)
+    elif name.endswith("e_score_correction_bias"):
+        yield "exp_probs_b.bias", _mapped(tensor, tensor.shape[-1:], torch.Tensor.flatten)
     else:
-        yield from _renamed(INSIDE, name, tensor)
+        yield from _renamed(inside, name, tensor)
+
+
+def _split_latent(tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """Keys [heads, rank, nope] and values [heads, v, rank] of what widens the latent ones."""
+    heads, nope, width, rank = (
+        *(config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim),
+        tensor.shape[1],
+    )
+
+    def halves(w: Tensor) -> Tensor:
+        return w.unflatten(0, (heads, nope + width))
+
+    yield (
+        "attn_k_b.weight",
+        _mapped(tensor, (heads, rank, nope), lambda w: halves(w)[:, :nope].transpose(1, 2)),
+    )
+    yield "attn_v_b.weight", _mapped(tensor, (heads, width, rank), lambda w: halves(w)[:, nope:])
 
 
 def _renamed(names: Mapping[str, str], name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
@@ -145,6 +182,8 @@ def _mapped(tensor: StoredTensor, shape: tuple[int, ...], function: Any) -> Stor
 
 def write_facts(writer: Any, config: Any, family: Family) -> None:
     """Adds to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
+    architecture = family.gguf
+    assert architecture is not None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(config.architectures[0])
     writer.add_vocab_size(config.vocab_size)
@@ -153,19 +192,65 @@ def write_facts(writer: Any, config: Any, family: Family) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    if architecture.is_latent:
+        _write_latent_attention(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(
+            int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
+        )
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_count(getattr(config, family.config["num_experts"]))
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_used_count(getattr(config, family.config["top_k"]))
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    elif architecture.normalizes is None:
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if hasattr(config, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture.normalizes is None:
+        _write_routing(writer, config, family)
+    for key, attribute in architecture.multipliers.items():
+        writer.add_float32(f"{architecture.name}.{key}", getattr(config, attribute))
     writer.add_tokenizer_model("no_vocab")
+
+
+def _write_latent_attention(writer: Any, config: Any) -> None:
+    """llama.cpp computes it as attention with one head of latent keys, which are values too."""
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+
+
+def _write_routing(writer: Any, config: Any, family: Family) -> None:
+    """Adds the router's score, scale and layers, which other architectures have in their code."""
+    gguf = _import_gguf()
+    facts = family.facts_of(config.to_dict())
+    is_sigmoid = family.gates[-1] == "SigmoidGate"
+    func = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(func.SIGMOID if is_sigmoid else func.SOFTMAX)
+    writer.add_expert_weights_norm(bool(facts["normalize"]))
+    writer.add_expert_weights_scale(float(facts.get("scale", 1)))
+    shared = facts.get("num_shared") or 0
+    writer.add_expert_shared_count(shared)
+    if shared:
+        writer.add_expert_shared_feed_forward_length(shared * facts["d_hidden"])
+    first = getattr(config, "first_k_dense_replace", None)
+    first = getattr(config, "moe_layer_start_index", 0) if first is None else first
+    writer.add_leading_dense_block_count(first)
+    if facts.get("num_groups", 1) > 1:
+        writer.add_expert_group_count(facts["num_groups"])
+        writer.add_expert_group_used_count(facts["topk_groups"])
+    writer.add_interleave_moe_layer_step(getattr(config, "moe_layer_interval", 1))
 
 
 def _import_gguf() -> Any:

@@ -8,24 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmoe_ext import gates
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, Family
+from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, Family
+from fmoe_ext.checkpoint.families.refused import REFUSED
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_huggingface
-from fmoe_ext.checkpoint.layouts import B1, SHARED, SHARED_GATE, W1, find_layer
-from fmoe_ext.checkpoint.routing import HIDDEN_ACT, OPTIONS, activation_of_config
+from fmoe_ext.checkpoint.layouts import (
+    B1,
+    EXPERT_BIAS,
+    LATENT,
+    PENDING_LOAD,
+    SHARED,
+    SHARED_GATE,
+    TABLE,
+    W1,
+    W2,
+    find_layer,
+    zeros,
+)
+from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
-from fmoe_ext.experts import ClampedSwiGLU
+from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts
 from fmoe_ext.formats.writing import plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
+from fmoe_ext.tokens import current_batch, enter, leave, with_ids
 from fmoe_ext.transformer import FMoETransformerMLP
 
 
@@ -85,14 +100,15 @@ def import_model(source: Any, **options: Any) -> Any:
         model = _read(source, options)
     elif options:
         raise TypeError(f"{', '.join(options)}: options are for a folder or a name, but got a model")
-    values = model.config.to_dict()
+    values = model.config.get_text_config().to_dict()
     family = _family_of(values)
     facts = family.facts_of(values)
     activation = _activation(family, values, facts)
+    up = family.in_modules.experts[0].rpartition(".")[2]
     blocks = [
         (name, module)
         for name, module in model.named_modules()
-        if hasattr(getattr(module, "experts", None), "gate_up_proj")
+        if hasattr(getattr(module, "experts", None), up)
     ]
     if not blocks:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
@@ -110,10 +126,12 @@ def _family_of(config: dict[str, Any]) -> Family:
     """The family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
     family = FAMILIES.get(config["model_type"])
     if family is None:
+        kind = config["model_type"]
+        reason = REFUSED.get(kind)
+        known = f": import_model() knows {', '.join(FAMILIES)}"
         raise CheckpointError(
-            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config['model_type']}, whose router or "
-            "shared experts are others: huggingface.use(model) computes its experts and leaves the rest to "
-            "Transformers, save_pretrained included"
+            f"{kind} is not imported, {f'for {reason}' if reason else f'a model type that is not known{known}'}. "
+            "huggingface.use(model) computes its experts and leaves the rest to Transformers, save_pretrained included"
         )
     for key, value in family.unsupported.items():
         if config.get(key, value) != value:
@@ -154,27 +172,74 @@ def _converted(
             f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
         )
     tensors = found[0]
-    num_experts, two_h, d_model = tensors[W1].shape
-    options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
+    num_experts, d_model = tensors["gate.gate.weight"].shape
+    layer_gate = _gate(family, facts, tensors)
     with torch.device("meta"):
         layer = FMoETransformerMLP(
             num_experts,
             d_model,
-            two_h // 2,
+            tensors[W2].shape[2],
             activation=activation,
             bias=B1 in tensors,
-            gate=functools.partial(getattr(gates, family.gates[-1]), gate_bias=family.gate_bias, **options),
+            gate=layer_gate,
             top_k=facts["top_k"],
             shared_expert_hidden=tensors[f"{SHARED}h4toh.weight"].shape[2]
             if f"{SHARED}h4toh.weight" in tensors
             else None,
             shared_expert_gate=SHARED_GATE in tensors,
+            latent_size=tensors[W1].shape[2] if LATENT[0] in tensors else None,
         )
+        if layer.shared_experts is not None and family.shared_activation:
+            width = layer.shared_experts.mlp.h4toh.weight.shape[2]
+            has_gate = SHARED_GATE in tensors
+            layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
     _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
     layer.mark_parallel_comm("dp")
     if family.returns_scores:
         layer.register_forward_hook(_with_scores)
+    if family.in_modules.table:
+        ids = _TokenIds()
+        layer.register_forward_pre_hook(ids.before, with_kwargs=True)
+        layer.register_forward_hook(ids.after, always_call=True)
     return layer.train(block.training)
+
+
+def _gate(family: Family, facts: dict[str, Any], tensors: dict[str, StoredTensor]) -> Any:
+    """Maker of a layer's gate; adds tensors that this gate has and the model lacks."""
+    options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
+    options["gate_bias"] = family.gate_bias
+    gate = getattr(gates, facts.get("gate", family.gates[-1]))
+    if TABLE in tensors:
+        return functools.partial(gates.HashGate, vocab_size=tensors[TABLE].shape[0], **options)
+    if issubclass(gate, gates.SigmoidGate) and EXPERT_BIAS not in tensors:
+        num_experts = tensors["gate.gate.weight"].shape[:1]
+        tensors[EXPERT_BIAS] = zeros(num_experts, torch.float32)
+        tensors[PENDING_LOAD] = zeros(num_experts, torch.int64)
+        options["bias_update_speed"] = 0
+    return functools.partial(gate, **options)
+
+
+class _TokenIds:
+    """token_ids() around a layer that its model calls with input_ids."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def __deepcopy__(self, _: Any) -> _TokenIds:
+        return _TokenIds()
+
+    def __reduce__(self) -> tuple[type[_TokenIds], tuple[()]]:
+        return _TokenIds, ()
+
+    def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = kwargs.pop("input_ids", None)
+        self._open.append(None if ids is None else enter(with_ids(current_batch(), ids)))
+        return args, kwargs
+
+    def after(self, *_: Any) -> None:
+        outer = self._open.pop()
+        if outer is not None:
+            leave(outer)
 
 
 def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:
@@ -186,8 +251,13 @@ def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -
     name = activation_of_config(family, config)
     if name == CLAMPED:
         return ClampedSwiGLU(facts["swiglu_alpha"], facts["swiglu_limit"])
-    if name not in HIDDEN_ACT:
-        raise CheckpointError(f"config.hidden_act={name!r}, expected one of {', '.join(HIDDEN_ACT.values())}")
+    if name == LIMITED:
+        return GatedActivation(F.silu, facts["swiglu_limit"])
+    known = hidden_acts(family)
+    if name not in known or name not in family.activations:
+        raise CheckpointError(
+            f"config.{family.activation_key}={name!r}, expected one of {', '.join(known.values())}"
+        )
     return name
 
 

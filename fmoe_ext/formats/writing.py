@@ -1,5 +1,6 @@
 """export(): a model with our MoE layers as a folder that plain Transformers loads."""
 
+import copy
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from torch import nn
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
-from fmoe_ext.checkpoint.families.family import Family, Numbers
+from fmoe_ext.checkpoint.families.family import Family, Numbers, as_configured
 from fmoe_ext.checkpoint.model_state import ModelState
-from fmoe_ext.checkpoint.routing import HIDDEN_ACT, facts_of_layers
+from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
@@ -134,12 +135,18 @@ def check_export(model: nn.Module, format: str) -> None:
 
 def plan_export(model: nn.Module, format: str) -> Plan:
     """The Plan of an export; CheckpointError for what the format cannot say."""
-    if format not in FAMILIES:
-        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or gguf, but got {format!r}")
-    family, state = FAMILIES[format], ModelState(model)
+    state = ModelState(model)
     values = _values_of(state.model)
+    text = values if format in FAMILIES else _text_of(state.model, format)
+    if text is None:
+        raise CheckpointError(
+            f"format must be one of {', '.join(FAMILIES)}, gguf, or the model's own type, but got {format!r}"
+        )
+    family = FAMILIES[format if text is values else text["model_type"]]
     facts, moe = facts_of_layers(state, family)
-    config = _make_config(family, values, facts, moe)
+    config = _make_config(family, text, facts, moe)
+    if text is not values:
+        config = _around(state.model.config, config)
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
@@ -147,6 +154,25 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     tied = _tied(state, config)
     target = _target(to_huggingface(shapes, family.in_modules), config, state.model, tied)
     return Plan(state.model, family, target, tied)
+
+
+def _text_of(model: Any, format: str) -> dict[str, Any] | None:
+    """The values of the language model's configuration in a model of more parts, of the type `format`."""
+    config: Any = model.config
+    if config.model_type != format:
+        return None
+    values: dict[str, Any] = config.get_text_config().to_dict()
+    return values if values["model_type"] in FAMILIES else None
+
+
+def _around(config: Any, text: Any) -> Any:
+    """The configuration of a model of more parts with these values for its language model."""
+    config = copy.deepcopy(config)
+    inner = config.get_text_config()
+    for name, value in text.to_dict().items():
+        if name not in NOT_COPIED:
+            setattr(inner, name, value)
+    return config
 
 
 def _values_of(model: Any) -> dict[str, Any]:
@@ -185,16 +211,25 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
     )
     copied = {k: v for k, v in values.items() if k in known and k not in NOT_COPIED}
     moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
-    dense = tuple(i for i in range(values["num_hidden_layers"]) if i not in moe_layers)
+    dense = tuple(i for i in range(_num_layers(values)) if i not in moe_layers)
     moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
-    if facts.get("activation") in HIDDEN_ACT:
-        moe["hidden_act"] = HIDDEN_ACT[facts["activation"]]
-        if dense and values.get("hidden_act") != moe["hidden_act"]:
+    theirs = hidden_acts(family).get(facts.get("activation", ""))
+    if theirs is not None:
+        moe[family.activation_key] = theirs
+        if dense and family.layers is not as_configured and values.get("hidden_act") != theirs:
             raise CheckpointError(
                 f"the dense MLPs of layers {dense} have hidden_act={values.get('hidden_act')!r} and the experts "
-                f"{moe['hidden_act']!r}, but config.json says one for both"
+                f"{theirs!r}, but config.json says one for both"
             )
     return AutoConfig.for_model(family.name, **copied | moe)
+
+
+def _num_layers(values: dict[str, Any]) -> int:
+    """Decoder layers; Nemotron-H has a list of their kinds instead of their number."""
+    found: int = (
+        values["num_hidden_layers"] if "num_hidden_layers" in values else len(values["layers_block_type"])
+    )
+    return found
 
 
 def _num_shared(family: Family, facts: Mapping[str, Any]) -> int:

@@ -179,7 +179,7 @@ def test_inconvertible_tensors_are_refused():
     with pytest.raises(CheckpointError, match=r"experts\.h4toh\.bias is not zero"):
         to_huggingface(no_gate_bias)
     with pytest.raises(
-        CheckpointError, match=r"layout must be one of fused, deepseek_v2, .*qwen3_next, .*but got 'gpt2'"
+        CheckpointError, match=r"layout must be one of fused, afmoe, .*qwen3_next, .*but got 'gpt2'"
     ):
         to_huggingface(state, "gpt2")
     with pytest.raises(CheckpointError, match="are no SwiGLU experts"):

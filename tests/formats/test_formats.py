@@ -136,7 +136,7 @@ REFUSED = {
         lambda: torch.nn.Sequential(FMoETransformerMLP(2, 4, 8)),
         *("mixtral", "Sequential is no model of Transformers"),
     ),
-    "format": (llama, "gpt2", "format must be one of deepseek_v2, .* or gguf, but got 'gpt2'"),
+    "format": (llama, "gpt2", "format must be one of afmoe, .* gguf, or .* but got 'gpt2'"),
     "gpt_oss": (llama, "gpt_oss", "activation swiglu|are others"),
     "gguf activation": (
         lambda: randomised(fmoefy(make("llama", hidden_act="gelu"), 4)),
@@ -206,7 +206,7 @@ def test_import_of_a_model_in_memory():
         fmoe_ext.import_model(model, dtype=torch.float32)
     with pytest.raises(CheckpointError, match="has no MoE layer that is not ours already"):
         fmoe_ext.import_model(model)
-    with pytest.raises(CheckpointError, match=r"knows deepseek_v2, .* but this model is llama"):
+    with pytest.raises(CheckpointError, match=r"llama is not imported.* knows afmoe, "):
         fmoe_ext.import_model(make("llama"))
     with pytest.raises(CheckpointError, match=r"router_jitter_noise=0\.1 .* set it to 0"):
         fmoe_ext.import_model(make("mixtral", router_jitter_noise=0.1))

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,65 +13,175 @@ import fmoe_ext
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from tests.formats.format_models import MODELS
+from fmoe_ext.checkpoint.families.refused import REFUSED
+from tests.formats.format_models import without_float32
 from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
 
-from tests.huggingface.moe_architectures import tiny_model  # noqa: E402
+from tests.huggingface import moe_architectures  # noqa: E402
+from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
 
-CLASSES = {
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "exaone_moe": "ExaoneMoeForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    "hy_v4": "HYV4ForCausalLM",
-    "mellum": "MellumForCausalLM",
-    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
-    "minimax": "MiniMaxForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen4_exp_text": "Qwen4ExpForCausalLM",
-    "solar_open": "SolarOpenForCausalLM",
+DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
+# What the defaults of Transformers leave out, or our layers do not compute
+CHANGES = {
+    "Cohere2MoeConfig": {"shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
+    "FlintConfig": {"mlp_only_layers": [0]},
 }
+LIMITS = ("DeepseekV4Config", "Glm5NextTextConfig", "HYV4Config", "MiniMaxM3VLTextConfig")
+SWIGLU_LIMIT = 0.02  # which the activations of these small models reach
+# One for each kind of layer and of refusal; the others are slow
+FAST = (
+    *("AriaTextForCausalLM", "Cohere2MoeForCausalLM", "DeepseekV4ForCausalLM", "Gemma4ForCausalLM"),
+    *("Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "JambaForCausalLM"),
+    *("KimiLinearForCausalLM", "LagunaForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+    *("Mistral4ForCausalLM", "NemotronHForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
+    *("Qwen3_5MoeForConditionalGeneration", "ZayaForCausalLM"),
+)
+# Classes of later versions that have no such small model
+_SIZES = "its class refuses the sizes of small models"
+_FLOAT32 = "its layers mix float32 into a model in float64"
+UNTRIED = {
+    "Dots3NoteForCausalLM": _SIZES,
+    "Dots3NoteForConditionalGeneration": _SIZES,
+    "HYV4VLForConditionalGeneration": _SIZES,
+    "Inkling2ForCausalLM": _FLOAT32,
+    "Inkling2ForConditionalGeneration": _SIZES,
+    "Inkling2LoopForCausalLM": _FLOAT32,
+    "Inkling2LoopForConditionalGeneration": _SIZES,
+}
+VERSION = "5.20.2"  # of the table in docs/formats.md
+
+
+def model_of(name):
+    with pytest.MonkeyPatch.context() as patch:
+        limits = {
+            name: {"swiglu_limit": SWIGLU_LIMIT, **moe_architectures.CHANGES.get(name, {})} for name in LIMITS
+        }
+        patch.setattr(moe_architectures, "CHANGES", {**moe_architectures.CHANGES, **limits, **CHANGES})
+        model = tiny_model(name)
+    generator = torch.Generator().manual_seed(0)
+    for key, value in model.state_dict().items():
+        if key.endswith("tid2eid"):  # of zeros in a new model
+            value.copy_(torch.rand(value.shape[0], 6, generator=generator).argsort(1)[:, : value.shape[1]])
+    return model
+
+
+def type_of(name):
+    """The type of the language model in a class."""
+    return getattr(transformers, name).config_class().get_text_config().model_type
 
 
 def logits(model):
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(), without_float32():
+        torch.manual_seed(0)  # DiffusionGemma begins with tokens at random
         return model(input_ids=make_ids())[0]
 
 
 def there_and_back(name, folder):
     """A folder of Transformers -> our layers -> a folder, with the same logits, tensors and configuration."""
-    model = tiny_model(name)
+    model = model_of(name)
     expected = logits(model)
     model.save_pretrained(folder / "theirs")
     ours = fmoe_ext.import_model(copy.deepcopy(model))
     count = sum(hasattr(m, "is_transposed") for m in model.modules())
     assert sum(isinstance(m, FMoETransformerMLP) for m in ours.modules()) == count > 0
-    assert (logits(ours) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert (logits(ours) - expected).abs().max() <= 1e-12 * expected.abs().max()
     ours.save_pretrained(folder / "ours")
-    before, after = (load_file(folder / part / "model.safetensors") for part in ("theirs", "ours"))
+    assert_equal_folders(folder / "theirs", folder / "ours")
+
+
+def assert_equal_folders(theirs, ours):
+    before, after = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
-    configs = [json.loads((folder / part / "config.json").read_text()) for part in ("theirs", "ours")]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (theirs, ours)]
     assert configs[0] == configs[1]
 
 
-def test_every_family_is_tried():
-    assert CLASSES.keys() == FAMILIES.keys() - {name.split(",")[0] for name in MODELS}
-
-
-@pytest.mark.parametrize("name", CLASSES.values())
-def test_family_there_and_back(name, tmp_path):
-    if not hasattr(transformers, name):
-        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
-    there_and_back(name, tmp_path)
-
-
-def test_model_of_no_family_is_refused_with_the_way_out():
-    model = tiny_model("AriaTextForCausalLM")
-    with pytest.raises(CheckpointError, match=r"aria_text.*huggingface\.use\(model\).*save_pretrained"):
+def refused_with_the_way_out(name, folder):
+    """import_model() names the part that our layers lack; use() computes the experts, and Transformers writes them."""
+    model = model_of(name)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(REFUSED[type_of(name)])}.*use\(model\)"):
         fmoe_ext.import_model(model)
-    assert logits(fmoe_ext.huggingface.use(model)).isfinite().all()
+    expected = logits(model)
+    model.save_pretrained(folder / "theirs")
+    used = fmoe_ext.huggingface.use(model)
+    assert (logits(used) - expected).abs().max() <= 1e-12 * expected.abs().max()
+    used.save_pretrained(folder / "ours")
+    assert_equal_folders(folder / "theirs", folder / "ours")
+
+
+def test_every_architecture_is_imported_or_refused_by_name():
+    unknown = {name: type_of(name) for name in architectures()}
+    assert not {name: kind for name, kind in unknown.items() if kind not in (*FAMILIES, *REFUSED)}
+    assert not FAMILIES.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in architectures()]
+)
+def test_architecture_there_and_back(name, tmp_path):
+    if name in UNTRIED:
+        pytest.skip(UNTRIED[name])
+    if type_of(name) in REFUSED:
+        refused_with_the_way_out(name, tmp_path)
+    else:
+        there_and_back(name, tmp_path)
+
+
+def table():
+    """The rows of docs/formats.md on the classes of this Transformers."""
+    kinds = {name: type_of(name) for name in architectures()}
+    equal = ", ".join(name for name, kind in kinds.items() if kind in FAMILIES)
+    rows = [f"| equal | {equal} |"]
+    for reason in dict.fromkeys(REFUSED[kind] for kind in kinds.values() if kind in REFUSED):
+        names = ", ".join(name for name, kind in kinds.items() if REFUSED.get(kind) == reason)
+        rows.append(f"| refused: {reason} | {names} |")
+    return "\n".join(rows)
+
+
+def test_table_of_architectures_is_in_the_docs():
+    if transformers.__version__ != VERSION:
+        pytest.skip(f"docs/formats.md has the classes of Transformers {VERSION}")
+    assert table() in DOCS.read_text(), table()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "changes", "says"),
+    [
+        (
+            "Cohere2MoeForCausalLM",
+            "Cohere2MoeConfig",
+            {"shared_expert_combination_strategy": "average"},
+            "average",
+        ),
+        ("LagunaForCausalLM", "LagunaConfig", {"moe_router_logit_softcapping": 3.0}, "softcapping=3.0"),
+        ("AXK2ForCausalLM", "AXK2Config", {"n_group": 2, "topk_group": 1}, "n_group=2.*score 0"),
+        ("DeepseekV4ForCausalLM", "DeepseekV4Config", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid"),
+    ],
+)
+def test_option_that_our_layers_lack_is_refused_by_name(name, config, changes, says, monkeypatch):
+    known = moe_architectures.CHANGES.get(config, {})
+    monkeypatch.setitem(CHANGES, config, {**known, **changes})
+    with pytest.raises(CheckpointError, match=says):
+        fmoe_ext.import_model(model_of(name))
+
+
+@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "NemotronHForCausalLM", "MiniMaxM3VLForCausalLM"])
+def test_gradients_of_an_imported_model(name):
+    """Gradients of the experts and of all other parameters are those of Transformers."""
+    theirs = model_of(name)
+    ours = fmoe_ext.import_model(copy.deepcopy(theirs))
+    for model in (theirs, ours):
+        model(input_ids=make_ids())[0].double().square().mean().backward()
+    expected = dict(theirs.named_parameters())
+    for key, parameter in ours.named_parameters():
+        if key in expected and expected[key].grad is not None:
+            grad = expected[key].grad
+            assert (parameter.grad - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-12, key
+    for key, layer in ours.named_modules():
+        if isinstance(layer, FMoETransformerMLP):
+            grad = theirs.get_submodule(key).experts.down_proj.grad
+            assert grad.any()
+            assert (layer.experts.h4toh.weight.grad - grad).abs().max() <= 1e-5 * grad.abs().max(), key

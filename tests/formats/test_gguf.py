@@ -10,6 +10,7 @@ import torch
 import fmoe_ext
 from fmoe_ext import SoftmaxGate, fmoefy
 from fmoe_ext.checkpoint import CheckpointError
+from tests.formats.format_models import ONE_GROUP
 from tests.formats.test_formats import (
     HEADS,
     MODELS,
@@ -77,6 +78,20 @@ GGUF = {
 }
 
 
+# Those whose values llama.cpp alone checks: they are written, and stream() does not read them
+WRITTEN = {
+    "deepseek_v3": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3, one group"]),
+    "deepseek_v3, groups": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3"]),
+    "dots1": ("dots1", "dots1", {**MODELS["dots1"], **ONE_GROUP, "num_key_value_heads": 4}),
+    "ernie4_5_moe": ("ernie4_5_moe", "ernie4_5-moe", {**MODELS["ernie4_5_moe"]}),
+    "glm4_moe": ("glm4_moe", "glm4moe", {**MODELS["glm4_moe, one group"], "norm_topk_prob": True}),
+    "glm4_moe, scores": ("glm4_moe", "glm4moe", MODELS["glm4_moe, one group"]),
+    "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
+    "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
+}
+
+
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf(name, tmp_path):
     """Read by gguf's own reader and put back by hand: the model's logits, as exact as float32 is."""
@@ -113,7 +128,9 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
     assert types["blk.0.ffn_up_exps.weight"] == "BF16" and types["token_embd.weight"] == "BF16"
     assert types["blk.1.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
     shutil.rmtree(tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"gguf is written for mixtral, .* but this model is gpt_oss"):
+    with pytest.raises(
+        CheckpointError, match=r"gguf is written for deepseek_v3, .* but this model is gpt_oss"
+    ):
         fmoe_ext.export(fmoe_ext.import_model(make("gpt_oss", **MODELS["gpt_oss"])), tmp_path / "out", "gguf")
     sizes = {**MODELS["qwen3_moe"], "norm_topk_prob": False, "mlp_only_layers": []}
     with pytest.raises(CheckpointError, match="norm_topk_prob=False has no place in GGUF's qwen3moe"):
@@ -139,7 +156,7 @@ FMOEFIED = {
 
 
 def of_transformers(name):
-    model_type, _, values = GGUF[name]
+    model_type, _, values = {**GGUF, **WRITTEN}[name]
     return fmoe_ext.import_model(make(model_type, **values))
 
 
@@ -163,7 +180,7 @@ def llama_cpp_or_skip():
     return llama_cpp
 
 
-@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("name", [*GGUF, *WRITTEN])
 def test_llama_cpp(name, tmp_path):
     """A model of Transformers: log-probabilities to float32's precision."""
     assert_llama_cpp_agrees(of_transformers(name), tmp_path / "out", 1e-5)

@@ -1,6 +1,13 @@
-"""DeepSeek-V2 and DeepSeek-V2-Lite."""
+"""DeepSeek-V2 and DeepSeek-V2-Lite, and the language models of two that read pages."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values, first_dense
+from fmoe_ext.checkpoint.families.family import (
+    PROJECTIONS,
+    Family,
+    Layout,
+    Values,
+    first_dense,
+    kinds_of_layers,
+)
 
 
 def _read(values: Values) -> Values:
@@ -30,4 +37,9 @@ FAMILY = Family(
     layers=first_dense,
     extra=_extra,
     read=_read,
+)
+
+VARIANTS = (
+    FAMILY.variant("deepseek_ocr2_text", layers=kinds_of_layers),
+    FAMILY.variant("unlimited_ocr_text", layers=kinds_of_layers),
 )

@@ -1,15 +1,33 @@
 """DeepSeek-V3 and Kimi K2, and the models that have its MoE layers."""
 
 from dataclasses import replace
+from types import MappingProxyType
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import (
+    DENSE_NAMES,
+    LATENT_NAMES,
+    LIMITED,
     PROJECTIONS,
+    SHARED_NAMES,
     Family,
+    Gguf,
     Layout,
+    Values,
+    as_configured,
     every_layer,
     first_dense,
     kinds_of_layers,
 )
+
+
+def _no_groups(values: Values) -> Values:
+    if values.get("n_group") not in (None, 1):
+        raise CheckpointError(
+            f"config.n_group={values['n_group']}: axk2 lets experts outside of the chosen groups compete with score 0"
+        )
+    return {**values, "n_group": 1, "topk_group": 1}
+
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -30,20 +48,135 @@ FAMILY = Family(
     },
     fixed={"group_best": 2},
     layers=first_dense,
+    gguf=Gguf(
+        "deepseek2",
+        None,
+        names={**SHARED_NAMES, **DENSE_NAMES, **LATENT_NAMES},
+        is_latent=True,
+        is_read=False,
+    ),
+)
+
+KIMI = MappingProxyType(
+    {
+        **FAMILY.config,
+        **{
+            "num_experts": "num_experts",
+            "num_shared": "num_shared_experts",
+            "top_k": "num_experts_per_token",
+        },
+        **{"normalize": "moe_renormalize", "num_groups": "num_expert_group"},
+    }
+)
+# Softmax instead of sigmoid, without a bias
+MISTRAL_4 = replace(
+    FAMILY,
+    name="mistral4",
+    holds=("mistral4",),
+    gguf=None,
+    files=replace(FAMILY.files, expert_bias=""),
+    gates=("SoftmaxGate",),
+)
+# The shared experts' gate and up are not clamped
+HUNYUAN_4 = replace(
+    FAMILY,
+    name="hy_v4",
+    holds=("hy_v4",),
+    gguf=None,
+    activations=(LIMITED,),
+    shared_activation="swiglu",
+    config={**FAMILY.config, "swiglu_limit": "swiglu_limit"},
+    layers=kinds_of_layers,
+    unsupported={"hidden_act": "silu"},
 )
 
 VARIANTS = (
+    FAMILY.variant("axk2", layers=kinds_of_layers, read=_no_groups),  # A.X-K2
+    FAMILY.variant("bailing_hybrid", config=KIMI, layers=kinds_of_layers),  # Ling and Ring
+    FAMILY.variant(  # without shared experts
+        "beam",
+        files=replace(FAMILY.files, shared=""),
+        config={
+            **{fact: key for fact, key in FAMILY.config.items() if fact != "num_shared"},
+            "num_experts": "num_experts",
+        },
+        layers=kinds_of_layers,
+    ),
     FAMILY.variant("deepseek_v32", layers=kinds_of_layers),
-    FAMILY.variant("dots1"),
+    FAMILY.variant(
+        "dots1",
+        gguf=Gguf("dots1", None, groups_heads=False, names={**SHARED_NAMES, **DENSE_NAMES}, is_read=False),
+    ),
     FAMILY.variant(  # K-EXAONE
         "exaone_moe",
         config={**FAMILY.config, "num_experts": "num_experts", "num_shared": "num_shared_experts"},
         layers=kinds_of_layers,
     ),
-    FAMILY.variant("glm4_moe"),  # GLM-4.5 and GLM-4.6
+    FAMILY.variant(  # GLM-4.5 and GLM-4.6
+        "glm4_moe",
+        gguf=Gguf(
+            "glm4moe",
+            None,
+            biases=True,
+            names={**SHARED_NAMES, **DENSE_NAMES, "post_attention_layernorm.": "post_attention_norm."},
+            is_read=False,
+        ),
+    ),
     FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers),  # GLM-4.7-Flash
+    FAMILY.variant(  # the language model of GLM-5 with images
+        "glm5_next_text",
+        activations=(LIMITED,),
+        config={**FAMILY.config, "swiglu_limit": "swiglu_limit"},
+        layers=kinds_of_layers,
+        unsupported={"hidden_act": "silu"},
+    ),
+    FAMILY.variant("glm4v_moe_text"),  # the language model of GLM-4.5V
     FAMILY.variant("glm_moe_dsa", layers=kinds_of_layers),  # GLM-5
-    FAMILY.variant("hy_v4", layers=kinds_of_layers),  # Hunyuan V4
+    HUNYUAN_4,
+    HUNYUAN_4.variant("hy_v4_vl_text"),
+    FAMILY.variant("kimi_linear", config=KIMI, layers=kinds_of_layers),  # Kimi Linear
+    FAMILY.variant(  # Hunyuan 3
+        "hy_v3",
+        files=replace(FAMILY.files, gate="router.gate", shared="shared_mlp.", expert_bias="expert_bias"),
+        modules=Layout(shared="shared_experts.", expert_bias="e_score_correction_bias"),
+        config={
+            **{"num_experts": "num_experts", "d_hidden": "moe_intermediate_size"},
+            **{"num_shared": "num_shared_experts", "top_k": "num_experts_per_tok"},
+            "scale": "router_scaling_factor",
+        },
+        fixed={"normalize": True},
+        layers=kinds_of_layers,
+    ),
+    FAMILY.variant(  # Trinity
+        "afmoe",
+        files=replace(FAMILY.files, gate="router.gate", expert_bias="expert_bias"),
+        config={
+            **{"num_experts": "num_experts", "d_hidden": "moe_intermediate_size"},
+            **{"num_shared": "num_shared_experts", "top_k": "num_experts_per_tok", "scale": "route_scale"},
+        },
+        fixed={"normalize": True},
+        layers=as_configured,
+    ),
+    FAMILY.variant(  # Laguna
+        "laguna",
+        files=replace(FAMILY.files, shared="shared_expert.", expert_bias="experts.e_score_correction_bias"),
+        modules=Layout(shared="shared_experts.", expert_bias="gate.e_score_correction_bias"),
+        config={
+            **{"num_experts": "num_experts", "d_hidden": "moe_intermediate_size"},
+            **{"shared": "shared_expert_intermediate_size", "top_k": "num_experts_per_tok"},
+            "scale": "moe_routed_scaling_factor",
+        },
+        fixed={"normalize": True},
+        layers=kinds_of_layers,
+        unsupported={"moe_router_logit_softcapping": 0},
+    ),
+    MISTRAL_4,
+    MISTRAL_4.variant(  # the language model of Mistral Large 4
+        "mistral_large4_text",
+        config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
+        fixed={"normalize": True, "group_best": 2},
+        layers=as_configured,
+    ),
     FAMILY.variant(  # without shared experts
         "mimo_v2_flash",
         files=replace(FAMILY.files, shared=""),

@@ -1,7 +1,17 @@
 """ERNIE 4.5 MoE; ERNIE 4.5 models with MoE layers."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, SOFTMAX, Family, Layout, Numbers, Values
+from fmoe_ext.checkpoint.families.family import (
+    DENSE_NAMES,
+    PROJECTIONS,
+    SHARED_NAMES,
+    SOFTMAX,
+    Family,
+    Gguf,
+    Layout,
+    Numbers,
+    Values,
+)
 
 
 def _one_range(name: str, moe: Numbers, dense: Numbers) -> Values:
@@ -32,4 +42,5 @@ FAMILY = Family(
     fixed={"normalize": True},
     layers=_one_range,
     fewest_shared=0,
+    gguf=Gguf("ernie4_5-moe", None, names={**SHARED_NAMES, **DENSE_NAMES}, is_read=False),
 )

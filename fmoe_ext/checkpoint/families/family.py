@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
@@ -10,10 +11,14 @@ from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 Values: TypeAlias = Mapping[str, Any]
 Numbers: TypeAlias = tuple[int, ...]
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+UP_DOWN = ("up_proj.weight", "down_proj.weight")  # of experts without a gate
+GATE_UP_DOWN = ("gate_up_proj.weight", "down_proj.weight")
 W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
 SOFTMAX = ("NaiveGate", "SoftmaxGate")
 CLAMPED = "clamped_swiglu"
+LIMITED = "limited_swiglu"  # experts.GatedActivation(silu, limit)
 UNCLAMPED = tuple(name for name in GATED_ACTIVATIONS if name != CLAMPED)
+UNGATED = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
 
 
 @dataclass(frozen=True)
@@ -21,33 +26,73 @@ class Layout:
     """Names and shapes of an MoE layer's tensors; "" is what the layout has no place for.
 
     block: name of the layer. gate: name of its gate. expert_bias: bias of the choices; bias_is_row: it is [1, E].
+    no_bias: there is none, so that one of zeros is left out.
     experts: gate before up [E, 2H, D] and down [E, D, H] of all experts. per_expert: gate, up, down of experts.<e>
-    instead. interleaved: [E, D, 2H] with gate and up in turn and [E, H, D], with biases (GPT-OSS).
+    instead. interleaved: [E, D, 2H] with gate and up in turn and [E, H, D], with biases (GPT-OSS). transposed: [E, D,
+    2H], gate before up, and [E, H, D]. gated: False for experts of up [E, H, D] and down alone.
+    shared: prefix of the shared experts; shared_names: their weights, three, or two where gate and up are one or there
+    is no gate. latent: projections before and behind the experts. table: experts of each token of the vocabulary, in
+    layers that have one instead of expert_bias.
     """
 
     block: str = "mlp"
     gate: str = "gate"
     expert_bias: str = ""
     bias_is_row: bool = False
+    no_bias: bool = False
     experts: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     per_expert: tuple[str, str, str] | None = None
     interleaved: bool = False
+    transposed: bool = False
+    gated: bool = True
     shared: str = ""
+    shared_names: tuple[str, ...] = PROJECTIONS
     shared_gate: str = ""
+    latent: tuple[str, str] | None = None
+    table: str = ""
+
+    @property
+    def turned(self) -> bool:
+        """True for experts [E, in, out]."""
+        return self.interleaved or self.transposed
 
 
 @dataclass(frozen=True)
 class Gguf:
     """An architecture of llama.cpp, whose graph fixes what a file cannot say.
 
-    turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves.
+    normalizes: of the weights of the chosen experts; None where the file says it, with the router's score, its scale
+    and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
+    a layer of Transformers: name of a tensor} beside the usual ones. multipliers: {key: attribute of the
+    configuration}. is_latent: keys and values are latent (MLA). is_read: stream() reads the file.
     """
 
     name: str
-    normalizes: bool
+    normalizes: bool | None
     turns_pairs: bool = False
     biases: bool = False
     groups_heads: bool = True
+    names: Mapping[str, str] = field(default_factory=dict)
+    multipliers: Mapping[str, str] = field(default_factory=dict)
+    is_latent: bool = False
+    is_read: bool = True
+
+
+# Names of GGUF that many architectures have
+SHARED_NAMES = MappingProxyType(
+    {f"mlp.shared_experts.{name}_proj.": f"ffn_{name}_shexp." for name in ("gate", "up", "down")}
+)
+DENSE_NAMES = MappingProxyType({f"mlp.{name}_proj.": f"ffn_{name}." for name in ("gate", "up", "down")})
+
+LATENT_NAMES = MappingProxyType(
+    {
+        "self_attn.q_a_proj.": "attn_q_a.",
+        "self_attn.q_a_layernorm.": "attn_q_a_norm.",
+        "self_attn.q_b_proj.": "attn_q_b.",
+        "self_attn.kv_a_proj_with_mqa.": "attn_kv_a_mqa.",
+        "self_attn.kv_a_layernorm.": "attn_kv_a_norm.",
+    }
+)
 
 
 def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
@@ -71,6 +116,11 @@ def any_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
 
 
+def as_configured(name: str, moe: Numbers, dense: Numbers) -> Values:
+    """config.json of families that hold their own models alone, whose layers it describes already."""
+    return {}
+
+
 def kinds_of_layers(name: str, moe: Numbers, dense: Numbers) -> Values:
     """config.json of families that list the kind of each layer."""
     return {"mlp_layer_types": ["sparse" if i in moe else "dense" for i in sorted((*moe, *dense))]}
@@ -90,7 +140,9 @@ class Family:
 
     name: the model type. holds: model types whose layers, MLPs aside, compute the same from the same configuration.
     files, modules: the tensors in its safetensors files, and in Transformers' modules (None: the same names, with the
-    experts stacked). gates: our gates that compute what its router does; import_model builds the last.
+    experts stacked). gates: our gates that compute what its router does; import_model builds the last, unless facts
+    name another, and HashGate for a layer with a table. activation_key: key of config.json. shared_activation: of the
+    shared experts, where the others have another one.
     config: {fact of a layer: its key in config.json}. Facts are num_experts, d_hidden, top_k, shared (hidden units of
     the shared experts), num_shared (the same divided by d_hidden), and the options of gates and activations.
     fixed: facts that config.json cannot change. defaults: values of keys that config.json may lack.
@@ -109,6 +161,8 @@ class Family:
     gates: tuple[str, ...] = SOFTMAX
     gate_bias: bool = False
     activations: tuple[str, ...] = UNCLAMPED
+    activation_key: str = "hidden_act"
+    shared_activation: str = ""
     fixed: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
     unsupported: Values = field(default_factory=dict)
@@ -120,8 +174,8 @@ class Family:
     gguf: Gguf | None = None
 
     def variant(self, name: str, **changes: Any) -> "Family":
-        """Another model type, whose MoE layers differ in the changes alone; it holds its own type."""
-        return replace(self, **{"name": name, "holds": (name,), **changes})
+        """Another model type, whose MoE layers differ in the changes alone; it holds its own type, not in GGUF."""
+        return replace(self, **{"name": name, "holds": (name,), "gguf": None, **changes})
 
     @property
     def in_modules(self) -> Layout:
@@ -133,4 +187,5 @@ class Family:
     def facts_of(self, config: Values) -> dict[str, Any]:
         """{fact: value} that the values of config.json say, and those that the family fixes."""
         said = self.read({**self.defaults, **{k: v for k, v in config.items() if v is not None}})
-        return {fact: said[key] for fact, key in self.config.items() if key in said} | dict(self.fixed)
+        gate = {"gate": said["gate"]} if "gate" in said else {}  # which read() has put there
+        return gate | {fact: said[key] for fact, key in self.config.items() if key in said} | dict(self.fixed)

@@ -1,6 +1,6 @@
 """Granite 3 MoE; Granite models with MoE layers."""
 
-from fmoe_ext.checkpoint.families.family import Family, Layout
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout
 
 FAMILY = Family(
     name="granitemoe",
@@ -17,6 +17,19 @@ FAMILY = Family(
         "top_k": "num_experts_per_tok",
     },
     fixed={"normalize": True},
+    gguf=Gguf(
+        "granitemoe",
+        None,
+        turns_pairs=True,
+        names={"mlp.router.": "ffn_gate_inp."},
+        multipliers={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        is_read=False,
+    ),
 )
 
 VARIANTS = (

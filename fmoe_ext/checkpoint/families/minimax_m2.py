@@ -1,6 +1,14 @@
-"""MiniMax-M2."""
+"""MiniMax-M2 and the language model of MiniMax-M3."""
 
-from fmoe_ext.checkpoint.families.family import W1_W3_W2, Family, Layout
+from fmoe_ext.checkpoint.families.family import (
+    CLAMPED,
+    GATE_UP_DOWN,
+    W1_W3_W2,
+    Family,
+    Gguf,
+    Layout,
+    as_configured,
+)
 
 FAMILY = Family(
     name="minimax_m2",
@@ -14,4 +22,21 @@ FAMILY = Family(
     },
     fixed={"normalize": True},
     unsupported={"router_jitter_noise": 0},
+    gguf=Gguf("minimax-m2", None, is_read=False),
+)
+
+VARIANTS = (
+    FAMILY.variant(
+        "minimax_m3_vl_text",
+        modules=Layout(
+            shared="shared_experts.", shared_names=GATE_UP_DOWN, expert_bias="gate.e_score_correction_bias"
+        ),
+        activations=(CLAMPED,),
+        config={
+            **FAMILY.config,
+            **{"shared": "shared_intermediate_size", "scale": "routed_scaling_factor"},
+            **{"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+        },
+        layers=as_configured,
+    ),
 )

@@ -16,4 +16,4 @@ FAMILY = Family(
     gguf=Gguf("llama", normalizes=True, turns_pairs=True),
 )
 
-VARIANTS = (FAMILY.variant("minimax", gguf=None),)  # MiniMax-Text-01
+VARIANTS = (FAMILY.variant("minimax"),)  # MiniMax-Text-01

@@ -16,6 +16,4 @@ FAMILY = Family(
     gguf=Gguf("olmoe", normalizes=False, groups_heads=False),
 )
 
-VARIANTS = (
-    FAMILY.variant("flex_olmo", holds=("flex_olmo", "olmo2"), gguf=None),
-)  # OLMo-2 models with MoE layers
+VARIANTS = (FAMILY.variant("flex_olmo", holds=("flex_olmo", "olmo2")),)  # OLMo-2 models with MoE layers

@@ -36,7 +36,21 @@ FAMILY = Family(
 )
 
 VARIANTS = (
-    FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more, gguf=None),
+    FAMILY.variant(  # Flint: sigmoid without a bias, shared experts without a gate
+        "flint",
+        files=replace(FAMILY.files, shared_gate="", no_bias=True),
+        gates=("SigmoidGate",),
+        defaults={},
+        extra=nothing_more,
+    ),
+    FAMILY.variant(  # Lara Mini: shared experts without a gate
+        "lara_mini",
+        files=replace(FAMILY.files, shared_gate=""),
+        defaults={},
+        layers=every_layer,
+        extra=nothing_more,
+    ),
+    FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more),
     FAMILY.variant(  # the language model of Qwen3.5 and 3.6; weights are always normalised
         "qwen3_5_moe_text",
         files=replace(FAMILY.files, per_expert=None),
@@ -45,7 +59,6 @@ VARIANTS = (
         defaults={},
         layers=every_layer,
         extra=nothing_more,
-        gguf=None,
     ),
     FAMILY.variant(  # the language model of Qwen4 (experimental)
         "qwen4_exp_text",
@@ -53,6 +66,5 @@ VARIANTS = (
         defaults={"norm_topk_prob": True},
         layers=every_layer,
         extra=nothing_more,
-        gguf=None,
     ),
 )

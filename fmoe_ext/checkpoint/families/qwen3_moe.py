@@ -39,5 +39,15 @@ FAMILY = Family(
 )
 
 VARIANTS = (
-    FAMILY.variant("mellum", defaults={}, layers=kinds_of_layers, extra=nothing_more, gguf=None),  # Mellum 2
+    FAMILY.variant("mellum", defaults={}, layers=kinds_of_layers, extra=nothing_more),  # Mellum 2
+    FAMILY.variant("qwen3_omni_moe_text", extra=nothing_more),  # of the thinker
+    FAMILY.variant(  # the language model of Qwen3-VL; weights are always normalised
+        "qwen3_vl_moe_text",
+        files=Layout(transposed=True),
+        modules=Layout(),
+        config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
+        fixed={"normalize": True},
+        defaults={},
+        extra=nothing_more,
+    ),
 )

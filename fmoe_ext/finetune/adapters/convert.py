@@ -212,7 +212,7 @@ def _turned(adapter: Adapter, of_base: BaseExperts | None) -> bool:
     family = FAMILIES.get(model_type(adapter, of_base))
     if family is None:
         raise CheckpointError("what PEFT before 0.19 expects depends on the model: give --base")
-    return family.files.interleaved
+    return family.in_modules.turned
 
 
 def _numbered(

@@ -1,0 +1,43 @@
+"""Command A with experts."""
+
+from types import MappingProxyType
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values, kinds_of_layers
+
+GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
+
+
+def _read(values: Values) -> Values:
+    """Softmax is over the chosen logits, so that its weights have the sum 1 in any case."""
+    if values.get("num_shared_experts") and values["shared_expert_combination_strategy"] != "sum":
+        raise CheckpointError(
+            f"config.shared_expert_combination_strategy={values['shared_expert_combination_strategy']!r} halves the "
+            "sum of chosen and shared experts, which our layers do not compute: only 'sum' is"
+        )
+    gate = GATES[values["expert_selection_fn"]]
+    normalize = values["norm_topk_prob"] if gate == "SigmoidGate" else True
+    return {**values, "gate": gate, "norm_topk_prob": normalize}
+
+
+def _extra(values: Values, facts: Values) -> Values:
+    return {"expert_selection_fn": next(name for name, gate in GATES.items() if gate == facts["gate"])}
+
+
+FAMILY = Family(
+    name="cohere2_moe",
+    holds=("cohere2_moe",),
+    files=Layout(no_bias=True, per_expert=PROJECTIONS, shared="shared_experts."),
+    gates=("SigmoidGate", "SoftmaxGate"),
+    config={
+        "num_experts": "num_experts",
+        "d_hidden": "intermediate_size",
+        "num_shared": "num_shared_experts",
+        "top_k": "num_experts_per_tok",
+        "normalize": "norm_topk_prob",
+    },
+    layers=kinds_of_layers,
+    read=_read,
+    extra=_extra,
+    fewest_shared=0,
+)

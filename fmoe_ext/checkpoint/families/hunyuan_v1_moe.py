@@ -1,0 +1,34 @@
+"""Hunyuan-A13B."""
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout, Values
+
+LISTS = ("num_experts", "moe_topk")
+
+
+def _one_value(values: Values) -> Values:
+    for key in LISTS:
+        if isinstance(values.get(key), list) and len(set(values[key])) != 1:
+            raise CheckpointError(f"config.{key}={values[key]}: the layers of hunyuan_v1_moe differ here")
+    return {k: v[0] if k in LISTS and isinstance(v, list) else v for k, v in values.items()}
+
+
+FAMILY = Family(
+    name="hunyuan_v1_moe",
+    holds=("hunyuan_v1_moe",),
+    files=Layout(gate="gate.wg", per_expert=PROJECTIONS, shared="shared_mlp."),
+    config={"num_experts": "num_experts", "d_hidden": "intermediate_size", "top_k": "moe_topk"},
+    fixed={"normalize": True},
+    read=_one_value,
+    gguf=Gguf(
+        "hunyuan-moe",
+        None,
+        names={
+            "mlp.gate.wg.": "ffn_gate_inp.",
+            "self_attn.query_layernorm.": "attn_q_norm.",
+            "self_attn.key_layernorm.": "attn_k_norm.",
+            **{f"mlp.shared_mlp.{name}_proj.": f"ffn_{name}_shexp." for name in ("gate", "up", "down")},
+        },
+        is_read=False,
+    ),
+)
