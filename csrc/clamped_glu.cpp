@@ -26,8 +26,8 @@ ClampedGlu check_clamped_glu(const Tensor& h, double alpha, double limit, double
 template <class Body>
 void for_each_part(int64_t rows, int64_t width, const Body& body) {
   constexpr int64_t kWidth = 4096;
-  const int64_t parts = (width + kWidth - 1) / kWidth,
-                at_once = std::max<int64_t>(1, kWidth / std::max<int64_t>(1, width));
+  const int64_t parts = (width + kWidth - 1) / kWidth;
+  const int64_t at_once = std::max<int64_t>(1, kWidth / std::max<int64_t>(1, width));
   const int64_t groups = (rows + at_once - 1) / at_once;
   for_each_job(groups * parts, [&](int64_t job) {
     const int64_t first = job % parts * kWidth, n = std::min(kWidth, width - first);
@@ -40,13 +40,13 @@ Tensor clamped_glu_cpu(Tensor h_, double alpha, double limit, double offset, boo
                        bool clamps_activated) {
   const ClampedGlu glu = check_clamped_glu(h_, alpha, limit, offset, interleaved, clamps_activated);
   const Tensor h = as_contiguous(h_);
-  const int64_t rows = h.size(0), bytes = h.element_size() * glu.width;
+  const int64_t rows = h.size(0), width = glu.width;
   Tensor out = torch::stable::new_empty(h, {rows, glu.width});
   const auto& kernels = gemm::kernels_for(h.scalar_type());
-  const auto* from = static_cast<const char*>(h.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  for_each_part(rows, glu.width, [&](int64_t row, int64_t first, int64_t n) {
-    kernels.clamped_glu(glu, from + 2 * row * bytes, first, n, to + row * bytes);
+  const auto* from = static_cast<const gemm::Stored*>(h.const_data_ptr());
+  auto* to = static_cast<gemm::Stored*>(out.mutable_data_ptr());
+  for_each_part(rows, width, [&](int64_t row, int64_t first, int64_t n) {
+    kernels.clamped_glu(glu, kernels.at(from, 2 * row * width), first, n, kernels.at(to, row * width));
   });
   return out;
 }
@@ -60,15 +60,15 @@ Tensor clamped_glu_backward_cpu(Tensor grad_, Tensor h_, double alpha, double li
   check_size(grad_, 1, glu.width, "grad", "[R, H]");
   check_same_dtype(grad_, h_, "grad", "h");
   const Tensor h = as_contiguous(h_), grad = as_contiguous(grad_);
-  const int64_t rows = h.size(0), bytes = h.element_size() * glu.width;
+  const int64_t rows = h.size(0), width = glu.width;
   Tensor grad_h = torch::stable::empty_like(h);
   const auto& kernels = gemm::kernels_for(h.scalar_type());
-  const auto* from = static_cast<const char*>(h.const_data_ptr());
-  const auto* grads = static_cast<const char*>(grad.const_data_ptr());
-  auto* to = static_cast<char*>(grad_h.mutable_data_ptr());
-  for_each_part(rows, glu.width, [&](int64_t row, int64_t first, int64_t n) {
-    kernels.clamped_glu_backward(glu, grads + row * bytes, from + 2 * row * bytes, first, n,
-                                 to + 2 * row * bytes);
+  const auto* from = static_cast<const gemm::Stored*>(h.const_data_ptr());
+  const auto* grads = static_cast<const gemm::Stored*>(grad.const_data_ptr());
+  auto* to = static_cast<gemm::Stored*>(grad_h.mutable_data_ptr());
+  for_each_part(rows, width, [&](int64_t row, int64_t first, int64_t n) {
+    kernels.clamped_glu_backward(glu, kernels.at(grads, row * width), kernels.at(from, 2 * row * width),
+                                 first, n, kernels.at(to, 2 * row * width));
   });
   return grad_h;
 }

@@ -128,8 +128,8 @@ class Attention {
   }
 
  private:
-  const char* row_of(const Tensor& t, int64_t b, int64_t g, int64_t s) const {
-    return bytes_of(t) + (b * t.stride(0) + g * t.stride(1) + s * t.stride(2)) * kernels_.storage_bytes;
+  const Stored* row_of(const Tensor& t, int64_t b, int64_t g, int64_t s) const {
+    return kernels_.at(stored(t), b * t.stride(0) + g * t.stride(1) + s * t.stride(2));
   }
 
   void attend(int64_t b, int64_t g) const {
@@ -139,27 +139,29 @@ class Attention {
     const int64_t q_stride = RowMajor::stride_for(kernels_, D), p_stride = RowMajor::stride_for(kernels_, S);
     std::vector<float> scores(m * S), tile(divide_up(V, nr) * parts * m * nr);
     tile.resize(std::max<size_t>(tile.size(), m * nr));
-    std::vector<char> operands(std::max(m * q_stride, parts * m * p_stride) * kernels_.operand_bytes + 64, 0);
-    std::vector<const void*> rows(std::max(m, nr));
+    std::vector<char> memory(std::max(m * q_stride, parts * m * p_stride) * kernels_.operand_bytes + 64, 0);
+    auto* const operands = reinterpret_cast<Operand*>(memory.data());
+    auto* const tiles = reinterpret_cast<Acc*>(tile.data());
+    std::vector<const Stored*> rows(std::max(m, nr));
     for (int64_t h = 0; h < m; ++h) rows[h] = row_of(q_, b, g * m + h, 0);
-    kernels_.copy_rows(rows.data(), m, D, operands.data(), q_stride);
+    kernels_.copy_rows(rows.data(), m, D, operands, q_stride);
     for (int64_t s = 0; s < S; s += nr) {
       for (int64_t j = 0; j < nr; ++j) rows[j] = s + j < S ? row_of(k_, b, g, s + j) : nullptr;
-      kernels_.multiply_columns(m, D, operands.data(), q_stride, rows.data(), tile.data());
+      kernels_.multiply_columns(m, D, operands, q_stride, rows.data(), tiles);
       for (int64_t h = 0; h < m; ++h)
         std::copy_n(tile.data() + h * nr, std::min(nr, S - s), scores.data() + h * S + s);
     }
     for (int64_t h = 0; h < m; ++h) softmax(scores.data() + h * S, mask_ ? mask_ + b * S : nullptr);
-    std::fill(operands.begin(), operands.end(), 0);
-    for (int64_t h = 0; h < m; ++h) put(scores.data() + h * S, in_two, operands.data(), h, h + m, p_stride);
-    kernels_.multiply_rows_of(parts * m, 0, S, S, operands.data(), p_stride, row_of(v_, b, g, 0),
-                              v_.stride(2), V, tile.data());
+    std::fill(memory.begin(), memory.end(), 0);
+    for (int64_t h = 0; h < m; ++h) put(scores.data() + h * S, in_two, operands, h, h + m, p_stride);
+    kernels_.multiply_rows_of(parts * m, 0, S, S, operands, p_stride, row_of(v_, b, g, 0), v_.stride(2), V,
+                              tiles);
     for (int64_t h = 0; h < m; ++h) {
-      char* to = mutable_bytes_of(out) + ((b * G + g) * m + h) * V * kernels_.storage_bytes;
+      Stored* to = kernels_.at(mutable_stored(out), ((b * G + g) * m + h) * V);
       for (int64_t column = 0; column < V; column += nr) {
-        float* sum = tile.data() + (column / nr * parts * m + h) * nr;
-        for (int64_t j = 0; in_two && j < nr; ++j) sum[j] += sum[m * nr + j];
-        kernels_.round(sum, std::min(nr, V - column), to + column * kernels_.storage_bytes);
+        const int64_t at = (column / nr * parts * m + h) * nr;
+        for (int64_t j = 0; in_two && j < nr; ++j) tile[at + j] += tile[at + m * nr + j];
+        kernels_.round(kernels_.at(tiles, at), std::min(nr, V - column), kernels_.at(to, column));
       }
     }
   }
@@ -179,7 +181,7 @@ class Attention {
   }
 
   // The shares of a head as operands: of bfloat16 the rounded ones in row `first`, what is left in `second`.
-  void put(const float* shares, bool in_two, char* operands, int64_t first, int64_t second,
+  void put(const float* shares, bool in_two, Operand* operands, int64_t first, int64_t second,
            int64_t stride) const {
     if (!in_two) {
       std::copy_n(shares, S, reinterpret_cast<float*>(operands) + first * stride);

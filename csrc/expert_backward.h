@@ -121,12 +121,12 @@ class ExpertBackward {
   Work place(const Chunk& chunk, char* memory) const {
     Work work{chunk, reads_in_place(chunk), {}, {}, {}, do_panels(), x_panels()};
     const int64_t bytes = kernels_.operand_bytes;
-    work.do_rows = {memory, do_stride_, bytes};
+    work.do_rows = {reinterpret_cast<Operand*>(memory), do_stride_, bytes};
     work.a_rows = {work.do_rows.at(chunk.rows()), a_stride_, bytes};
     work.dh_rows = {work.a_rows.at(chunk.rows()), dh_stride_, bytes};
-    memory = work.dh_rows.at(chunk.rows());
-    if (keeps_operands_ && kept_.dh) work.dh_rows = kept_.dh->from(chunk.begin);
-    if (keeps_operands_ && kept_.scaled_a) work.a_rows = kept_.scaled_a->from(chunk.begin);
+    memory = reinterpret_cast<char*>(work.dh_rows.at(chunk.rows()));
+    if (keeps_operands_ && kept_.dh) work.dh_rows = kept_.dh->operands_from(chunk.begin);
+    if (keeps_operands_ && kept_.scaled_a) work.a_rows = kept_.scaled_a->operands_from(chunk.begin);
     if (needs_.dw2 && !work.in_place) {
       work.do_panels.place(chunk, memory);
       memory += work.do_panels.bytes(chunk);
@@ -137,7 +137,7 @@ class ExpertBackward {
 
   void gather_grad(const Work& work) {
     for_each_row_slice(work.chunk.begin, work.chunk.end, [&](int64_t begin, int64_t end) {
-      std::vector<const void*> rows;
+      std::vector<const Stored*> rows;
       for (int64_t r = begin; r < end; ++r) rows.push_back(grad_rows_.at(r));
       kernels_.copy_rows(rows.data(), end - begin, args_.D, work.do_rows.at(begin - work.chunk.begin),
                          do_stride_);
@@ -185,8 +185,7 @@ class ExpertBackward {
 
     // Depth of the product with W1 that is not a multiple of k_step is padded with zeros.
     if (half_ != BackwardHalf::weights && args_.F % kernels_.k_step)
-      for (int64_t r = 0; r < chunk.rows(); ++r)
-        std::fill_n(work.dh_rows.at(r, args_.F), kernels_.operand_bytes, 0);
+      for (int64_t r = 0; r < chunk.rows(); ++r) zero_element(work.dh_rows, r, args_.F);
     if (needs_.dtopk_weights) scale_grads_.sum(chunk, partial, groups);
   }
 
@@ -194,10 +193,10 @@ class ExpertBackward {
     const Chunk& chunk = work.chunk;
     const int64_t D = args_.D, H = args_.H, F = args_.F;
     const Segment& segment = *job.segment;
-    const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
+    const Stored* w2 = args_.row_of(args_.w2, segment.expert * D, H);
     rows_by_weight_transposed(
         kernels_, job, work.of(work.do_rows, segment), D, w2, H,
-        [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+        [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr, row_of_chunk = segment.begin - chunk.begin + row;
           kernels_.act_backward({
               .curve = args_.activation.curve,
@@ -205,7 +204,7 @@ class ExpertBackward {
               .tile = tile,
               .m = m,
               .n = std::min(kernels_.nr, H - column),
-              .h = h_rows_.at(segment.begin + row) + column * kernels_.storage_bytes,
+              .h = h_rows_.at(segment.begin + row, column),
               .h_stride = F,
               .up_offset = H,
               .scale = args_.scale(segment.begin + row),
@@ -257,21 +256,20 @@ class ExpertBackward {
   OwnPanels own_panels(const std::optional<KeptRows>& kept, const RowMajor& block, const Work& work,
                        const Segment& segment, int64_t column, int64_t n, int64_t lanes) const {
     const bool is_stored = half_ == BackwardHalf::weights && !keeps_operands_;
-    const RowMajor rows = is_stored ? kept->from(segment.begin) : work.of(block, segment);
-    return {kernels_, rows, segment.rows(), column, n, lanes};
+    if (is_stored) return {kernels_, kept->from(segment.begin), segment.rows(), column, n, lanes};
+    return {kernels_, work.of(block, segment), segment.rows(), column, n, lanes};
   }
 
   void dx_job(const Work& work, const Job& job) {  // dX = dH W1
     const int64_t D = args_.D, F = args_.F;
     const Segment& segment = *job.segment;
-    const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
+    const Stored* w1 = args_.row_of(args_.w1, segment.expert * F, D);
     rows_by_weight_transposed(
         kernels_, job, work.of(work.dh_rows, segment), F, w1, D,
-        [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+        [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr;
-          kernels_.store(
-              tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-              mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+          kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+                         kernels_.at(mutable_stored(dx_rows_), (segment.begin + row) * D + column), D);
         });
   }
 
@@ -280,7 +278,7 @@ class ExpertBackward {
     const int64_t first = job.begin * kernels_.mr, n = std::min(job.end * kernels_.mr, args_.F) - first;
     const auto multiply = [&](const Transposed& dh) {
       multiply_transposed(kernels_, dh, n, work.x_panels.of(segment), args_.D, segment.rows(),
-                          [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                          [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                             dw1_sums_.add(segment, tile, first + row, column, m, width);
                           });
     };
@@ -296,7 +294,7 @@ class ExpertBackward {
     const Transposed dout = work.in_place ? Transposed::of(kernels_, work.of(work.do_rows, segment), 0)
                                           : Transposed::of(kernels_, work.do_panels.of(segment));
     multiply_transposed(kernels_, dout, args_.D, a.panels, n, segment.rows(),
-                        [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                        [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                           dw2_sums_.add(segment, tile, row, first + column, m, width);
                         });
   }

@@ -11,17 +11,6 @@ using namespace gemm;
 
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about: the gathered x and the activated rows of one chunk
 
-// The columns of w1 that make one panel: gate columns, then the up columns that belong to them.
-void gated_columns(const Kernels& kernels, const char* w1, int64_t H, int64_t D, int64_t column,
-                   const void** pointers) {
-  const int64_t half = kernels.nr / 2;
-  for (int64_t j = 0; j < half; ++j) {
-    const bool inside = column + j < H;
-    pointers[j] = inside ? w1 + (column + j) * D * kernels.storage_bytes : nullptr;
-    pointers[half + j] = inside ? w1 + (H + column + j) * D * kernels.storage_bytes : nullptr;
-  }
-}
-
 class Forward {
  public:
   Forward(const ExpertRows& args, bool combine, bool save_h)
@@ -50,7 +39,7 @@ class Forward {
 
     Work(const Chunk& chunk, char* memory, const Forward& forward)
         : chunk(chunk),
-          x_rows{memory, forward.x_stride_, forward.kernels_.operand_bytes},
+          x_rows{reinterpret_cast<Operand*>(memory), forward.x_stride_, forward.kernels_.operand_bytes},
           a_rows{x_rows.at(chunk.rows()), forward.a_stride_, forward.kernels_.operand_bytes} {}
   };
 
@@ -63,7 +52,7 @@ class Forward {
   void gather(const Work& work) {
     const StoredRows x = args_.rows_of(args_.x);
     for_each_row_slice(work.chunk.begin, work.chunk.end, [&](int64_t begin, int64_t end) {
-      std::vector<const void*> rows;
+      std::vector<const Stored*> rows;
       for (int64_t r = begin; r < end; ++r) rows.push_back(x.at(args_.token(r)));
       kernels_.copy_rows(rows.data(), end - begin, args_.D, work.x_rows.at(begin - work.chunk.begin),
                          x_stride_);
@@ -76,17 +65,17 @@ class Forward {
     const auto jobs = panel_jobs(kernels_, chunk, divide_up(H, columns), D);
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
-      const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
+      const Stored* w1 = args_.row_of(args_.w1, segment.expert * F, D);
       const int64_t first_row = segment.begin - chunk.begin;
       rows_by_weight(
           kernels_, jobs[job], work.x_rows.from(first_row), D,
-          [&](int64_t p, const void** pointers) {
+          [&](int64_t p, const Stored** pointers) {
             if (gated_)
               gated_columns(kernels_, w1, H, D, p * columns, pointers);
             else
               weight_columns(kernels_, w1, H, D, p * columns, pointers);
           },
-          [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
             const int64_t column = p * columns, corner = (segment.begin + row) * F + column;
             kernels_.act_forward({
                 .curve = args_.activation.curve,
@@ -94,10 +83,8 @@ class Forward {
                 .tile = tile,
                 .m = m,
                 .n = std::min(columns, H - column),
-                .bias = args_.b1
-                            ? bytes_of(*args_.b1) + (segment.expert * F + column) * kernels_.storage_bytes
-                            : nullptr,
-                .h = save_h_ ? mutable_bytes_of(h) + corner * kernels_.storage_bytes : nullptr,
+                .bias = args_.b1 ? kernels_.at(stored(*args_.b1), segment.expert * F + column) : nullptr,
+                .h = save_h_ ? kernels_.at(mutable_stored(h), corner) : nullptr,
                 .h_stride = F,
                 .up_offset = H,
                 .a = work.a_rows.at(first_row + row, column),
@@ -112,8 +99,7 @@ class Forward {
   void pad_depth(const Work& work) {
     const int64_t padded = divide_up(args_.H, kernels_.k_step) * kernels_.k_step;
     if (padded == args_.H) return;
-    for (int64_t r = 0; r < work.chunk.rows(); ++r)
-      std::fill_n(work.a_rows.at(r, args_.H), kernels_.operand_bytes, 0);
+    for (int64_t r = 0; r < work.chunk.rows(); ++r) zero_element(work.a_rows, r, args_.H);
   }
 
   void multiply_w2(const Work& work) {
@@ -122,20 +108,18 @@ class Forward {
     const auto jobs = panel_jobs(kernels_, chunk, divide_up(D, kernels_.nr), H);
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
-      const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
+      const Stored* w2 = args_.row_of(args_.w2, segment.expert * D, H);
       rows_by_weight(
           kernels_, jobs[job], work.a_rows.from(segment.begin - chunk.begin), H,
-          [&](int64_t p, const void** pointers) {
+          [&](int64_t p, const Stored** pointers) {
             weight_columns(kernels_, w2, D, H, p * kernels_.nr, pointers);
           },
-          [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels_.nr;
-            const char* bias =
-                args_.b2 ? bytes_of(*args_.b2) + (segment.expert * D + column) * kernels_.storage_bytes
-                         : nullptr;
-            kernels_.store(
-                tile, m, std::min(kernels_.nr, D - column), bias, args_.scale(segment.begin + row),
-                mutable_bytes_of(y) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+            const Stored* bias =
+                args_.b2 ? kernels_.at(stored(*args_.b2), segment.expert * D + column) : nullptr;
+            kernels_.store(tile, m, std::min(kernels_.nr, D - column), bias, args_.scale(segment.begin + row),
+                           kernels_.at(mutable_stored(y), (segment.begin + row) * D + column), D);
           });
     });
   }

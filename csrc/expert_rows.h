@@ -12,7 +12,7 @@
 
 namespace fmoe_ext::gemm {
 
-// One number of type acc for each row.
+// One number for each row.
 class RowScales {
  public:
   RowScales(const Kernels& kernels, int64_t num_rows)
@@ -28,19 +28,14 @@ class RowScales {
     return is_double_ ? reinterpret_cast<const double*>(data_.data())[row]
                       : reinterpret_cast<const float*>(data_.data())[row];
   }
-  char* at(int64_t row) { return data_.data() + row * (is_double_ ? 8 : 4); }
-  const char* at(int64_t row) const { return data_.data() + row * (is_double_ ? 8 : 4); }
+  Acc* at(int64_t row) { return advance(reinterpret_cast<Acc*>(data_.data()), row, is_double_ ? 8 : 4); }
+  const Acc* at(int64_t row) const {
+    return advance(reinterpret_cast<const Acc*>(data_.data()), row, is_double_ ? 8 : 4);
+  }
 
  private:
   bool is_double_;
   std::vector<char> data_;
-};
-
-// The rows of a contiguous tensor. Asking a tensor for its address costs as much as copying a short row.
-struct StoredRows {
-  const char* data;
-  int64_t row_bytes;
-  const char* at(int64_t row) const { return data + row * row_bytes; }
 };
 
 struct ExpertRows {
@@ -93,27 +88,28 @@ struct ExpertRows {
 
   int64_t num_rows() const { return bounds.back(); }  // those that reach an expert
   int64_t token(int64_t row) const { return row_idx[row] / K; }
-  const char* row_of(const Tensor& t, int64_t row, int64_t columns) const {
-    return bytes_of(t) + row * columns * kernels.storage_bytes;
+  const Stored* row_of(const Tensor& t, int64_t row, int64_t columns) const {
+    return kernels.at(stored(t), row * columns);
   }
-  StoredRows rows_of(const Tensor& t) const { return {bytes_of(t), t.size(1) * kernels.storage_bytes}; }
+  // Once for many rows: asking a tensor for its address costs as much as copying a short row.
+  StoredRows rows_of(const Tensor& t) const { return {stored(t), t.size(1), kernels.storage_bytes}; }
   ChunkLimits limits_within(int64_t workspace, int64_t row_bytes) const {
     return gemm::limits_within(workspace, row_bytes, (F + H) * D * kernels.storage_bytes, num_rows());
   }
-  const char* scale(int64_t row) const { return scales ? scales->at(row) : nullptr; }
+  const Acc* scale(int64_t row) const { return scales ? scales->at(row) : nullptr; }
 
   // out [T, D]: each token's rows of y [R, D] summed in the order of its choices.
   Tensor sum_choices(const Tensor& y) const {
     Tensor out = new_large(x, {T, D}, x.scalar_type());
     const StoredRows choices = rows_of(y);
-    char* sums = mutable_bytes_of(out);
+    Stored* sums = mutable_stored(out);
     for_each_row_slice(0, T, [&](int64_t begin, int64_t end) {
-      std::vector<const void*> rows;
+      std::vector<const Stored*> rows;
       for (int64_t t = begin; t < end; ++t) {
         rows.clear();
         for (int64_t k = 0; k < K; ++k)
           if (inverse[t * K + k] >= 0) rows.push_back(choices.at(inverse[t * K + k]));
-        kernels.sum_rows(rows.data(), rows.size(), D, sums + t * choices.row_bytes);
+        kernels.sum_rows(rows.data(), rows.size(), D, kernels.at(sums, t * D));
       }
     });
     return out;
@@ -151,7 +147,7 @@ class GradRows {
  public:
   GradRows(const ExpertRows& args, const Tensor& grad_y, bool combine)
       : args_(args), rows_(args.rows_of(grad_y)), combine_(combine) {}
-  const char* at(int64_t row) const { return rows_.at(combine_ ? args_.token(row) : row); }
+  const Stored* at(int64_t row) const { return rows_.at(combine_ ? args_.token(row) : row); }
 
  private:
   const ExpertRows& args_;

@@ -52,8 +52,8 @@ class Forward {
     downs.run();
   }
 
-  const char* bias(const std::optional<Tensor>& b, int64_t expert, int64_t column) const {
-    return b ? args_.row_of(*b, expert, b->size(1)) + column * kernels_.storage_bytes : nullptr;
+  const Stored* bias(const std::optional<Tensor>& b, int64_t expert, int64_t column) const {
+    return b ? kernels_.at(stored(*b), expert * b->size(1) + column) : nullptr;
   }
 
   void multiply_w1(Tasks& tasks, const Chunk& chunk, const RowMajor& x_rows, const RowMajor& thin,
@@ -62,7 +62,7 @@ class Forward {
     const int64_t H = args_.H, F = args_.F, width = gated ? kernels_.nr / 2 : kernels_.nr;
     products_.by_weight(
         tasks, chunk, x_rows, weights_.w1, gated, pointer_to(adapters_.first), thin,
-        [=, this, &chunk](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
+        [=, this, &chunk](const Segment& segment, const Acc* tile, int64_t row, int64_t m, int64_t column) {
           const int64_t r = segment.begin + row;
           kernels_.act_forward({
               .curve = args_.activation.curve,
@@ -71,7 +71,7 @@ class Forward {
               .m = m,
               .n = std::min(width, H - column),
               .bias = bias(args_.b1, segment.expert, column),
-              .h = save_ ? mutable_bytes_of(h) + (r * F + column) * kernels_.storage_bytes : nullptr,
+              .h = save_ ? kernels_.at(mutable_stored(h), r * F + column) : nullptr,
               .h_stride = F,
               .up_offset = H,
               .a = a_rows.at(r - chunk.begin, column),
@@ -84,10 +84,10 @@ class Forward {
     const int64_t D = args_.D;
     products_.by_weight(
         tasks, chunk, a_rows, weights_.w2, false, pointer_to(adapters_.second), thin,
-        [=, this](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
+        [=, this](const Segment& segment, const Acc* tile, int64_t row, int64_t m, int64_t column) {
           const int64_t r = segment.begin + row;
           kernels_.store(tile, m, std::min(kernels_.nr, D - column), bias(args_.b2, segment.expert, column),
-                         args_.scale(r), mutable_bytes_of(y) + (r * D + column) * kernels_.storage_bytes, D);
+                         args_.scale(r), kernels_.at(mutable_stored(y), r * D + column), D);
         });
   }
 

@@ -97,10 +97,9 @@ class FrozenProducts {
   // body(part, row, m) for tiles of at most mr rows: where rows are few, a tile has all of them, which are
   // more than the adapter's product takes.
   template <class Body>
-  void in_tiles(const void* tile, int64_t rows, const Body& body) const {
+  void in_tiles(const Acc* tile, int64_t rows, const Body& body) const {
     for (int64_t row = 0; row < rows; row += kernels_.mr)
-      body(static_cast<const char*>(tile) + row * kernels_.nr * kernels_.acc_bytes, row,
-           std::min(kernels_.mr, rows - row));
+      body(kernels_.at(tile, row * kernels_.nr), row, std::min(kernels_.mr, rows - row));
   }
 
   // rows [.., in] times weight[e]^T, weight [E, out, in]. gated: a panel has nr / 2 gate columns, then the up
@@ -114,22 +113,22 @@ class FrozenProducts {
     tasks.add(panel_jobs(kernels_, chunk, divide_up(count, width), in), [=, this, &weight](const Job& job) {
       const Segment& segment = *job.segment;
       const int64_t first = segment.begin - chunk_begin;
-      const auto columns = [&](const Tensor& t, int64_t depth, int64_t column, const void** pointers) {
-        const char* rows_of_expert = args_.row_of(t, segment.expert * out, depth);
+      const auto columns = [&](const Tensor& t, int64_t depth, int64_t column, const Stored** pointers) {
+        const Stored* rows_of_expert = args_.row_of(t, segment.expert * out, depth);
         if (gated)
-          gated_columns(rows_of_expert, count, depth, column, pointers);
+          gated_columns(kernels_, rows_of_expert, count, depth, column, pointers);
         else
           weight_columns(kernels_, rows_of_expert, count, depth, column, pointers);
       };
       Added added(kernels_, adapter, kPackedPanels);
       const auto pack_factor = [&](int64_t p) {
         if (!adapter) return;
-        const void* factor[kMaxPanelLanes];
+        const Stored* factor[kMaxPanelLanes];
         columns(adapter->b, adapter->rank, p * width, factor);
         kernels_.pack_columns(factor, adapter->rank, added.panel(p % kPackedPanels));
       };
-      const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-        in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
+      const auto take = [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
+        in_tiles(tile, m, [&](const Acc* part, int64_t r, int64_t n) {
           if (adapter) part = added.to(part, p % kPackedPanels, thin.from(first + row + r), n);
           epilogue(segment, part, row + r, n, p * width);
         });
@@ -145,7 +144,7 @@ class FrozenProducts {
               take);
       rows_by_weight(
           kernels_, job, rows.from(first), in,
-          [&](int64_t p, const void** pointers) {
+          [&](int64_t p, const Stored** pointers) {
             columns(tensor_of(weight), in, p * width, pointers);
             pack_factor(p);
           },
@@ -167,8 +166,8 @@ class FrozenProducts {
           if (adapter && job.begin < job.end)
             pack_weight_rows(kernels_, args_.row_of(adapter->a, segment.expert * adapter->rank, in), in,
                              adapter->rank, job.begin, job.end - job.begin, added.panels());
-          const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-            in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
+          const auto take = [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
+            in_tiles(tile, m, [&](const Acc* part, int64_t r, int64_t n) {
               if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
               epilogue(segment, part, row + r, n, p * kernels_.nr);
             });
@@ -194,12 +193,12 @@ class FrozenProducts {
     RowScales scales(kernels_, kernels_.mr);
     for (int64_t i = 0; i < kernels_.mr; ++i) scales.set(i, adapter.scale);
     return [this, rank = adapter.rank, thin, scales, begin = chunk.begin](
-               const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
+               const Segment& segment, const Acc* tile, int64_t row, int64_t m, int64_t column) {
       const int64_t first = segment.begin + row, n = std::min(kernels_.nr, rank - column);
-      const void* rows[kMaxTileRows];
-      for (int64_t r = 0; r < m; ++r)
-        rows[r] = bytes_of(thin.stored) + ((first + r) * rank + column) * kernels_.storage_bytes;
-      kernels_.store(tile, m, n, nullptr, scales.at(0), const_cast<void*>(rows[0]), rank);
+      Stored* const corner = kernels_.at(mutable_stored(thin.stored), first * rank + column);
+      const Stored* rows[kMaxTileRows];
+      for (int64_t r = 0; r < m; ++r) rows[r] = kernels_.at(corner, r * rank);
+      kernels_.store(tile, m, n, nullptr, scales.at(0), corner, rank);
       kernels_.copy_rows(rows, m, n, thin.operands.at(first - begin, column), thin.operands.stride);
     };
   }
@@ -224,13 +223,10 @@ class FrozenProducts {
         : kernels_(kernels), rank_(adapter ? adapter->rank : 0) {
       if (adapter) memory_.resize(num_panels * panel_bytes(kernels, rank_, kernels.nr) + kTileBytes + 2 * 64);
     }
-    Panels panels() {
-      return {aligned(memory_.data()), Panels::stride_for(kernels_, rank_, kernels_.nr),
-              kernels_.operand_bytes};
-    }
-    char* panel(int64_t p) { return panels().panel(p); }
-    const void* to(const void* tile, int64_t p, const RowMajor& thin, int64_t m) {
-      char* sum = aligned(memory_.data() + memory_.size() - kTileBytes - 64);
+    Panels panels() { return Panels::in(aligned(memory_.data()), kernels_, rank_, kernels_.nr); }
+    Operand* panel(int64_t p) { return panels().panel(p); }
+    const Acc* to(const Acc* tile, int64_t p, const RowMajor& thin, int64_t m) {
+      auto* sum = reinterpret_cast<Acc*>(aligned(memory_.data() + memory_.size() - kTileBytes - 64));
       kernels_.multiply_row_major(m, rank_, thin.data, thin.stride, panel(p), sum);
       kernels_.accumulate(tile, m, kernels_.nr, sum, kernels_.nr);
       return sum;
@@ -254,16 +250,6 @@ class FrozenProducts {
     const int64_t half = gated ? kernels_.nr / 2 : kernels_.nr;
     for (int64_t part = 0; part * half < kernels_.nr; ++part)
       fmoe_ext::packed_columns(weight, expert, part * count, count, column, half, packed + part * half);
-  }
-
-  void gated_columns(const char* w1, int64_t half_out, int64_t depth, int64_t column,
-                     const void** pointers) const {
-    const int64_t half = kernels_.nr / 2;
-    for (int64_t j = 0; j < half; ++j) {
-      const bool inside = column + j < half_out;
-      pointers[j] = inside ? w1 + (column + j) * depth * kernels_.storage_bytes : nullptr;
-      pointers[half + j] = inside ? w1 + (half_out + column + j) * depth * kernels_.storage_bytes : nullptr;
-    }
   }
 
   const ExpertRows& args_;
@@ -334,11 +320,11 @@ class Blocks {
       : kernels_(kernels), memory_(memory), num_rows_(num_rows) {}
   RowMajor next(int64_t columns) {
     if (columns == 0) return {};
-    const RowMajor block{memory_, RowMajor::stride_for(kernels_, columns), kernels_.operand_bytes};
-    memory_ = block.at(num_rows_);
+    const RowMajor block{reinterpret_cast<Operand*>(memory_), RowMajor::stride_for(kernels_, columns),
+                         kernels_.operand_bytes};
+    memory_ = reinterpret_cast<char*>(block.at(num_rows_));
     return block;
   }
-  char* rest() const { return memory_; }
 
  private:
   const Kernels& kernels_;
@@ -360,7 +346,7 @@ void gather(Tasks& tasks, const Kernels& kernels, const Chunk& chunk, int64_t co
   constexpr int64_t kSlice = 64;
   tasks.add(divide_up(chunk.rows(), kSlice), [=, &kernels, &chunk](int64_t slice) {
     const int64_t begin = chunk.begin + slice * kSlice, end = std::min(begin + kSlice, chunk.end);
-    const void* rows[kSlice];
+    const Stored* rows[kSlice];
     for (int64_t r = begin; r < end; ++r) rows[r - begin] = row(r);
     kernels.copy_rows(rows, end - begin, columns, block.at(begin - chunk.begin), block.stride);
   });
@@ -369,7 +355,7 @@ void gather(Tasks& tasks, const Kernels& kernels, const Chunk& chunk, int64_t co
 // A depth that is not a multiple of k_step is padded with zeros.
 inline void pad_depth(const Kernels& kernels, const RowMajor& rows, int64_t num_rows, int64_t depth) {
   if (depth % kernels.k_step)
-    for (int64_t r = 0; r < num_rows; ++r) std::fill_n(rows.at(r, depth), kernels.operand_bytes, 0);
+    for (int64_t r = 0; r < num_rows; ++r) zero_element(rows, r, depth);
 }
 
 }  // namespace fmoe_ext::gemm

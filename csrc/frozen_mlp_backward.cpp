@@ -124,7 +124,7 @@ class Backward {
     Tasks tasks;
     products_.by_weight_transposed(
         tasks, chunk, rows.dout, weights_.w2, pointer_to(adapters_.second), rows.t2,
-        [&](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
+        [&](const Segment& segment, const Acc* tile, int64_t row, int64_t m, int64_t column) {
           const int64_t r = segment.begin + row, in_chunk = r - chunk.begin;
           kernels_.act_backward({
               .curve = args_.activation.curve,
@@ -132,7 +132,7 @@ class Backward {
               .tile = tile,
               .m = m,
               .n = std::min(nr, H - column),
-              .h = h_rows_.at(r) + column * kernels_.storage_bytes,
+              .h = h_rows_.at(r, column),
               .h_stride = args_.F,
               .up_offset = H,
               .scale = args_.scale(r),
@@ -151,10 +151,9 @@ class Backward {
     const int64_t D = args_.D;
     products_.by_weight_transposed(
         tasks, chunk, rows.dh, weights_.w1, pointer_to(adapters_.first), rows.t1,
-        [=, this](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
-          kernels_.store(
-              tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-              mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+        [=, this](const Segment& segment, const Acc* tile, int64_t row, int64_t m, int64_t column) {
+          kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+                         kernels_.at(mutable_stored(dx_rows_), (segment.begin + row) * D + column), D);
         });
   }
 
@@ -178,7 +177,7 @@ class Backward {
       std::vector<char> memory;
       const Transposed a = columns_of(rows, depth, row0, num_rows, memory);
       multiply_transposed(kernels_, a, num_rows, b.panels, num_columns, depth,
-                          [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                          [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                             sums.add(segment, tile, row0 + row, column0 + column, m, width);
                           });
     });
@@ -190,9 +189,8 @@ class Backward {
     if (kernels_.k_step == 1 && depth * rows.stride * rows.bytes <= kCoreBytes)
       return Transposed::of(kernels_, rows, column);
     memory.resize(divide_up(n, kernels_.mr) * panel_bytes(kernels_, depth, kernels_.mr));
-    const Panels panels{memory.data(), Panels::stride_for(kernels_, depth, kernels_.mr),
-                        kernels_.operand_bytes};
-    std::vector<const void*> pointers(depth);
+    const Panels panels = Panels::in(memory.data(), kernels_, depth, kernels_.mr);
+    std::vector<const Operand*> pointers(depth);
     for (int64_t r = 0; r < depth; ++r) pointers[r] = rows.at(r);
     kernels_.pack_operand_rows(pointers.data(), depth, column, n, kernels_.mr, panels.data, panels.stride);
     return Transposed::of(kernels_, panels);

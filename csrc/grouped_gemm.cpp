@@ -13,11 +13,11 @@ using namespace gemm;
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about
 
 // Rows [begin, end) of t [R, columns] into a block of operand rows.
-void copy_chunk(const Kernels& kernels, const char* t, int64_t columns, const Chunk& chunk,
+void copy_chunk(const Kernels& kernels, const Stored* t, int64_t columns, const Chunk& chunk,
                 const RowMajor& block) {
   for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
-    std::vector<const void*> rows;
-    for (int64_t r = begin; r < end; ++r) rows.push_back(t + r * columns * kernels.storage_bytes);
+    std::vector<const Stored*> rows;
+    for (int64_t r = begin; r < end; ++r) rows.push_back(kernels.at(t, r * columns));
     kernels.copy_rows(rows.data(), end - begin, columns, block.at(begin - chunk.begin), block.stride);
   });
 }
@@ -35,18 +35,17 @@ Tensor multiply(const Tensor& x, const Weight& weight, const std::vector<int64_t
   const auto chunks = make_chunks(bounds, {rows_within(kWorkspace, row_bytes)});
   const auto bytes = [&](const Chunk& chunk) { return chunk.rows() * row_bytes; };
   for_each_chunk(chunks, x, bytes, [&](const Chunk& chunk, char* memory) {
-    const RowMajor block{memory, stride, kernels.operand_bytes};
-    copy_chunk(kernels, bytes_of(x), D, chunk, block);
+    const RowMajor block{reinterpret_cast<Operand*>(memory), stride, kernels.operand_bytes};
+    copy_chunk(kernels, stored(x), D, chunk, block);
     const auto jobs = panel_jobs(kernels, chunk, divide_up(N, kernels.nr), D);
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
-      const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
-      const auto store = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+      const RowMajor a = block.from(segment.begin - chunk.begin);
+      const auto store = [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
         const int64_t column = p * kernels.nr;
-        const char* b =
-            bias ? bytes_of(*bias) + (segment.expert * N + column) * kernels.storage_bytes : nullptr;
+        const Stored* b = bias ? kernels.at(stored(*bias), segment.expert * N + column) : nullptr;
         kernels.store(tile, m, std::min(kernels.nr, N - column), b, nullptr,
-                      mutable_bytes_of(y) + ((segment.begin + row) * N + column) * kernels.storage_bytes, N);
+                      kernels.at(mutable_stored(y), (segment.begin + row) * N + column), N);
       };
       if constexpr (std::is_same_v<Weight, FrozenWeight>) {
         rows_by_packed(
@@ -56,10 +55,10 @@ Tensor multiply(const Tensor& x, const Weight& weight, const std::vector<int64_t
             },
             store);
       } else {
-        const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
+        const Stored* w = kernels.at(stored(weight), segment.expert * N * D);
         rows_by_weight(
             kernels, jobs[job], a, D,
-            [&](int64_t p, const void** pointers) {
+            [&](int64_t p, const Stored** pointers) {
               weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
             },
             store);
@@ -111,8 +110,8 @@ class Backward {
   void run() {
     const auto bytes = [&](const Chunk& chunk) { return bytes_of_chunk(chunk); };
     for_each_chunk(chunks_, dy_, bytes, [&](const Chunk& chunk, char* memory) {
-      dy_rows_ = {memory, dy_stride_, kernels_.operand_bytes};
-      copy_chunk(kernels_, bytes_of(dy_), N, chunk, dy_rows_);
+      dy_rows_ = {reinterpret_cast<Operand*>(memory), dy_stride_, kernels_.operand_bytes};
+      copy_chunk(kernels_, stored(dy_), N, chunk, dy_rows_);
       if (needs_.dweight) pack_x(chunk);
       multiply(chunk);
     });
@@ -129,9 +128,9 @@ class Backward {
   void pack_x(const Chunk& chunk) {
     std::vector<Job> jobs;
     for (const Segment& segment : chunk.segments) x_panels_.add_pack_jobs(jobs, segment);
-    x_panels_.place(chunk, dy_rows_.at(chunk.rows()));
+    x_panels_.place(chunk, reinterpret_cast<char*>(dy_rows_.at(chunk.rows())));
     for_each_job(jobs.size(), [&](int64_t job) {
-      x_panels_.pack(jobs[job], [&](int64_t r) { return bytes_of(x_) + r * D * kernels_.storage_bytes; });
+      x_panels_.pack(jobs[job], [&](int64_t r) { return kernels_.at(stored(x_), r * D); });
     });
   }
 
@@ -155,14 +154,14 @@ class Backward {
   }
 
   RowMajor rows_of(const Chunk& chunk, const Segment& segment) const {
-    return {dy_rows_.at(segment.begin - chunk.begin), dy_rows_.stride, dy_rows_.bytes};
+    return dy_rows_.from(segment.begin - chunk.begin);
   }
 
   void input_job(const Chunk& chunk, const Job& job) {  // dX = dY W
     const Segment& segment = *job.segment;
-    const auto store = [&](int64_t p, const void* tile, int64_t first, int64_t m) {
+    const auto store = [&](int64_t p, const Acc* tile, int64_t first, int64_t m) {
       const int64_t column = p * kernels_.nr, n = std::min(kernels_.nr, D - column);
-      char* corner = mutable_bytes_of(dx) + ((segment.begin + first) * D + column) * kernels_.storage_bytes;
+      Stored* corner = kernels_.at(mutable_stored(dx), (segment.begin + first) * D + column);
       kernels_.store(tile, m, n, nullptr, nullptr, corner, D);
     };
     if constexpr (std::is_same_v<Weight, FrozenWeight>) {
@@ -173,7 +172,7 @@ class Backward {
       };
       rows_by_packed_transposed(kernels_, job, rows_of(chunk, segment), N, row, D, store);
     } else {
-      const char* w = bytes_of(weight_) + segment.expert * N * D * kernels_.storage_bytes;
+      const Stored* w = kernels_.at(stored(weight_), segment.expert * N * D);
       rows_by_weight_transposed(kernels_, job, rows_of(chunk, segment), N, w, D, store);
     }
   }
@@ -184,7 +183,7 @@ class Backward {
     const OwnPanels dy(kernels_, rows_of(chunk, segment), segment.rows(), first, n, kernels_.mr);
     multiply_transposed(kernels_, Transposed::of(kernels_, dy.panels), n, x_panels_.of(segment), D,
                         segment.rows(),
-                        [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                        [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                           dweight_sums_.add(segment, tile, first + row, column, m, width);
                         });
   }

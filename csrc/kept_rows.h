@@ -20,9 +20,13 @@ class KeptRows {
   KeptRows(const Kernels& kernels, const Tensor& rows)
       : kernels_(kernels), rows_(rows.stride(1) == 1 ? rows : as_contiguous(rows)) {}
 
-  // Rows from `row` on, as they lie.
-  RowMajor from(int64_t row) const {
-    return RowMajor{mutable_bytes_of(rows_), rows_.stride(0), kernels_.storage_bytes}.from(row);
+  // Rows from `row` on, as they lie; as operands where those are what is stored.
+  RowMajorOf<Stored> from(int64_t row) const {
+    return RowMajorOf<Stored>{mutable_stored(rows_), rows_.stride(0), kernels_.storage_bytes}.from(row);
+  }
+  RowMajor operands_from(int64_t row) const {
+    const auto rows = from(row);
+    return {reinterpret_cast<Operand*>(rows.data), rows.stride, rows.bytes};
   }
 
   // Keeps rows [begin, end), operands in a block that starts at begin. Past the caches: what is kept is read
@@ -30,9 +34,10 @@ class KeptRows {
   void round(int64_t begin, int64_t end, const RowMajor& block) const {
     const int64_t row_bytes = rows_.stride(0) * kernels_.storage_bytes;
     const RowWriter writer(rows_.mutable_data_ptr(), rows_.size(0), row_bytes);
-    std::vector<char> rounded(row_bytes);
+    std::vector<char> rounded(row_bytes);  // operands that are not what is stored are of the type of sums
     for (int64_t r = begin; r < end; ++r) {
-      kernels_.round(block.at(r - begin), rows_.size(1), rounded.data());
+      kernels_.round(reinterpret_cast<const Acc*>(block.at(r - begin)), rows_.size(1),
+                     reinterpret_cast<Stored*>(rounded.data()));
       writer.copy(r, rounded.data());
     }
     writer.finish();
@@ -40,7 +45,7 @@ class KeptRows {
 
   // The same rows as operands again.
   void load(int64_t begin, int64_t end, const RowMajor& block) const {
-    std::vector<const void*> rows;
+    std::vector<const Stored*> rows;
     for (int64_t r = begin; r < end; ++r) rows.push_back(from(r).data);
     kernels_.copy_rows(rows.data(), end - begin, rows_.size(1), block.data, block.stride);
   }

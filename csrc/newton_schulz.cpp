@@ -16,6 +16,8 @@ struct Coefficients {
 // One matrix X [M, N], which becomes a X + (b G + c G G) X with G = X X^T at every step. Each product is
 // rounded to storage.
 class Iteration {
+  using Matrix = RowMajorOf<Stored>;
+
  public:
   static int64_t bytes(const Kernels& kernels, int64_t M, int64_t N) {
     const int64_t operand = M * RowMajor::stride_for(kernels, std::max(M, N)) * kernels.operand_bytes;
@@ -23,23 +25,23 @@ class Iteration {
   }
 
   // is_shared: the threads share the panels of this matrix; else they have a matrix each.
-  Iteration(const Kernels& kernels, char* x, int64_t M, int64_t N, char* memory, bool is_shared)
+  Iteration(const Kernels& kernels, Stored* x, int64_t M, int64_t N, char* memory, bool is_shared)
       : kernels_(kernels),
         M(M),
         N(N),
         is_shared_(is_shared),
         x_{x, N, kernels.storage_bytes},
-        gram_{memory, M, kernels.storage_bytes},
-        polynomial_{memory + square_bytes(kernels, M), M, kernels.storage_bytes},
-        operand_(memory + 2 * square_bytes(kernels, M)) {}
+        gram_{reinterpret_cast<Stored*>(memory), M, kernels.storage_bytes},
+        polynomial_{reinterpret_cast<Stored*>(memory + square_bytes(kernels, M)), M, kernels.storage_bytes},
+        operand_(reinterpret_cast<Operand*>(memory + 2 * square_bytes(kernels, M))) {}
 
   void step(const Coefficients& by) {
-    const auto gram = [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
+    const auto gram = [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
       kernels_.store(tile, m, n, nullptr, nullptr, gram_.at(row, column), M);
     };
     symmetric(x_, N, gram);
     mirror(gram_);
-    const auto polynomial = [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
+    const auto polynomial = [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
       kernels_.add(tile, m, n, by.c, gram_.at(row, column), by.b, polynomial_.at(row, column), M);
     };
     symmetric(gram_, M, polynomial);
@@ -60,9 +62,9 @@ class Iteration {
   }
 
   // Rows [M, depth] as operands.
-  RowMajor operands(const RowMajor& rows, int64_t depth) const {
+  RowMajor operands(const Matrix& rows, int64_t depth) const {
     const RowMajor to{operand_, RowMajor::stride_for(kernels_, depth), kernels_.operand_bytes};
-    std::vector<const void*> pointers(M);
+    std::vector<const Stored*> pointers(M);
     for (int64_t r = 0; r < M; ++r) pointers[r] = rows.at(r);
     kernels_.copy_rows(pointers.data(), M, depth, to.data, to.stride);
     return to;
@@ -70,15 +72,16 @@ class Iteration {
 
   // Tiles of rows rows^T, those that hold a place of the lower half: epilogue(tile, row, column, m, n).
   template <class Epilogue>
-  void symmetric(const RowMajor& rows, int64_t depth, const Epilogue& epilogue) const {
+  void symmetric(const Matrix& rows, int64_t depth, const Epilogue& epilogue) const {
     const RowMajor left = operands(rows, depth);
     for_each_panel(M, [&](int64_t panel) {
       const int64_t column = panel * kernels_.nr, n = std::min(kernels_.nr, M - column);
-      const void* pointers[kMaxPanelLanes];
+      const Stored* pointers[kMaxPanelLanes];
       for (int64_t j = 0; j < kernels_.nr; ++j) pointers[j] = j < n ? rows.at(column + j) : nullptr;
       const ThreadBuffer buffer(panel_bytes(kernels_, depth, kernels_.nr));
-      kernels_.pack_columns(pointers, depth, buffer.data());
-      multiply(left, column / kernels_.mr * kernels_.mr, depth, buffer.data(), column, n, epilogue);
+      auto* const packed = reinterpret_cast<Operand*>(buffer.data());
+      kernels_.pack_columns(pointers, depth, packed);
+      multiply(left, column / kernels_.mr * kernels_.mr, depth, packed, column, n, epilogue);
     });
   }
 
@@ -87,31 +90,30 @@ class Iteration {
     for_each_panel(N, [&](int64_t panel) {
       const int64_t column = panel * kernels_.nr, n = std::min(kernels_.nr, N - column);
       const ThreadBuffer buffer(panel_bytes(kernels_, M, kernels_.nr));
-      const Panels panels{buffer.data(), Panels::stride_for(kernels_, M, kernels_.nr),
-                          kernels_.operand_bytes};
+      const Panels panels = Panels::in(buffer.data(), kernels_, M, kernels_.nr);
       pack_weight_rows(kernels_, x_.data, N, M, panel, 1, panels);
       // In place: nobody else reads these columns.
-      multiply(left, 0, M, buffer.data(), column, n,
-               [&](const void* tile, int64_t row, int64_t at, int64_t m, int64_t width) {
-                 char* corner = x_.at(row, at);
+      multiply(left, 0, M, panels.data, column, n,
+               [&](const Acc* tile, int64_t row, int64_t at, int64_t m, int64_t width) {
+                 Stored* corner = x_.at(row, at);
                  kernels_.add(tile, m, width, 1, corner, a, corner, N);
                });
     });
   }
 
   template <class Epilogue>
-  void multiply(const RowMajor& left, int64_t first, int64_t depth, const char* panel, int64_t column,
+  void multiply(const RowMajor& left, int64_t first, int64_t depth, const Operand* panel, int64_t column,
                 int64_t n, const Epilogue& epilogue) const {
-    alignas(64) char tile[kTileBytes];
+    TileMemory tile;
     for (int64_t row = first; row < M; row += kernels_.mr) {
       const int64_t m = std::min(kernels_.mr, M - row);
-      kernels_.multiply_row_major(m, depth, left.at(row), left.stride, panel, tile);
-      epilogue(tile, row, column, m, n);
+      kernels_.multiply_row_major(m, depth, left.at(row), left.stride, panel, tile.tiles());
+      epilogue(tile.tiles(), row, column, m, n);
     }
   }
 
   // The upper half from the lower one, in blocks that stay in the first-level cache.
-  void mirror(const RowMajor& square) const {
+  void mirror(const Matrix& square) const {
     constexpr int64_t kBlock = 32;
     const auto copy = [&](auto tag) {
       auto* const p = reinterpret_cast<decltype(tag)*>(square.data);
@@ -129,8 +131,8 @@ class Iteration {
   const Kernels& kernels_;
   const int64_t M, N;
   const bool is_shared_;
-  const RowMajor x_, gram_, polynomial_;
-  char* const operand_;
+  const Matrix x_, gram_, polynomial_;
+  Operand* const operand_;
 };
 
 Tensor newton_schulz_cpu(Tensor x, double a, double b, double c, int64_t steps) {
@@ -146,7 +148,7 @@ Tensor newton_schulz_cpu(Tensor x, double a, double b, double c, int64_t steps) 
   const int64_t bytes = divide_up(Iteration::bytes(kernels, M, N), 64) * 64;
   const Workspace workspace(x, bytes * (is_shared ? 1 : std::min(E, num_threads())));
   const auto iterate = [&](int64_t e, int64_t worker) {
-    char* const matrix = mutable_bytes_of(found) + e * M * N * kernels.storage_bytes;
+    Stored* const matrix = kernels.at(mutable_stored(found), e * M * N);
     Iteration iteration(kernels, matrix, M, N, workspace.data() + worker * bytes, is_shared);
     for (int64_t step = 0; step < steps; ++step) iteration.step({a, b, c});
   };

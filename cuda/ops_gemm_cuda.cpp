@@ -201,8 +201,10 @@ class Backward {
 
   void weights(const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2) {
     const int64_t E = mlp_.num_experts(), D = mlp_.x.size(1), H = mlp_.hidden(), F = mlp_.w1.size(1);
-    dw1 = output(needs_.dw1 && !main_dw1, {E, F, D}), db1 = output(needs_.db1, {E, F});
-    dw2 = output(needs_.dw2 && !main_dw2, {E, D, H}), db2 = output(needs_.db2, {E, D});
+    dw1 = output(needs_.dw1 && !main_dw1, {E, F, D});
+    db1 = output(needs_.db1, {E, F});
+    dw2 = output(needs_.dw2 && !main_dw2, {E, D, H});
+    db2 = output(needs_.db2, {E, D});
     if (needs_.db2) products_.grad_bias(dy_rows(), mlp_.row_scale(), db2);
     if (needs_.dw2) products_.grad_weight(dy_rows(), plain_rows(scaled_a), dw2, main_dw2);
     if (needs_.dw1) products_.grad_weight(plain_rows(dh), mlp_.by_token(mlp_.x), dw1, main_dw1);
@@ -218,7 +220,8 @@ class Backward {
   GroupedRows dy_rows() const { return combine_ ? mlp_.by_token(dy_) : plain_rows(dy_); }
 
   void hidden() {
-    dh = mlp_.new_rows(mlp_.w1.size(1)), scaled_a = mlp_.new_rows(mlp_.hidden());
+    dh = mlp_.new_rows(mlp_.w1.size(1));
+    scaled_a = mlp_.new_rows(mlp_.hidden());
     const ActivationRows rows{data(rows_),        mlp_.ends(),          data<int>(mlp_.row_idx),
                               data(mlp_.weights), mlp_.num_experts(),   mlp_.top_k(),
                               mlp_.num_rows(),    mlp_.inverse.numel(), combine_};
@@ -296,7 +299,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cuda(
   check_expert_main_grads(w1, w2, main_dw1, main_dw2);
   const OnDeviceOf device(x);
   Backward backward(mlp, grad_y, dh, combine, needs, device);
-  backward.dh = as_contiguous(dh), backward.scaled_a = as_contiguous(scaled_a);
+  backward.dh = as_contiguous(dh);
+  backward.scaled_a = as_contiguous(scaled_a);
   backward.weights(main_dw1, main_dw2);
   return {backward.dw1, backward.db1, backward.dw2, backward.db2};
 }

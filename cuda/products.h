@@ -151,7 +151,8 @@ class Products {
   }
   const Entry* select(Product product, int64_t N = 0, int64_t K = 0) const {
     Task task = task_of(product);
-    task.N = N, task.K = K;
+    task.N = N;
+    task.K = K;
     return fmoe_ext::select(task);
   }
   Grid grid(const Entry* entry) const { return grid_of(*entry, num_sms_); }

@@ -34,10 +34,10 @@ template <class T>
 struct GateAndUp {
   const T *gate, *up;
 
-  GateAndUp(const ClampedGlu& glu, const void* h, int64_t first, int64_t n, T* gates, T* ups)
-      : gate((const T*)h + first), up((const T*)h + glu.width + first) {
+  GateAndUp(const ClampedGlu& glu, const T* h, int64_t first, int64_t n, T* gates, T* ups)
+      : gate(h + first), up(h + glu.width + first) {
     if (!glu.interleaved) return;
-    const T* turns = (const T*)h + 2 * first;
+    const T* turns = h + 2 * first;
     for (int64_t j = 0; j < n; ++j) {
       gates[j] = turns[2 * j];
       ups[j] = turns[2 * j + 1];
@@ -72,7 +72,7 @@ Point<VecOf<T>> clamped_up(const ClampedGlu& glu, VecOf<T> up) {
 
 // Values [first, first + n) of a row.
 template <class T>
-void clamped_glu(const ClampedGlu& glu, const void* h, int64_t first, int64_t n, void* out) {
+void clamped_glu(const ClampedGlu& glu, const T* h, int64_t first, int64_t n, T* out) {
   T gates[kGluBlock], ups[kGluBlock];
   for (const int64_t end = first + n; first < end; first += kGluBlock) {
     const int64_t m = end - first < kGluBlock ? end - first : kGluBlock;
@@ -80,30 +80,30 @@ void clamped_glu(const ClampedGlu& glu, const void* h, int64_t first, int64_t n,
     for (int64_t j = 0; j < m; j += kLanes<T>) {
       const auto value = clamped_gate<T>(glu, load_n(from.gate + j, m - j)).value *
                          clamped_up<T>(glu, load_n(from.up + j, m - j)).value;
-      store_n((T*)out + first + j, value, m - j);
+      store_n(out + first + j, value, m - j);
     }
   }
 }
 
 // The gradient of h, in its layout.
 template <class T>
-void clamped_glu_backward(const ClampedGlu& glu, const void* grad, const void* h, int64_t first, int64_t n,
-                          void* grad_h) {
+void clamped_glu_backward(const ClampedGlu& glu, const T* grad, const T* h, int64_t first, int64_t n,
+                          T* grad_h) {
   T gates[kGluBlock], ups[kGluBlock], grad_gates[kGluBlock], grad_ups[kGluBlock];
   for (const int64_t end = first + n; first < end; first += kGluBlock) {
     const int64_t m = end - first < kGluBlock ? end - first : kGluBlock;
     const GateAndUp<T> from(glu, h, first, m, gates, ups);
-    T* to_gate = glu.interleaved ? grad_gates : (T*)grad_h + first;
-    T* to_up = glu.interleaved ? grad_ups : (T*)grad_h + glu.width + first;
+    T* to_gate = glu.interleaved ? grad_gates : grad_h + first;
+    T* to_up = glu.interleaved ? grad_ups : grad_h + glu.width + first;
     for (int64_t j = 0; j < m; j += kLanes<T>) {
-      const auto g = load_n((const T*)grad + first + j, m - j);
+      const auto g = load_n(grad + first + j, m - j);
       const auto gate = clamped_gate<T>(glu, load_n(from.gate + j, m - j));
       const auto up = clamped_up<T>(glu, load_n(from.up + j, m - j));
       store_n(to_gate + j, g * up.value * gate.slope, m - j);
       store_n(to_up + j, g * gate.value * up.slope, m - j);
     }
     if (!glu.interleaved) continue;
-    T* turns = (T*)grad_h + 2 * first;
+    T* turns = grad_h + 2 * first;
     for (int64_t j = 0; j < m; ++j) {
       turns[2 * j] = grad_gates[j];
       turns[2 * j + 1] = grad_ups[j];

@@ -389,10 +389,9 @@ inline void store_decoded(T* to, const Decoded& d) {
   }
 }
 
-// Columns [begin, begin + n) of a row, in storage.
+// Columns [begin, begin + n) of a row.
 template <class T>
-void decode(const PackedRow& row, int64_t begin, int64_t n, void* dst) {
-  T* to = (T*)dst;
+void decode(const PackedRow& row, int64_t begin, int64_t n, T* to) {
   with_format(row.format, [&](auto format) {
     using D = Decoder<decltype(format)::value>;
     constexpr int64_t kBlock = D::kGroups * kGroup;

@@ -148,14 +148,12 @@ inline VecOf<OperandOf<T>> as_operand(VecOf<T> v) {
 
 template <class T, CurveKind curve, bool gated>
 void act_forward_curve(const ActForward& args) {
-  using Acc = AccOf<T>;
-  using Operand = OperandOf<T>;
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>, up = nr / 2;
-  const T* bias = (const T*)args.bias;
+  const T* bias = elements_of<T>(args.bias);
   for (int64_t r = 0; r < args.m; ++r) {
-    const Acc* tile = (const Acc*)args.tile + r * nr;
-    T* h = args.h ? (T*)args.h + r * args.h_stride : nullptr;
-    Operand* a = (Operand*)args.a + r * args.a_stride;
+    const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
+    T* h = args.h ? elements_of<T>(args.h) + r * args.h_stride : nullptr;
+    OperandOf<T>* a = elements_of<T>(args.a) + r * args.a_stride;
     for (int64_t j = 0; j < args.n; j += lanes) {
       const int64_t n = args.n - j;
       auto gate = load(tile + j);
@@ -177,16 +175,14 @@ void act_forward_curve(const ActForward& args) {
 
 template <class T, CurveKind curve, bool gated>
 void act_backward_curve(const ActBackward& args) {
-  using Acc = AccOf<T>;
-  using Operand = OperandOf<T>;
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>;
   for (int64_t r = 0; r < args.m; ++r) {
-    const Acc* tile = (const Acc*)args.tile + r * nr;
-    const T* h = (const T*)args.h + r * args.h_stride;
-    Operand* dh = (Operand*)args.dh + r * args.dh_stride;
-    Operand* a = args.a ? (Operand*)args.a + r * args.a_stride : nullptr;
-    const Acc scale = args.scale ? ((const Acc*)args.scale)[r] : Acc(1);
-    VecOf<Acc> product = {};
+    const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
+    const T* h = elements_of<T>(args.h) + r * args.h_stride;
+    OperandOf<T>* dh = elements_of<T>(args.dh) + r * args.dh_stride;
+    OperandOf<T>* a = args.a ? elements_of<T>(args.a) + r * args.a_stride : nullptr;
+    const AccOf<T> scale = args.scale ? elements_of<T>(args.scale)[r] : AccOf<T>(1);
+    VecOf<AccOf<T>> product = {};
     for (int64_t j = 0; j < args.n; j += lanes) {
       const int64_t n = args.n - j;
       const auto grad = load_n(tile + j, n);
@@ -205,7 +201,7 @@ void act_backward_curve(const ActBackward& args) {
       product += grad * value;
       if (a) store_n(a + j, as_operand<T>(value * scale), n);
     }
-    if (args.dscale) ((Acc*)args.dscale)[r] += sum_lanes(product);
+    if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
   }
 }
 
@@ -249,30 +245,28 @@ void act_backward(const ActBackward& args) {
 }
 
 template <class T>
-void store_tile(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,
+void store_tile(const AccOf<T>* tile, int64_t m, int64_t n, const T* bias, const AccOf<T>* scale, T* dst,
                 int64_t stride) {
-  using Acc = AccOf<T>;
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>;
   for (int64_t r = 0; r < m; ++r) {
     for (int64_t j = 0; j < n; j += lanes) {
-      auto value = load((const Acc*)tile + r * nr + j);
-      if (bias) value += load_n((const T*)bias + j, n - j);
-      if (scale) value *= ((const Acc*)scale)[r];
-      store_n((T*)dst + r * stride + j, value, n - j);
+      auto value = load(tile + r * nr + j);
+      if (bias) value += load_n(bias + j, n - j);
+      if (scale) value *= scale[r];
+      store_n(dst + r * stride + j, value, n - j);
     }
   }
 }
 
 template <class T>
-void add_tile(const void* tile, int64_t m, int64_t n, double alpha, const void* src, double beta, void* dst,
+void add_tile(const AccOf<T>* tile, int64_t m, int64_t n, double alpha, const T* src, double beta, T* dst,
               int64_t stride) {
-  using Acc = AccOf<T>;
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>;
   for (int64_t r = 0; r < m; ++r) {
     for (int64_t j = 0; j < n; j += lanes) {
-      const auto value = load((const Acc*)tile + r * nr + j) * (Acc)alpha;
+      const auto value = load(tile + r * nr + j) * (AccOf<T>)alpha;
       const int64_t at = r * stride + j;
-      store_n((T*)dst + at, value + load_n((const T*)src + at, n - j) * (Acc)beta, n - j);
+      store_n(dst + at, value + load_n(src + at, n - j) * (AccOf<T>)beta, n - j);
     }
   }
 }
@@ -299,14 +293,13 @@ inline void stream_two(T* p, VecOf<T> first, VecOf<T> second) {
 #endif
 
 template <class T>
-void stream_tile(const void* tile, int64_t m, int64_t n, void* dst, int64_t stride) {
+void stream_tile(const AccOf<T>* tile, int64_t m, int64_t n, T* dst, int64_t stride) {
 #if FMOE_BYTES == 64
-  using Acc = AccOf<T>;
   constexpr int nr = NR<typename UnitOf<T>::type>;
   if (n == nr && (uintptr_t)dst % 64 == 0 && stride * sizeof(T) % 64 == 0) {
     for (int64_t r = 0; r < m; ++r) {
-      const Acc* from = (const Acc*)tile + r * nr;
-      stream_two((T*)dst + r * stride, load(from), load(from + nr / 2));
+      const AccOf<T>* from = tile + r * nr;
+      stream_two(dst + r * stride, load(from), load(from + nr / 2));
     }
     return;
   }
@@ -321,36 +314,33 @@ inline void end_stream() {
 }
 
 template <class T>
-void accumulate_tile(const void* tile, int64_t m, int64_t n, void* sum, int64_t stride) {
-  using Acc = AccOf<T>;
-  constexpr int lanes = kLanes<Acc>, nr = NR<typename UnitOf<T>::type>;
+void accumulate_tile(const AccOf<T>* tile, int64_t m, int64_t n, AccOf<T>* sum, int64_t stride) {
+  constexpr int lanes = kLanes<AccOf<T>>, nr = NR<typename UnitOf<T>::type>;
   for (int64_t r = 0; r < m; ++r) {
-    Acc* to = (Acc*)sum + r * stride;
+    AccOf<T>* to = sum + r * stride;
     for (int64_t j = 0; j < n; j += lanes)
-      store_n(to + j, load_n(to + j, n - j) + load((const Acc*)tile + r * nr + j), n - j);
+      store_n(to + j, load_n(to + j, n - j) + load(tile + r * nr + j), n - j);
   }
 }
 
 template <class T>
-void round_sums(const void* acc, int64_t n, void* dst) {
-  for (int64_t j = 0; j < n; j += kLanes<T>)
-    store_n((T*)dst + j, load_n((const AccOf<T>*)acc + j, n - j), n - j);
+void round_sums(const AccOf<T>* acc, int64_t n, T* dst) {
+  for (int64_t j = 0; j < n; j += kLanes<T>) store_n(dst + j, load_n(acc + j, n - j), n - j);
 }
 
 template <class T>
-void sum_over_rows(const void* operand, int64_t stride, int64_t num_rows, int64_t n, const void* scale,
-                   double* sum) {
-  using Acc = AccOf<T>;
+void sum_over_rows(const OperandOf<T>* operand, int64_t stride, int64_t num_rows, int64_t n,
+                   const AccOf<T>* scale, double* sum) {
   constexpr int64_t kBlock = 32;  // rows whose sum is still as exact as acc
   for (int64_t begin = 0; begin < num_rows; begin += kBlock) {
     const int64_t end = begin + kBlock < num_rows ? begin + kBlock : num_rows;
     for (int64_t j = 0; j < n; j += kLanes<T>) {
-      VecOf<Acc> total = {};
+      VecOf<AccOf<T>> total = {};
       for (int64_t r = begin; r < end; ++r) {
-        const auto row = load_n((const OperandOf<T>*)operand + r * stride + j, n - j);
-        total += scale ? row * ((const Acc*)scale)[r] : row;
+        const auto row = load_n(operand + r * stride + j, n - j);
+        total += scale ? row * scale[r] : row;
       }
-      Acc lanes[kLanes<T>];
+      AccOf<T> lanes[kLanes<T>];
       store(lanes, total);
       for (int64_t i = 0; i < kLanes<T> && i < n - j; ++i) sum[j + i] += lanes[i];
     }
@@ -358,20 +348,19 @@ void sum_over_rows(const void* operand, int64_t stride, int64_t num_rows, int64_
 }
 
 template <class T>
-void sum_rows(const void* const* rows, int64_t num_rows, int64_t n, void* out) {
+void sum_rows(const T* const* rows, int64_t num_rows, int64_t n, T* out) {
   for (int64_t j = 0; j < n; j += kLanes<T>) {
     VecOf<T> total = {};
-    for (int64_t r = 0; r < num_rows; ++r) total += load_n((const T*)rows[r] + j, n - j);
-    store_n((T*)out + j, total, n - j);
+    for (int64_t r = 0; r < num_rows; ++r) total += load_n(rows[r] + j, n - j);
+    store_n(out + j, total, n - j);
   }
 }
 
 template <class T>
-void dot(const void* x, const void* y, int64_t n, void* out) {
+void dot(const T* x, const T* y, int64_t n, AccOf<T>* out) {
   VecOf<T> total = {};
-  for (int64_t j = 0; j < n; j += kLanes<T>)
-    total += load_n((const T*)x + j, n - j) * load_n((const T*)y + j, n - j);
-  *(AccOf<T>*)out = sum_lanes(total);
+  for (int64_t j = 0; j < n; j += kLanes<T>) total += load_n(x + j, n - j) * load_n(y + j, n - j);
+  *out = sum_lanes(total);
 }
 
 #include "isa_end.h"

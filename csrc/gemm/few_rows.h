@@ -124,18 +124,17 @@ void multiply_columns_rows(int64_t rows, int64_t k, const OperandOf<T>* a, int64
 }
 
 template <class T, int M = kRowsAtOnce>
-void multiply_columns(int64_t m, int64_t k, const void* a, int64_t stride, const void* const* columns,
-                      void* tile) {
+void multiply_columns(int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride, const T* const* columns,
+                      AccOf<T>* tile) {
   const int64_t rows = m < kFewRows ? m : kFewRows, parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   if constexpr (M > 1) {
     if ((rows + parts - 1) / parts < M) return multiply_columns<T, M - 1>(m, k, a, stride, columns, tile);
   }
-  multiply_columns_rows<T, M>(rows, k, (const OperandOf<T>*)a, stride, (const T* const*)columns,
-                              (AccOf<T>*)tile);
+  multiply_columns_rows<T, M>(rows, k, a, stride, columns, tile);
   if constexpr (M == kRowsAtOnce)
     if (m > rows)
-      multiply_columns<T>(m - rows, k, (const OperandOf<T>*)a + rows * stride, stride, columns,
-                          (AccOf<T>*)tile + rows * NR<typename UnitOf<T>::type>);
+      multiply_columns<T>(m - rows, k, a + rows * stride, stride, columns,
+                          tile + rows * NR<typename UnitOf<T>::type>);
 }
 
 // Two vectors of units from rows that lie `ld` elements apart. Pairs in vectors of more than 128 bits have
@@ -239,19 +238,19 @@ void add_few_rows(int64_t m, int64_t begin, int64_t end, int64_t k, const Operan
 }
 
 template <class T>
-void multiply_rows_of(int64_t m, int64_t first, int64_t last, int64_t k, const void* a, int64_t stride,
-                      const void* b, int64_t ld, int64_t n, void* tiles) {
+void multiply_rows_of(int64_t m, int64_t first, int64_t last, int64_t k, const OperandOf<T>* a,
+                      int64_t stride, const T* b, int64_t ld, int64_t n, AccOf<T>* tiles) {
   using U = typename UnitOf<T>::type;
   for (int64_t begin = first; begin == 0 || begin < last; begin += kStreams<T>) {
     const int64_t end = begin + kStreams<T> < last ? begin + kStreams<T> : last;
-    const T* rows = (const T*)b + (begin - first) * ld;
-    AccOf<T>* tile = (AccOf<T>*)tiles;
+    const T* rows = b + (begin - first) * ld;
+    AccOf<T>* tile = tiles;
     for (int64_t column = 0; column < n; column += NR<U>, tile += m * NR<U>) {
       const auto add = n - column >= NR<U> ? add_few_rows<T, true> : add_few_rows<T, false>;
       // At the end of these rows those of the next turn begin.
       const int64_t in_row = kBytesAhead / int64_t(sizeof(T));
       const int64_t ahead = column + in_row < n ? in_row : in_row - n + kStreams<T> * ld;
-      add(m, begin, end, k, (const OperandOf<T>*)a, stride, rows + column, ld, ahead, n - column, tile);
+      add(m, begin, end, k, a, stride, rows + column, ld, ahead, n - column, tile);
     }
   }
 }

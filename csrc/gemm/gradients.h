@@ -12,14 +12,17 @@ namespace fmoe_ext::gemm {
 // k = rows, in the memory of the thread.
 class OwnPanels {
  public:
-  OwnPanels(const Kernels& kernels, const RowMajor& block, int64_t rows, int64_t column, int64_t n,
+  template <class Role>
+  OwnPanels(const Kernels& kernels, const RowMajorOf<Role>& block, int64_t rows, int64_t column, int64_t n,
             int64_t lanes)
       : buffer_(divide_up(n, lanes) * panel_bytes(kernels, rows, lanes)),
-        panels{buffer_.data(), Panels::stride_for(kernels, rows, lanes), kernels.operand_bytes} {
-    std::vector<const void*> pointers(rows);
+        panels(Panels::in(buffer_.data(), kernels, rows, lanes)) {
+    std::vector<const Role*> pointers(rows);
     for (int64_t r = 0; r < rows; ++r) pointers[r] = block.at(r);
-    const auto pack = block.bytes == kernels.operand_bytes ? kernels.pack_operand_rows : kernels.pack_rows;
-    pack(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
+    if constexpr (std::is_same_v<Role, Operand>)
+      kernels.pack_operand_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
+    else
+      kernels.pack_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
   }
 
  private:
@@ -46,8 +49,7 @@ class SharedPanels {
   void place(const Chunk& chunk, char* memory) {
     panels_.clear();
     for (const Segment& segment : chunk.segments) {
-      panels_.push_back(
-          {memory, Panels::stride_for(kernels_, segment.rows(), lanes_), kernels_.operand_bytes});
+      panels_.push_back(Panels::in(memory, kernels_, segment.rows(), lanes_));
       memory += num_panels() * panel_bytes(kernels_, segment.rows(), lanes_);
     }
     first_ = chunk.segments.data();
@@ -63,7 +65,7 @@ class SharedPanels {
   void pack(const Job& job, const Row& row) const {
     if (job.begin == job.end) return;
     const Segment& segment = *job.segment;
-    std::vector<const void*> rows(segment.rows());
+    std::vector<const Stored*> rows(segment.rows());
     for (int64_t r = 0; r < segment.rows(); ++r) rows[r] = row(segment.begin + r);
     const int64_t column = job.begin * lanes_;
     kernels_.pack_rows(rows.data(), segment.rows(), column, std::min(job.end * lanes_, columns_) - column,
@@ -82,8 +84,7 @@ class SharedPanels {
 };
 
 // The gradient of one parameter [E, size]: an expert whole in one chunk is stored at once; one that is cut is
-// summed over its segments in acc and rounded after the last. Or all is added to a main gradient, which is
-// acc.
+// summed over its segments and rounded after the last. Or all is added to a main gradient, which is of sums.
 class ExpertGradient {
  public:
   ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
@@ -96,20 +97,22 @@ class ExpertGradient {
     for (int64_t e = 0; e < num_experts; ++e) num_idle += bounds_[e] == bounds_[e + 1];
     if (2 * num_idle > num_experts) {
       const Tensor out = new_untouched_zeros(like, {num_experts, rows_, columns_});
-      out_ = mutable_bytes_of(out);
+      out_ = mutable_stored(out);
       return out;
     }
     const Tensor out = new_reused(like, {num_experts, rows_, columns_});
-    out_ = mutable_bytes_of(out);
+    out_ = mutable_stored(out);
     const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
     for_each_job(num_experts, [&](int64_t e) {
-      if (bounds_[e] == bounds_[e + 1]) std::fill_n(out_ + e * bytes, bytes, 0);
+      if (bounds_[e] == bounds_[e + 1]) std::fill_n(mutable_bytes_of(out) + e * bytes, bytes, 0);
     });
     return out;
   }
 
   // Instead of make_output: adds the sums to main_grad [E, rows, columns], contiguous.
-  void accumulate_into(const Tensor& main_grad) { main_grad_ = mutable_bytes_of(main_grad); }
+  void accumulate_into(const Tensor& main_grad) {
+    main_grad_ = static_cast<Acc*>(main_grad.mutable_data_ptr());
+  }
 
   // Before the jobs of a chunk: a cut expert starts with zero sums.
   void begin(const Chunk& chunk) {
@@ -118,14 +121,14 @@ class ExpertGradient {
       sums_.assign(checked_product({rows_, columns_, kernels_.acc_bytes}), 0);
   }
 
-  void add(const Segment& segment, const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
+  void add(const Segment& segment, const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
     const int64_t in_expert = row * columns_ + column, at = segment.expert * rows_ * columns_ + in_expert;
     if (main_grad_)
-      kernels_.accumulate(tile, m, n, main_grad_ + at * kernels_.acc_bytes, columns_);
+      kernels_.accumulate(tile, m, n, kernels_.at(main_grad_, at), columns_);
     else if (segment.cut)
-      kernels_.accumulate(tile, m, n, sums_.data() + in_expert * kernels_.acc_bytes, columns_);
+      kernels_.accumulate(tile, m, n, kernels_.at(sums(), in_expert), columns_);
     else
-      kernels_.stream(tile, m, n, out_ + at * kernels_.storage_bytes, columns_);
+      kernels_.stream(tile, m, n, kernels_.at(out_, at), columns_);
   }
 
   // After the jobs of a chunk.
@@ -133,15 +136,18 @@ class ExpertGradient {
     const Segment& segment = chunk.segments.front();
     if (main_grad_ || !segment.cut || segment.end != bounds_[segment.expert + 1]) return;
     for_each_job(rows_, [&](int64_t row) {
-      kernels_.round(sums_.data() + row * columns_ * kernels_.acc_bytes, columns_,
-                     out_ + (segment.expert * rows_ + row) * columns_ * kernels_.storage_bytes);
+      kernels_.round(kernels_.at(sums(), row * columns_), columns_,
+                     kernels_.at(out_, (segment.expert * rows_ + row) * columns_));
     });
     sums_ = {};
   }
 
  private:
+  Acc* sums() { return reinterpret_cast<Acc*>(sums_.data()); }
+
   const Kernels& kernels_;
-  char *out_ = nullptr, *main_grad_ = nullptr;
+  Stored* out_ = nullptr;
+  Acc* main_grad_ = nullptr;
   const std::vector<int64_t>& bounds_;
   int64_t rows_, columns_;
   std::vector<char> sums_;
@@ -156,8 +162,8 @@ class BiasGradient {
   static constexpr int64_t kColumns = 256;  // of one part
   int64_t parts() const { return divide_up(columns_, kColumns); }
 
-  // rows starts at the segment's first row; scale (acc) too, or null.
-  void add(const Segment& segment, const RowMajor& rows, const char* scale, int64_t part) {
+  // rows starts at the segment's first row; scale too, or null.
+  void add(const Segment& segment, const RowMajor& rows, const Acc* scale, int64_t part) {
     const int64_t column = part * kColumns;
     kernels_.sum_over_rows(rows.at(0, column), rows.stride, segment.rows(),
                            std::min(kColumns, columns_ - column), scale,
@@ -165,10 +171,11 @@ class BiasGradient {
   }
 
   void store(const Tensor& out) const {
-    if (kernels_.acc_bytes == sizeof(double))
-      return kernels_.round(sums_.data(), sums_.size(), out.mutable_data_ptr());
-    const std::vector<float> narrow(sums_.begin(), sums_.end());
-    kernels_.round(narrow.data(), narrow.size(), out.mutable_data_ptr());
+    const auto round = [&](const auto& sums) {
+      kernels_.round(reinterpret_cast<const Acc*>(sums.data()), sums.size(), mutable_stored(out));
+    };
+    if (kernels_.acc_bytes == sizeof(double)) return round(sums_);
+    round(std::vector<float>(sums_.begin(), sums_.end()));
   }
 
  private:

@@ -14,10 +14,14 @@ namespace fmoe_ext::gemm {
 constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set, few rows included
 constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
 
+inline const Stored* stored(const Tensor& t) { return static_cast<const Stored*>(t.const_data_ptr()); }
+inline Stored* mutable_stored(const Tensor& t) { return static_cast<Stored*>(t.mutable_data_ptr()); }
+
 // A block of rows, row-major. The stride of operands is an odd number of cache lines, so that the rows of a
 // tile do not compete for the same lines of the first-level cache.
-struct RowMajor {
-  char* data;
+template <class Role>
+struct RowMajorOf {
+  Role* data;
   int64_t stride;  // in elements
   int64_t bytes;   // of one element
 
@@ -28,36 +32,53 @@ struct RowMajor {
     const int64_t line = 64 / bytes;
     return (divide_up(columns, line) | 1) * line;
   }
-  char* at(int64_t row, int64_t column = 0) const { return data + (row * stride + column) * bytes; }
-  RowMajor from(int64_t row) const { return {at(row), stride, bytes}; }
+  Role* at(int64_t row, int64_t column = 0) const { return advance(data, row * stride + column, bytes); }
+  RowMajorOf from(int64_t row) const { return {at(row), stride, bytes}; }
+};
+using RowMajor = RowMajorOf<Operand>;
+using StoredRows = RowMajorOf<const Stored>;
+
+// Tiles on the stack.
+template <int64_t bytes = kTileBytes>
+struct TileMemory {
+  alignas(64) char data[bytes];
+  Acc* tiles() { return reinterpret_cast<Acc*>(data); }
 };
 
 // Panels of `lanes` lanes over `depth` values of k, one after another.
 struct Panels {
-  char* data;
+  Operand* data;
   int64_t stride;  // in elements
   int64_t bytes;   // of one element
+
+  static Panels in(char* memory, const Kernels& kernels, int64_t depth, int64_t lanes) {
+    return {reinterpret_cast<Operand*>(memory), stride_for(kernels, depth, lanes), kernels.operand_bytes};
+  }
 
   static int64_t stride_for(const Kernels& kernels, int64_t depth, int64_t lanes) {
     const int64_t slack = lanes == kernels.nr ? 0 : kPackSlack / kernels.operand_bytes;
     return divide_up(divide_up(depth, kernels.k_step) * kernels.k_step * lanes + slack, 16) * 16;
   }
-  char* panel(int64_t i) const { return data + i * stride * bytes; }
+  Operand* panel(int64_t i) const { return advance(data, i * stride, bytes); }
 };
 
 // A matrix [depth, columns] that is read as its transpose, mr columns at a time: packed, or rows as they lie.
 struct Transposed {
-  const char* data;
-  int64_t next;    // bytes from mr columns to the next
+  const Operand* data;
+  int64_t next;    // elements from mr columns to the next
   int64_t stride;  // elements from one row to the next
 
   static Transposed of(const Kernels& kernels, const Panels& panels) {
-    return {panels.data, panels.stride * panels.bytes, kernels.mr * kernels.k_step};
+    return {panels.data, panels.stride, kernels.mr * kernels.k_step};
   }
   static Transposed of(const Kernels& kernels, const RowMajor& rows, int64_t column) {
-    return {rows.at(0, column), kernels.mr * rows.bytes, rows.stride};
+    return {rows.at(0, column), kernels.mr, rows.stride};
   }
 };
+
+inline void zero_element(const RowMajor& rows, int64_t row, int64_t column) {
+  std::fill_n(reinterpret_cast<char*>(rows.at(row, column)), rows.bytes, 0);
+}
 
 inline int64_t panel_bytes(const Kernels& kernels, int64_t depth, int64_t lanes) {
   return Panels::stride_for(kernels, depth, lanes) * kernels.operand_bytes;
@@ -103,38 +124,49 @@ void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
 template <class Epilogue>
 void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t rows, const Panels& b,
                          int64_t columns, int64_t depth, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
+  TileMemory tile;
   constexpr int64_t kLittle = 64;
   const int64_t block = depth <= kLittle ? kernels.mr : rows;
   for (int64_t begin = 0; begin < rows; begin += block)
     for (int64_t column = 0; column < columns; column += kernels.nr)
       for (int64_t row = begin; row < std::min(begin + block, rows); row += kernels.mr) {
         const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
-        kernels.multiply_transposed(m, depth, a.data + row / kernels.mr * a.next, a.stride,
-                                    b.panel(column / kernels.nr), tile);
-        epilogue(tile, row, column, m, n);
+        kernels.multiply_transposed(m, depth, kernels.at(a.data, row / kernels.mr * a.next), a.stride,
+                                    b.panel(column / kernels.nr), tile.tiles());
+        epilogue(tile.tiles(), row, column, m, n);
       }
   kernels.end_stream();
 }
 
 // The rows [column, column + nr) of weight [num_columns, depth], contiguous; null past the last.
-inline void weight_columns(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
-                           int64_t column, const void** pointers) {
+inline void weight_columns(const Kernels& kernels, const Stored* weight, int64_t num_columns, int64_t depth,
+                           int64_t column, const Stored** pointers) {
   for (int64_t j = 0; j < kernels.nr; ++j)
-    pointers[j] = column + j < num_columns ? weight + (column + j) * depth * kernels.storage_bytes : nullptr;
+    pointers[j] = column + j < num_columns ? kernels.at(weight, (column + j) * depth) : nullptr;
+}
+
+// The same of a panel of a gated weight [2 num_gates, depth]: nr / 2 gates, then the ups that belong to them.
+inline void gated_columns(const Kernels& kernels, const Stored* weight, int64_t num_gates, int64_t depth,
+                          int64_t column, const Stored** pointers) {
+  const int64_t half = kernels.nr / 2;
+  for (int64_t j = 0; j < half; ++j) {
+    const bool inside = column + j < num_gates;
+    pointers[j] = inside ? kernels.at(weight, (column + j) * depth) : nullptr;
+    pointers[half + j] = inside ? kernels.at(weight, (num_gates + column + j) * depth) : nullptr;
+  }
 }
 
 // Fills panels [first, first + count) of weight [depth, num_columns], contiguous.
-inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
+inline void pack_weight_rows(const Kernels& kernels, const Stored* weight, int64_t num_columns, int64_t depth,
                              int64_t first, int64_t count, const Panels& panels) {
   constexpr int64_t kStep = 64;  // a multiple of every k_step
-  const void* rows[kStep];
+  const Stored* rows[kStep];
   const int64_t column = first * kernels.nr, width = std::min(count * kernels.nr, num_columns - column);
   for (int64_t k = 0; k < depth; k += kStep) {
     const int64_t n = std::min(kStep, depth - k);
-    for (int64_t i = 0; i < n; ++i) rows[i] = weight + (k + i) * num_columns * kernels.storage_bytes;
-    kernels.pack_rows(rows, n, column, width, kernels.nr,
-                      panels.data + k * kernels.nr * kernels.operand_bytes, panels.stride);
+    for (int64_t i = 0; i < n; ++i) rows[i] = kernels.at(weight, (k + i) * num_columns);
+    kernels.pack_rows(rows, n, column, width, kernels.nr, kernels.at(panels.data, k * kernels.nr),
+                      panels.stride);
   }
 }
 
@@ -156,26 +188,26 @@ inline int64_t rows_of_tile(const Kernels& kernels, int64_t rows) {
 // Tiles of all rows of `a` with a packed panel: epilogue(tile, row, m) takes each.
 template <class Epilogue>
 void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
-                          const char* panel, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
+                          const Operand* panel, const Epilogue& epilogue) {
+  TileMemory tile;
   for (int64_t row = 0, m; row < rows; row += m) {
     m = rows_of_tile(kernels, rows - row);
-    kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
-    epilogue(tile, row, m);
+    kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile.tiles());
+    epilogue(tile.tiles(), row, m);
   }
 }
 
 // The same for the weight rows of one panel, which is packed first unless it is null: then the rows are few.
 template <class Epilogue>
 void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
-                   const void* const* pointers, char* panel, const Epilogue& epilogue) {
+                   const Stored* const* pointers, Operand* panel, const Epilogue& epilogue) {
   if (panel) {
     kernels.pack_columns(pointers, depth, panel);
     return rows_by_packed_panel(kernels, rows, a, depth, panel, epilogue);
   }
-  alignas(64) char tile[kTileBytes];
-  kernels.multiply_columns(rows, depth, a.data, a.stride, pointers, tile);
-  epilogue(tile, 0, rows);
+  TileMemory tile;
+  kernels.multiply_columns(rows, depth, a.data, a.stride, pointers, tile.tiles());
+  epilogue(tile.tiles(), 0, rows);
 }
 
 // Tiles of (the rows of one operand) times weight^T, column by column: columns(panel, pointers) names the nr
@@ -184,14 +216,15 @@ void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int6
 template <class Columns, class Epilogue>
 void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     const Columns& columns, const Epilogue& epilogue) {
-  const void* pointers[kMaxPanelLanes];
+  const Stored* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   const ThreadBuffer buffer(few ? 0 : panel_bytes(kernels, depth, kernels.nr));
+  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data());
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, pointers);
-    rows_by_panel(kernels, rows, a, depth, pointers, few ? nullptr : buffer.data(),
-                  [&](const void* tile, int64_t row, int64_t m) { epilogue(p, tile, row, m); });
+    rows_by_panel(kernels, rows, a, depth, pointers, panel,
+                  [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, row, m); });
   }
 }
 
@@ -203,17 +236,19 @@ void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a,
                       PackedFormat format, const Columns& columns, PackedRow* packed,
                       const Epilogue& epilogue) {
   constexpr int64_t kRows = 8;
-  alignas(64) char tile[kPackedPanels * kRows * kMaxPanelLanes * 4];
+  TileMemory<kPackedPanels * kRows * kMaxPanelLanes * 4> tile;
   const int64_t rows = job.segment->rows(), row_bytes = integer_row_bytes(format, depth);
-  const ThreadBuffer rounded(rows * row_bytes);
-  kernels.integers.round_rows(format, rows, depth, a.data, a.stride, rounded.data());
+  const ThreadBuffer buffer(rows * row_bytes);
+  auto* const rounded = reinterpret_cast<Rounded*>(buffer.data());
+  kernels.integers.round_rows(format, rows, depth, a.data, a.stride, rounded);
   for (int64_t first = job.begin, count; first < job.end; first += count) {
     count = std::min(kPackedPanels, job.end - first);
     for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);
     for (int64_t row = 0; row < rows; row += kRows) {
       const int64_t m = std::min(kRows, rows - row);
-      kernels.integers.multiply(m, depth, rounded.data() + row * row_bytes, packed, count, tile);
-      for (int64_t p = 0; p < count; ++p) epilogue(first + p, tile + p * m * kernels.nr * 4, row, m);
+      kernels.integers.multiply(m, depth, advance(rounded, row, row_bytes), packed, count, tile.tiles());
+      for (int64_t p = 0; p < count; ++p)
+        epilogue(first + p, kernels.at(tile.tiles(), p * m * kernels.nr), row, m);
     }
   }
 }
@@ -224,64 +259,68 @@ void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a,
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     PackedFormat integers, const Columns& columns, const Epilogue& epilogue) {
-  alignas(64) char tile[2 * kTileBytes];
+  TileMemory<2 * kTileBytes> tile;
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
-  const void* pointers[kMaxPanelLanes];
+  const Stored* pointers[kMaxPanelLanes];
   if (integers != PackedFormat::none && job.segment->rows() <= kernels.integers.most_rows &&
       !is_batch_invariant())
     return rows_by_integers(kernels, job, a, depth, integers, columns, packed, epilogue);
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   if (few && rows <= kernels.packed_rows) {
-    const int64_t tile_bytes = rows * kernels.nr * kernels.acc_bytes;
-    const int64_t most = std::min<int64_t>(kPackedPanels, sizeof tile / tile_bytes);
+    const int64_t tile_size = rows * kernels.nr;
+    const int64_t most = std::min<int64_t>(kPackedPanels, sizeof tile / (tile_size * kernels.acc_bytes));
     for (int64_t first = job.begin, count; first < job.end; first += count) {
       count = std::min(most, job.end - first);
       for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);
-      kernels.multiply_packed(rows, depth, a.data, a.stride, packed, count, tile);
-      for (int64_t p = 0; p < count; ++p) epilogue(first + p, tile + p * tile_bytes, 0, rows);
+      kernels.multiply_packed(rows, depth, a.data, a.stride, packed, count, tile.tiles());
+      for (int64_t p = 0; p < count; ++p)
+        epilogue(first + p, kernels.at(tile.tiles(), p * tile_size), 0, rows);
     }
     return;
   }
-  const int64_t row_bytes = RowMajor::odd_lines(depth, kernels.storage_bytes) * kernels.storage_bytes;
+  const int64_t stride = RowMajor::odd_lines(depth, kernels.storage_bytes);
+  const int64_t row_bytes = stride * kernels.storage_bytes;
   const ThreadBuffer buffer(kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
-  char *decoded = buffer.data(), *panel = few ? nullptr : decoded + kernels.nr * row_bytes;
+  const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data()), stride, kernels.storage_bytes};
+  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + kernels.nr * row_bytes);
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, packed);
     for (int64_t j = 0; j < kernels.nr; ++j) {
-      pointers[j] = packed[j].data ? decoded + j * row_bytes : nullptr;
-      if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded + j * row_bytes);
+      pointers[j] = packed[j].data ? decoded.at(j) : nullptr;
+      if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded.at(j));
     }
     rows_by_panel(kernels, rows, a, depth, pointers, panel,
-                  [&](const void* found, int64_t row, int64_t m) { epilogue(p, found, row, m); });
+                  [&](const Acc* found, int64_t row, int64_t m) { epilogue(p, found, row, m); });
   }
 }
 
 // The same for the product with weight [depth, num_columns] itself, contiguous.
 template <class Epilogue>
 void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                               const char* weight, int64_t num_columns, const Epilogue& epilogue) {
+                               const Stored* weight, int64_t num_columns, const Epilogue& epilogue) {
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
   if (is_few_transposed(kernels, rows)) {
-    const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;
-    const ThreadBuffer buffer((job.end - job.begin) * tile_bytes);
-    char* tiles = buffer.data();
-    kernels.multiply_rows_of(rows, 0, depth, depth, a.data, a.stride, weight + column * kernels.storage_bytes,
-                             num_columns, std::min(job.end * nr, num_columns) - column, tiles);
-    for (int64_t p = job.begin; p < job.end; ++p) epilogue(p, tiles + (p - job.begin) * tile_bytes, 0, rows);
+    const int64_t column = job.begin * nr, tile_size = rows * nr;
+    const ThreadBuffer buffer((job.end - job.begin) * tile_size * kernels.acc_bytes);
+    auto* const tiles = reinterpret_cast<Acc*>(buffer.data());
+    kernels.multiply_rows_of(rows, 0, depth, depth, a.data, a.stride, kernels.at(weight, column), num_columns,
+                             std::min(job.end * nr, num_columns) - column, tiles);
+    for (int64_t p = job.begin; p < job.end; ++p)
+      epilogue(p, kernels.at(tiles, (p - job.begin) * tile_size), 0, rows);
     return;
   }
   // As many panels at once as make each weight row's piece worth a trip to memory.
   const int64_t group = std::min<int64_t>(4, job.end - job.begin);
   const ThreadBuffer buffer(group * panel_bytes(kernels, depth, nr));
-  const Panels panels{buffer.data(), Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
+  const Panels panels = Panels::in(buffer.data(), kernels, depth, nr);
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first);
     pack_weight_rows(kernels, weight, num_columns, depth, first, count, panels);
     for (int64_t p = 0; p < count; ++p)
       rows_by_packed_panel(
           kernels, rows, a, depth, panels.panel(p),
-          [&](const void* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
+          [&](const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
   }
 }
 
@@ -295,34 +334,35 @@ void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const Row
   constexpr int64_t kStep = 64;  // rows of the weight at a time
   const int64_t group = few ? job.end - job.begin : std::min<int64_t>(4, job.end - job.begin);
   if (group <= 0) return;
-  const int64_t row_bytes = RowMajor::odd_lines(group * nr, kernels.storage_bytes) * kernels.storage_bytes;
-  const int64_t tile_bytes = rows * nr * kernels.acc_bytes;
-  const ThreadBuffer buffer(kStep * row_bytes + group * (few ? tile_bytes : panel_bytes(kernels, depth, nr)));
-  char *decoded = buffer.data(), *rest = decoded + kStep * row_bytes;
-  const Panels panels{rest, Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
-  const void* pointers[kStep];
-  for (int64_t i = 0; i < kStep; ++i) pointers[i] = decoded + i * row_bytes;
+  const int64_t stride = RowMajor::odd_lines(group * nr, kernels.storage_bytes);
+  const int64_t decoded_bytes = kStep * stride * kernels.storage_bytes, tile_size = rows * nr;
+  const int64_t bytes_of_panel = few ? tile_size * kernels.acc_bytes : panel_bytes(kernels, depth, nr);
+  const ThreadBuffer buffer(decoded_bytes + group * bytes_of_panel);
+  const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data()), stride, kernels.storage_bytes};
+  // Behind the decoded rows: the tiles if the rows are few, else the panels.
+  auto* const tiles = reinterpret_cast<Acc*>(buffer.data() + decoded_bytes);
+  const Panels panels = Panels::in(buffer.data() + decoded_bytes, kernels, depth, nr);
+  const Stored* pointers[kStep];
+  for (int64_t i = 0; i < kStep; ++i) pointers[i] = decoded.at(i);
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first), column = first * nr;
     const int64_t width = std::min(count * nr, num_columns - column);
     for (int64_t k = 0; k == 0 || k < depth; k += kStep) {
       const int64_t n = std::min(kStep, depth - k);
-      for (int64_t i = 0; i < n; ++i) kernels.decode(row(k + i), column, width, decoded + i * row_bytes);
+      for (int64_t i = 0; i < n; ++i) kernels.decode(row(k + i), column, width, decoded.at(i));
       if (few)
-        kernels.multiply_rows_of(rows, k, k + n, depth, a.data, a.stride, decoded,
-                                 row_bytes / kernels.storage_bytes, width, rest);
+        kernels.multiply_rows_of(rows, k, k + n, depth, a.data, a.stride, decoded.data, stride, width, tiles);
       else
-        kernels.pack_rows(pointers, n, 0, width, nr, panels.data + k * nr * kernels.operand_bytes,
-                          panels.stride);
+        kernels.pack_rows(pointers, n, 0, width, nr, kernels.at(panels.data, k * nr), panels.stride);
     }
     for (int64_t p = 0; p < count; ++p) {
       if (few) {
-        epilogue(first + p, rest + p * tile_bytes, 0, rows);
+        epilogue(first + p, kernels.at(tiles, p * tile_size), 0, rows);
         continue;
       }
       rows_by_packed_panel(
           kernels, rows, a, depth, panels.panel(p),
-          [&](const void* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
+          [&](const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
     }
   }
 }

@@ -98,11 +98,11 @@ void round_row_for_q4(const Operand* a, int64_t k, RoundedForQ4* blocks) {
 }
 
 template <class T>
-void round_rows(PackedFormat format, int64_t m, int64_t k, const void* a, int64_t stride, void* rounded) {
-  using Operand = OperandOf<T>;
+void round_rows(PackedFormat format, int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride,
+                Rounded* rounded) {
   if constexpr (sizeof(AccOf<T>) == 4) {
     for (int64_t r = 0; r < m; ++r) {
-      const Operand* from = (const Operand*)a + r * stride;
+      const OperandOf<T>* from = a + r * stride;
       char* to = (char*)rounded + r * integer_row_bytes(format, k);
       if (format == PackedFormat::q8_0)
         round_row_for_q8(from, k, (RoundedForQ8*)to);
@@ -355,7 +355,7 @@ inline void multiply_integers_q4_k(const PackedRow& row, int64_t k, const Rounde
 constexpr int kIntegerRows = FMOE_BYTES == 64 ? 8 : 4;
 
 template <PackedFormat format, int M>
-void multiply_integer_rows(int64_t k, const void* rounded, int64_t first, const PackedRow* columns, int nr,
+void multiply_integer_rows(int64_t k, const Rounded* rounded, int64_t first, const PackedRow* columns, int nr,
                            float* tile) {
   const char* a = (const char*)rounded + first * integer_row_bytes(format, k);
   for (int j = 0; j < nr; ++j) {
@@ -371,8 +371,8 @@ void multiply_integer_rows(int64_t k, const void* rounded, int64_t first, const 
 }
 
 template <PackedFormat format, int M = kIntegerRows>
-void multiply_few_integers(int64_t m, int64_t k, const void* rounded, int64_t first, const PackedRow* columns,
-                           int nr, float* tile) {
+void multiply_few_integers(int64_t m, int64_t k, const Rounded* rounded, int64_t first,
+                           const PackedRow* columns, int nr, float* tile) {
   if constexpr (M > 1) {
     if (m - first < M) return multiply_few_integers<format, M - 1>(m, k, rounded, first, columns, nr, tile);
   }
@@ -383,14 +383,14 @@ void multiply_few_integers(int64_t m, int64_t k, const void* rounded, int64_t fi
 
 // Tiles [m, nr] of rounded rows and the columns of each panel.
 template <class T>
-void multiply_integers(int64_t m, int64_t k, const void* rounded, const PackedRow* columns,
-                       int64_t num_panels, void* tiles) {
+void multiply_integers(int64_t m, int64_t k, const Rounded* rounded, const PackedRow* columns,
+                       int64_t num_panels, AccOf<T>* tiles) {
   if constexpr (sizeof(AccOf<T>) == 4) {
     constexpr int nr = NR<typename UnitOf<T>::type>;
     const auto multiply = columns[0].format == PackedFormat::q8_0 ? multiply_few_integers<PackedFormat::q8_0>
                                                                   : multiply_few_integers<PackedFormat::q4_k>;
     for (int64_t p = 0; p < num_panels; ++p)
-      multiply(m, k, rounded, 0, columns + p * nr, nr, (float*)tiles + p * m * nr);
+      multiply(m, k, rounded, 0, columns + p * nr, nr, tiles + p * m * nr);
   }
 }
 

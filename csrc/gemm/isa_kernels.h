@@ -12,6 +12,31 @@
 
 #include "isa_begin.h"
 
+// An entry of the table that calls `kernel`: pointers to roles become pointers to elements, which are those
+// of the kernel or it does not compile.
+template <class T, auto kernel>
+struct Entry {
+  template <class... Args>
+  static void call(Args... args) {
+    kernel(typed(args)...);
+  }
+  template <class... Args>
+  using Function = void (*)(Args...);
+  template <class... Args>
+  constexpr operator Function<Args...>() const {
+    return call<Args...>;
+  }
+
+ private:
+  template <class Arg>
+  static decltype(auto) typed(Arg& arg) {
+    if constexpr (requires { elements_of<T>(arg); })
+      return elements_of<T>(arg);
+    else
+      return (arg);
+  }
+};
+
 // Rows up to which integers are faster, as measured on Zen 5.
 #if defined(FMOE_BF16_DOT) && defined(FMOE_VNNI)
 constexpr int64_t kMostIntegerRows = 16;
@@ -22,7 +47,8 @@ constexpr int64_t kMostIntegerRows = FMOE_BYTES == 64 ? 32 : INT64_MAX;
 #endif
 template <class T>
 constexpr IntegerKernels make_integer_kernels() {
-  return {sizeof(AccOf<T>) == 8 ? 0 : kMostIntegerRows, round_rows<T>, multiply_integers<T>};
+  return {sizeof(AccOf<T>) == 8 ? 0 : kMostIntegerRows, Entry<T, round_rows<T>>(),
+          Entry<T, multiply_integers<T>>()};
 }
 
 #ifndef FMOE_INTEGERS
@@ -38,36 +64,36 @@ constexpr Kernels make_kernels() {
   kernels.storage_bytes = sizeof(T);
   kernels.operand_bytes = sizeof(typename U::Operand);
   kernels.acc_bytes = sizeof(typename U::Acc);
-  kernels.copy_rows = copy_rows<T>;
-  kernels.pack_columns = pack_columns<T>;
-  kernels.pack_rows = pack_rows<T>;
-  kernels.pack_operand_rows = pack_operand_rows<T>;
-  kernels.multiply_row_major = multiply_row_major<T>;
-  kernels.multiply_transposed = multiply_transposed<T>;
-  kernels.multiply_columns = multiply_columns<T>;
-  kernels.multiply_rows_of = multiply_rows_of<T>;
-  kernels.decode = decode<T>;
+  kernels.copy_rows = Entry<T, copy_rows<T>>();
+  kernels.pack_columns = Entry<T, pack_columns<T>>();
+  kernels.pack_rows = Entry<T, pack_rows<T>>();
+  kernels.pack_operand_rows = Entry<T, pack_operand_rows<T>>();
+  kernels.multiply_row_major = Entry<T, multiply_row_major<T>>();
+  kernels.multiply_transposed = Entry<T, multiply_transposed<T>>();
+  kernels.multiply_columns = Entry<T, multiply_columns<T>>();
+  kernels.multiply_rows_of = Entry<T, multiply_rows_of<T>>();
+  kernels.decode = Entry<T, decode<T>>();
   kernels.packed_rows = sizeof(typename U::Acc) == 4 ? kPackedRows : 0;
 #if defined(FMOE_BF16_DOT) && FMOE_BYTES == 64
   kernels.packed_rows = MR;  // decoding a weight twice takes less time than a copy of it
-  kernels.multiply_packed = multiply_packed_pairs;
+  kernels.multiply_packed = Entry<T, multiply_packed_pairs>();
 #else
-  kernels.multiply_packed = multiply_packed<T>;
+  kernels.multiply_packed = Entry<T, multiply_packed<T>>();
 #endif
   kernels.integers = make_integer_kernels<T>();
-  kernels.store = store_tile<T>;
-  kernels.add = add_tile<T>;
-  kernels.stream = stream_tile<T>;
+  kernels.store = Entry<T, store_tile<T>>();
+  kernels.add = Entry<T, add_tile<T>>();
+  kernels.stream = Entry<T, stream_tile<T>>();
   kernels.end_stream = end_stream;
-  kernels.accumulate = accumulate_tile<T>;
-  kernels.act_forward = act_forward<T>;
-  kernels.act_backward = act_backward<T>;
-  kernels.clamped_glu = clamped_glu<T>;
-  kernels.clamped_glu_backward = clamped_glu_backward<T>;
-  kernels.round = round_sums<T>;
-  kernels.sum_over_rows = sum_over_rows<T>;
-  kernels.sum_rows = sum_rows<T>;
-  kernels.dot = dot<T>;
+  kernels.accumulate = Entry<T, accumulate_tile<T>>();
+  kernels.act_forward = Entry<T, act_forward<T>>();
+  kernels.act_backward = Entry<T, act_backward<T>>();
+  kernels.clamped_glu = Entry<T, clamped_glu<T>>();
+  kernels.clamped_glu_backward = Entry<T, clamped_glu_backward<T>>();
+  kernels.round = Entry<T, round_sums<T>>();
+  kernels.sum_over_rows = Entry<T, sum_over_rows<T>>();
+  kernels.sum_rows = Entry<T, sum_rows<T>>();
+  kernels.dot = Entry<T, dot<T>>();
   return kernels;
 }
 #endif

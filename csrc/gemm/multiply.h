@@ -74,6 +74,40 @@ using AccOf = typename UnitOf<T>::type::Acc;
 template <class T>
 using OperandOf = typename UnitOf<T>::type::Operand;
 
+// A pointer to elements of the type that its role has where tensors are of T; the only casts between the two.
+template <class T>
+inline const T* elements_of(const Stored* p) {
+  return (const T*)p;
+}
+template <class T>
+inline T* elements_of(Stored* p) {
+  return (T*)p;
+}
+template <class T>
+inline const OperandOf<T>* elements_of(const Operand* p) {
+  return (const OperandOf<T>*)p;
+}
+template <class T>
+inline OperandOf<T>* elements_of(Operand* p) {
+  return (OperandOf<T>*)p;
+}
+template <class T>
+inline const AccOf<T>* elements_of(const Acc* p) {
+  return (const AccOf<T>*)p;
+}
+template <class T>
+inline AccOf<T>* elements_of(Acc* p) {
+  return (AccOf<T>*)p;
+}
+template <class T>
+inline const T* const* elements_of(const Stored* const* rows) {
+  return (const T* const*)rows;
+}
+template <class T>
+inline const OperandOf<T>* const* elements_of(const Operand* const* rows) {
+  return (const OperandOf<T>* const*)rows;
+}
+
 template <class U>
 constexpr int kUnitLanes = kBytes / sizeof(typename U::Unit);
 template <class U>
@@ -165,27 +199,29 @@ void multiply(int64_t m, int64_t units, const typename U::Unit* a, int64_t strid
 }
 
 template <class T>
-void multiply_row_major(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel, void* tile) {
+void multiply_row_major(int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride,
+                        const OperandOf<T>* panel, AccOf<T>* tile) {
   using U = typename UnitOf<T>::type;
   multiply<U, false>(m, (k + U::k_step - 1) / U::k_step, (const typename U::Unit*)a, stride / U::k_step,
-                     (const typename U::Unit*)panel, (typename U::Acc*)tile);
+                     (const typename U::Unit*)panel, tile);
 }
 
 template <class T>
-void multiply_transposed(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel, void* tile) {
+void multiply_transposed(int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride,
+                         const OperandOf<T>* panel, AccOf<T>* tile) {
   using U = typename UnitOf<T>::type;
   multiply<U, true>(m, (k + U::k_step - 1) / U::k_step, (const typename U::Unit*)a, stride / U::k_step,
-                    (const typename U::Unit*)panel, (typename U::Acc*)tile);
+                    (const typename U::Unit*)panel, tile);
 }
 
 template <class T>
-void copy_rows(const void* const* rows, int64_t num_rows, int64_t k, void* dst, int64_t stride) {
+void copy_rows(const T* const* rows, int64_t num_rows, int64_t k, OperandOf<T>* dst, int64_t stride) {
   using U = typename UnitOf<T>::type;
   using Operand = typename U::Operand;
   const int64_t padded = (k + U::k_step - 1) / U::k_step * U::k_step;
   for (int64_t r = 0; r < num_rows; ++r) {
-    Operand* to = (Operand*)dst + r * stride;
-    const T* from = (const T*)rows[r];
+    Operand* to = dst + r * stride;
+    const T* from = rows[r];
     if constexpr (sizeof(Operand) == sizeof(T)) {
       if (k > 0) __builtin_memcpy(to, from, k * sizeof(T));
     } else {
@@ -279,14 +315,14 @@ inline void transpose(Words (&r)[4]) {
 #endif
 
 template <class T>
-void pack_columns(const void* const* rows, int64_t k, void* dst) {
+void pack_columns(const T* const* rows, int64_t k, OperandOf<T>* dst) {
   using U = typename UnitOf<T>::type;
   using Unit = typename U::Unit;
   constexpr int lanes = kUnitLanes<U>;
   const int64_t units = (k + U::k_step - 1) / U::k_step;
   Unit* panel = (Unit*)dst;
   for (int half = 0; half < 2; ++half) {
-    const T* const* columns = (const T* const*)rows + half * lanes;
+    const T* const* columns = rows + half * lanes;
     for (int64_t unit = 0; unit < units; unit += lanes) {
       const int64_t element = unit * U::k_step, num_units = units - unit < lanes ? units - unit : lanes;
       Unit* out = panel + unit * NR<U> + half * lanes;
@@ -331,35 +367,34 @@ inline auto gather_units(const T* const* rows, int64_t rows_left, int64_t column
 }
 
 template <class U, class T>
-void pack_lanes(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes, void* dst,
-                int64_t panel_stride) {
+void pack_lanes(const T* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes,
+                typename U::Operand* dst, int64_t panel_stride) {
   constexpr int width = kUnitLanes<U>;
   const int64_t panel_units = panel_stride / U::k_step;
   constexpr int64_t kAhead = 16;  // rows may be far apart, where the processor does not prefetch by itself
   for (int64_t i = 0; i < k; i += U::k_step) {
     for (int64_t ahead = i + kAhead; ahead < i + kAhead + U::k_step && ahead < k; ++ahead)
       for (int64_t byte = 0; byte < n * int64_t(sizeof(T)); byte += 64)
-        __builtin_prefetch((const char*)((const T*)rows[ahead] + col0) + byte);
+        __builtin_prefetch((const char*)(rows[ahead] + col0) + byte);
     typename U::Unit* line = (typename U::Unit*)dst + i / U::k_step * lanes;
     for (int64_t c = 0; c < n; c += lanes, line += panel_units) {
       // In steps of whole vectors: what is written past the lanes is overwritten by the next line.
       for (int64_t j = 0; j < lanes; j += width)
-        store_bytes(line + j, gather_units<U>((const T* const*)rows + i, k - i, col0 + c + j, n - c - j));
+        store_bytes(line + j, gather_units<U>(rows + i, k - i, col0 + c + j, n - c - j));
     }
   }
 }
 
 template <class T>
-void pack_rows(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes, void* dst,
+void pack_rows(const T* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes, OperandOf<T>* dst,
                int64_t panel_stride) {
-  pack_lanes<typename UnitOf<T>::type, T>(rows, k, col0, n, lanes, dst, panel_stride);
+  pack_lanes<typename UnitOf<T>::type>(rows, k, col0, n, lanes, dst, panel_stride);
 }
 
 template <class T>
-void pack_operand_rows(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes, void* dst,
-                       int64_t panel_stride) {
-  using U = typename UnitOf<T>::type;
-  pack_lanes<U, typename U::Operand>(rows, k, col0, n, lanes, dst, panel_stride);
+void pack_operand_rows(const OperandOf<T>* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes,
+                       OperandOf<T>* dst, int64_t panel_stride) {
+  pack_lanes<typename UnitOf<T>::type>(rows, k, col0, n, lanes, dst, panel_stride);
 }
 
 #include "isa_end.h"

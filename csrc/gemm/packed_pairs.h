@@ -107,185 +107,216 @@ inline __m512 scales_of_q4_k(const uint8_t* block) {
   return _mm512_mul_ps(codes, _mm512_permutexvar_ps(of_half, _mm512_castps128_ps512(_mm_cvtph_ps(head))));
 }
 
+// Products of M rows of A with columns [begin, begin + columns) of a packed row are added to sums: one
+// function for the formats whose codes alternate, and one for each of the others. Where codes have zero
+// points, what belongs to those is added to `total`.
+template <PackedFormat format, int M>
+__attribute__((always_inline)) inline void add_alternating(const PackedRow& row, int64_t begin,
+                                                           int64_t columns, const PairsOfA& a,
+                                                           SumsInTurn<M>& sums, VF (&total)[M]) {
+  constexpr bool is_int4 = format == PackedFormat::int4, is_nf4 = format == PackedFormat::nf4;
+  const __m512i table = load_pairs(is_int4 ? &kAroundZeroPairs : is_nf4 ? &kQuantilePairs : &kE2M1Pairs);
+  const __m512i rests = load_pairs(&kQuantileRests);
+  const __m512i quarters = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+  alignas(64) float scales[kMostBlocks + 2 * W], zeros[is_int4 ? kMostBlocks + 2 * W : 1];
+  const int64_t blocks = columns / kGroup;
+  const bool has_zeros = is_int4 && row.zero;
+  load_scales_of_blocks(row, begin / kGroup, blocks, scales, has_zeros ? zeros : nullptr);
+  store(scales + blocks, VF{});
+  const auto add = [&](int64_t b, __m512i words, auto turn) __attribute__((always_inline)) {
+    const VF scale =
+        (VF)_mm512_permutevar_ps(_mm512_broadcast_f32x4(load_bytes<__m128>(scales + b)), quarters);
+    const __m512i codes[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8),
+                              _mm512_srli_epi16(words, 12)};
+    __m512i values[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) values[v] = _mm512_permutexvar_epi16(codes[v], table);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      VF sum = {};
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        const __m512i x = load_pairs(a.columns[m] + b * kGroup + (is_nf4 ? v ^ 1 : v) * kPairs);
+        sum = dot_pairs(x, values[v], sum);
+        if constexpr (is_nf4) sum = dot_pairs(x, _mm512_permutexvar_epi16(codes[v], rests), sum);
+      }
+      sums.add(m, turn, sum, scale);
+    }
+  };
+  const uint8_t* bytes = row.data + begin / 2;
+  int64_t b = 0;
+  for (; b + 8 <= blocks; b += 8) {
+    prefetch_block<128>(bytes + b * 16);
+    add(b, load_pairs(bytes + b * 16), std::integral_constant<int, 0>{});
+    add(b + 4, load_pairs(bytes + b * 16 + 64), std::integral_constant<int, 1>{});
+  }
+  for (; b < blocks; b += 4) {
+    const __mmask64 there = blocks - b < 4 ? (uint64_t{1} << 16 * (blocks - b)) - 1 : ~uint64_t{0};
+    add(b, _mm512_maskz_loadu_epi8(there, bytes + b * 16), std::integral_constant<int, 0>{});
+  }
+  if (has_zeros)
+    for (int64_t b = 0; b < blocks; b += W)
+      for (int m = 0; m < M; ++m) {
+        const VF offset = (broadcast(8.f) - load(zeros + b)) * load(scales + b);
+        total[m] +=
+            blocks - b < W ? offset * load_n(a.sums[m] + b, blocks - b) : offset * load(a.sums[m] + b);
+      }
+}
+
+template <int M>
+__attribute__((always_inline)) inline void add_q4_k(const PackedRow& row, int64_t begin, int64_t columns,
+                                                    const PairsOfA& a, SumsInTurn<M>& sums) {
+  const __m512i table = load_pairs(&kCountingPairs);
+  const __m512i halves = _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0);
+  for (int64_t at = 0; at < columns; at += 8 * kGroup) {
+    const uint8_t* block = row.data + 144 * ((begin + at) / (8 * kGroup));
+    prefetch_block<144>(block);
+    const __m512 scales = scales_of_q4_k(block);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512i words = load_pairs(block + 16 + 64 * half);
+      const __m512i codes[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8),
+                                _mm512_srli_epi16(words, 12)};
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {  // groups 4 half + odd and + 2, of the low or the high codes
+        const __m512i first = _mm512_permutexvar_epi16(codes[odd], table);
+        const __m512i second = _mm512_permutexvar_epi16(codes[2 + odd], table);
+        const VF scale =
+            (VF)_mm512_permutexvar_ps(_mm512_add_epi32(halves, _mm512_set1_epi32(4 * half + odd)), scales);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const BF16* x = a.columns[m] + at + half * 4 * kGroup + odd * kPairs;
+          const VF sum = dot_pairs(load_pairs(x), first, VF{});
+          sums.add(m, 2 * half + odd, dot_pairs(load_pairs(x + 2 * kPairs), second, sum), scale);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)  // the upper half of scales has the minima
+      sums.sum[m][0] -= (VF)_mm512_mul_ps(scales, _mm512_maskz_loadu_ps(0xff00, a.sums[m] + at / kGroup - 8));
+  }
+}
+
+template <int M>
+__attribute__((always_inline)) inline void add_q6_k(const PackedRow& row, int64_t begin, int64_t columns,
+                                                    const PairsOfA& a, SumsInTurn<M>& sums) {
+  const __m512i first = load_pairs(kLongCodes.six), second = load_pairs(kLongCodes.six + 32);
+  for (int64_t at = 0; at < columns; at += 8 * kGroup) {
+    const uint8_t* block = row.data + 210 * ((begin + at) / (8 * kGroup));
+    prefetch_block<210>(block);
+    float scales[2 * W] = {};
+    store(scales, (VF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(block + 192))) *
+                      half_at(block + 208));
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __m512i high = words_of(block + 128 + 32 * half);
+      const __m512i low[2] = {words_of(block + 64 * half), words_of(block + 64 * half + 32)};
+#pragma GCC unroll 4
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const __m512i four =
+            _mm512_and_si512(_mm512_srli_epi16(low[quarter % 2], quarter / 2 * 4), _mm512_set1_epi16(15));
+        const __m512i two = _mm512_and_si512(
+            quarter < 2 ? _mm512_slli_epi16(high, 4 - 2 * quarter) : _mm512_srli_epi16(high, 2 * quarter - 4),
+            _mm512_set1_epi16(48));
+        const __m512i values = _mm512_permutex2var_epi16(first, _mm512_or_si512(four, two), second);
+        const int s = 4 * half + quarter;
+        const VF scale = scales_of_two(scales + 2 * s);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const __m512i x = load_pairs(a.columns[m] + at + s * kGroup);
+          sums.add(m, s, dot_pairs(x, values, VF{}), scale);
+        }
+      }
+    }
+  }
+}
+
+template <int M>
+__attribute__((always_inline)) inline void add_fp8_block(const PackedRow& row, int64_t begin, int64_t columns,
+                                                         const PairsOfA& a, SumsInTurn<M>& sums) {
+  const __m512i tables[4] = {load_pairs(kLongCodes.e4m3), load_pairs(kLongCodes.e4m3 + 32),
+                             load_pairs(kLongCodes.e4m3 + 64), load_pairs(kLongCodes.e4m3 + 96)};
+  const auto add = [&](int64_t at, const __m512i(&codes)[4], auto turn) __attribute__((always_inline)) {
+    const VF scale = broadcast(scale_at(row, (begin + at) / (4 * kGroup)));
+    __m512i values[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      const __m512i small = _mm512_permutex2var_epi16(tables[0], codes[v], tables[1]);
+      const __m512i large = _mm512_permutex2var_epi16(tables[2], codes[v], tables[3]);
+      const __mmask32 is_large = _mm512_test_epi16_mask(codes[v], _mm512_set1_epi16(0x40));
+      const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes[v], 7), 15);
+      values[v] = _mm512_or_si512(_mm512_mask_blend_epi16(is_large, small, large), sign);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      VF sum = {};
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) sum = dot_pairs(load_pairs(a.columns[m] + at + v * kGroup), values[v], sum);
+      sums.add(m, turn, sum, scale);
+    }
+  };
+  const auto codes_at = [&](int64_t at, __m512i(&codes)[4]) __attribute__((always_inline)) {
+    const int64_t left = row.columns - (begin + at);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      const int64_t n = left - v * kGroup;
+      const __mmask32 there = n >= kGroup ? ~0u : n <= 0 ? 0u : (1u << n) - 1;
+      codes[v] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(there, row.data + begin + at + v * kGroup));
+    }
+  };
+  __m512i codes[4];
+  for (int64_t at = 0; at < columns; at += 4 * kGroup) {
+    const uint8_t* bytes = row.data + begin + at;
+    prefetch_block<128>(bytes);
+    if (row.columns - (begin + at) >= 4 * kGroup) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) codes[v] = words_of(bytes + v * kGroup);
+    } else {
+      codes_at(at, codes);
+    }
+    add(at, codes, std::integral_constant<int, 0>{});
+  }
+}
+
+template <int M>
+__attribute__((always_inline)) inline void add_q8_0(const PackedRow& row, int64_t begin, int64_t columns,
+                                                    const PairsOfA& a, SumsInTurn<M>& sums) {
+  Decoder<PackedFormat::q8_0> decoder{row};
+  const auto add = [&](int64_t at, auto turn) __attribute__((always_inline)) {
+    decoder.open((begin + at) / kGroup);
+    const __m512i values =
+        (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)decoder.bytes[1])),
+                                     _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)decoder.bytes[0])));
+    const VF scale = broadcast(decoder.scale);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+      sums.add(m, turn, dot_pairs(load_pairs(a.columns[m] + at), values, VF{}), scale);
+  };
+  int64_t at = 0;
+  for (; at + 4 * kGroup <= columns; at += 4 * kGroup) {
+    prefetch_block<34 * 4>(row.data + (begin + at) / kGroup * 34);
+    add(at, std::integral_constant<int, 0>{});
+    add(at + kGroup, std::integral_constant<int, 1>{});
+    add(at + 2 * kGroup, std::integral_constant<int, 2>{});
+    add(at + 3 * kGroup, std::integral_constant<int, 3>{});
+  }
+  for (; at < columns; at += kGroup) add(at, std::integral_constant<int, 0>{});
+}
+
 template <PackedFormat format, int M>
 inline void multiply_pairs(const PackedRow& row, int64_t begin, int64_t columns, const PairsOfA& a,
                            VF (&total)[M]) {
   SumsInTurn<M> sums;
-  if constexpr (alternates(format)) {
-    constexpr bool is_int4 = format == PackedFormat::int4, is_nf4 = format == PackedFormat::nf4;
-    const __m512i table = load_pairs(is_int4 ? &kAroundZeroPairs : is_nf4 ? &kQuantilePairs : &kE2M1Pairs);
-    const __m512i rests = load_pairs(&kQuantileRests);
-    const __m512i quarters = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    alignas(64) float scales[kMostBlocks + 2 * W], zeros[is_int4 ? kMostBlocks + 2 * W : 1];
-    const int64_t blocks = columns / kGroup;
-    const bool has_zeros = is_int4 && row.zero;
-    load_scales_of_blocks(row, begin / kGroup, blocks, scales, has_zeros ? zeros : nullptr);
-    store(scales + blocks, VF{});
-    const auto add = [&](int64_t b, __m512i words, auto turn) __attribute__((always_inline)) {
-      const VF scale =
-          (VF)_mm512_permutevar_ps(_mm512_broadcast_f32x4(load_bytes<__m128>(scales + b)), quarters);
-      const __m512i codes[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8),
-                                _mm512_srli_epi16(words, 12)};
-      __m512i values[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) values[v] = _mm512_permutexvar_epi16(codes[v], table);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        VF sum = {};
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-          const __m512i x = load_pairs(a.columns[m] + b * kGroup + (is_nf4 ? v ^ 1 : v) * kPairs);
-          sum = dot_pairs(x, values[v], sum);
-          if constexpr (is_nf4) sum = dot_pairs(x, _mm512_permutexvar_epi16(codes[v], rests), sum);
-        }
-        sums.add(m, turn, sum, scale);
-      }
-    };
-    const uint8_t* bytes = row.data + begin / 2;
-    int64_t b = 0;
-    for (; b + 8 <= blocks; b += 8) {
-      prefetch_block<128>(bytes + b * 16);
-      add(b, load_pairs(bytes + b * 16), std::integral_constant<int, 0>{});
-      add(b + 4, load_pairs(bytes + b * 16 + 64), std::integral_constant<int, 1>{});
-    }
-    for (; b < blocks; b += 4) {
-      const __mmask64 there = blocks - b < 4 ? (uint64_t{1} << 16 * (blocks - b)) - 1 : ~uint64_t{0};
-      add(b, _mm512_maskz_loadu_epi8(there, bytes + b * 16), std::integral_constant<int, 0>{});
-    }
-    if (has_zeros)
-      for (int64_t b = 0; b < blocks; b += W)
-        for (int m = 0; m < M; ++m) {
-          const VF offset = (broadcast(8.f) - load(zeros + b)) * load(scales + b);
-          total[m] +=
-              blocks - b < W ? offset * load_n(a.sums[m] + b, blocks - b) : offset * load(a.sums[m] + b);
-        }
-  } else if constexpr (format == PackedFormat::q4_k) {
-    const __m512i table = load_pairs(&kCountingPairs);
-    const __m512i halves = _mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0);
-    for (int64_t at = 0; at < columns; at += 8 * kGroup) {
-      const uint8_t* block = row.data + 144 * ((begin + at) / (8 * kGroup));
-      prefetch_block<144>(block);
-      const __m512 scales = scales_of_q4_k(block);
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m512i words = load_pairs(block + 16 + 64 * half);
-        const __m512i codes[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8),
-                                  _mm512_srli_epi16(words, 12)};
-#pragma GCC unroll 2
-        for (int odd = 0; odd < 2; ++odd) {  // groups 4 half + odd and + 2, of the low or the high codes
-          const __m512i first = _mm512_permutexvar_epi16(codes[odd], table);
-          const __m512i second = _mm512_permutexvar_epi16(codes[2 + odd], table);
-          const VF scale =
-              (VF)_mm512_permutexvar_ps(_mm512_add_epi32(halves, _mm512_set1_epi32(4 * half + odd)), scales);
-#pragma GCC unroll 8
-          for (int m = 0; m < M; ++m) {
-            const BF16* x = a.columns[m] + at + half * 4 * kGroup + odd * kPairs;
-            const VF sum = dot_pairs(load_pairs(x), first, VF{});
-            sums.add(m, 2 * half + odd, dot_pairs(load_pairs(x + 2 * kPairs), second, sum), scale);
-          }
-        }
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m)  // the upper half of scales has the minima
-        sums.sum[m][0] -=
-            (VF)_mm512_mul_ps(scales, _mm512_maskz_loadu_ps(0xff00, a.sums[m] + at / kGroup - 8));
-    }
-  } else if constexpr (format == PackedFormat::q6_k) {
-    const __m512i first = load_pairs(kLongCodes.six), second = load_pairs(kLongCodes.six + 32);
-    for (int64_t at = 0; at < columns; at += 8 * kGroup) {
-      const uint8_t* block = row.data + 210 * ((begin + at) / (8 * kGroup));
-      prefetch_block<210>(block);
-      float scales[2 * W] = {};
-      store(scales, (VF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(block + 192))) *
-                        half_at(block + 208));
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m512i high = words_of(block + 128 + 32 * half);
-        const __m512i low[2] = {words_of(block + 64 * half), words_of(block + 64 * half + 32)};
-#pragma GCC unroll 4
-        for (int quarter = 0; quarter < 4; ++quarter) {
-          const __m512i four =
-              _mm512_and_si512(_mm512_srli_epi16(low[quarter % 2], quarter / 2 * 4), _mm512_set1_epi16(15));
-          const __m512i two = _mm512_and_si512(quarter < 2 ? _mm512_slli_epi16(high, 4 - 2 * quarter)
-                                                           : _mm512_srli_epi16(high, 2 * quarter - 4),
-                                               _mm512_set1_epi16(48));
-          const __m512i values = _mm512_permutex2var_epi16(first, _mm512_or_si512(four, two), second);
-          const int s = 4 * half + quarter;
-          const VF scale = scales_of_two(scales + 2 * s);
-#pragma GCC unroll 8
-          for (int m = 0; m < M; ++m) {
-            const __m512i x = load_pairs(a.columns[m] + at + s * kGroup);
-            sums.add(m, s, dot_pairs(x, values, VF{}), scale);
-          }
-        }
-      }
-    }
-  } else if constexpr (format == PackedFormat::fp8_block) {
-    const __m512i tables[4] = {load_pairs(kLongCodes.e4m3), load_pairs(kLongCodes.e4m3 + 32),
-                               load_pairs(kLongCodes.e4m3 + 64), load_pairs(kLongCodes.e4m3 + 96)};
-    const auto add = [&](int64_t at, const __m512i(&codes)[4], auto turn) __attribute__((always_inline)) {
-      const VF scale = broadcast(scale_at(row, (begin + at) / (4 * kGroup)));
-      __m512i values[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        const __m512i small = _mm512_permutex2var_epi16(tables[0], codes[v], tables[1]);
-        const __m512i large = _mm512_permutex2var_epi16(tables[2], codes[v], tables[3]);
-        const __mmask32 is_large = _mm512_test_epi16_mask(codes[v], _mm512_set1_epi16(0x40));
-        const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes[v], 7), 15);
-        values[v] = _mm512_or_si512(_mm512_mask_blend_epi16(is_large, small, large), sign);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        VF sum = {};
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v)
-          sum = dot_pairs(load_pairs(a.columns[m] + at + v * kGroup), values[v], sum);
-        sums.add(m, turn, sum, scale);
-      }
-    };
-    const auto codes_at = [&](int64_t at, __m512i(&codes)[4]) __attribute__((always_inline)) {
-      const int64_t left = row.columns - (begin + at);
-#pragma GCC unroll 4
-      for (int v = 0; v < 4; ++v) {
-        const int64_t n = left - v * kGroup;
-        const __mmask32 there = n >= kGroup ? ~0u : n <= 0 ? 0u : (1u << n) - 1;
-        codes[v] = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(there, row.data + begin + at + v * kGroup));
-      }
-    };
-    __m512i codes[4];
-    for (int64_t at = 0; at < columns; at += 4 * kGroup) {
-      const uint8_t* bytes = row.data + begin + at;
-      prefetch_block<128>(bytes);
-      if (row.columns - (begin + at) >= 4 * kGroup) {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) codes[v] = words_of(bytes + v * kGroup);
-      } else {
-        codes_at(at, codes);
-      }
-      add(at, codes, std::integral_constant<int, 0>{});
-    }
-  } else {
-    Decoder<format> decoder{row};
-    const auto add = [&](int64_t at, auto turn) __attribute__((always_inline)) {
-      decoder.open((begin + at) / kGroup);
-      const __m512i values =
-          (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)decoder.bytes[1])),
-                                       _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)decoder.bytes[0])));
-      const VF scale = broadcast(decoder.scale);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m)
-        sums.add(m, turn, dot_pairs(load_pairs(a.columns[m] + at), values, VF{}), scale);
-    };
-    int64_t at = 0;
-    for (; at + 4 * kGroup <= columns; at += 4 * kGroup) {
-      prefetch_block<34 * 4>(row.data + (begin + at) / kGroup * 34);
-      add(at, std::integral_constant<int, 0>{});
-      add(at + kGroup, std::integral_constant<int, 1>{});
-      add(at + 2 * kGroup, std::integral_constant<int, 2>{});
-      add(at + 3 * kGroup, std::integral_constant<int, 3>{});
-    }
-    for (; at < columns; at += kGroup) add(at, std::integral_constant<int, 0>{});
-  }
+  if constexpr (alternates(format))
+    add_alternating<format>(row, begin, columns, a, sums, total);
+  else if constexpr (format == PackedFormat::q4_k)
+    add_q4_k(row, begin, columns, a, sums);
+  else if constexpr (format == PackedFormat::q6_k)
+    add_q6_k(row, begin, columns, a, sums);
+  else if constexpr (format == PackedFormat::fp8_block)
+    add_fp8_block(row, begin, columns, a, sums);
+  else
+    add_q8_0(row, begin, columns, a, sums);
   sums.add_to(total);
 }
 
@@ -367,8 +398,8 @@ void multiply_pairs_of_up_to(int64_t m, int64_t begin, int64_t columns, const Pa
 }
 
 // multiply_packed of bfloat16.
-inline void multiply_packed_pairs(int64_t m, int64_t k, const void* a, int64_t stride, const PackedRow* rows,
-                                  int64_t num_panels, void* tiles) {
+inline void multiply_packed_pairs(int64_t m, int64_t k, const BF16* a, int64_t stride, const PackedRow* rows,
+                                  int64_t num_panels, float* tiles) {
   constexpr int nr = NR<Bf16PairUnit>;
   static_assert(nr % 16 == 0);
   PairsOfA buffer;
@@ -381,11 +412,11 @@ inline void multiply_packed_pairs(int64_t m, int64_t k, const void* a, int64_t s
       for (int64_t begin = 0; begin < k; begin += kPairsDepth) {
         const int64_t n = k - begin < kPairsDepth ? k - begin : kPairsDepth;
         for (int64_t r = 0; r < M; ++r)
-          order_pairs(f, rows[0].zero != nullptr, (const BF16*)a + (first + r) * stride + begin, n,
-                      buffer.columns[r], buffer.sums[r]);
+          order_pairs(f, rows[0].zero != nullptr, a + (first + r) * stride + begin, n, buffer.columns[r],
+                      buffer.sums[r]);
         for (int64_t p = 0; p < num_panels; ++p)
           multiply_pairs_of_up_to<f, kRows>(M, begin, n, buffer, rows + p * nr, nr,
-                                            (float*)tiles + (p * m + first) * nr);
+                                            tiles + (p * m + first) * nr);
       }
     }
   });

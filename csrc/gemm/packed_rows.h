@@ -154,9 +154,8 @@ void multiply_packed_rows(int64_t begin, int64_t columns, const float* a, int64_
 // Tiles of few rows of A and packed columns: tile [m, nr], in float, for each panel. A weight counts as
 // decoded, not rounded.
 template <class T>
-void multiply_packed(int64_t m, int64_t k, const void* a, int64_t stride, const PackedRow* rows,
-                     int64_t num_panels, void* tiles) {
-  using Operand = OperandOf<T>;
+void multiply_packed(int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride, const PackedRow* rows,
+                     int64_t num_panels, AccOf<T>* tiles) {
   if constexpr (sizeof(AccOf<T>) == 4) {
     constexpr int nr = NR<typename UnitOf<T>::type>;
     alignas(64) float buffer[kPackedRows * kPackedDepth];
@@ -166,7 +165,7 @@ void multiply_packed(int64_t m, int64_t k, const void* a, int64_t stride, const 
         const int64_t n = k - begin < kPackedDepth ? k - begin : kPackedDepth;
         const int64_t padded = (n + kGroup - 1) / kGroup * kGroup;
         for (int64_t r = 0; r < M; ++r) {
-          const Operand* from = (const Operand*)a + (first + r) * stride + begin;
+          const OperandOf<T>* from = a + (first + r) * stride + begin;
           for (int64_t i = 0; i < padded; i += W)
             store(buffer + r * kPackedDepth + i, load_n(from + i, n - i));
           if (alternates(rows[0].format)) alternate_columns(buffer + r * kPackedDepth, padded);
@@ -175,7 +174,7 @@ void multiply_packed(int64_t m, int64_t k, const void* a, int64_t stride, const 
           constexpr PackedFormat f = decltype(format)::value;
           for (int64_t p = 0; p < num_panels; ++p) {
             const PackedRow* panel = rows + p * nr;
-            float* out = (float*)tiles + (p * m + first) * nr;
+            float* out = tiles + (p * m + first) * nr;
             switch (M) {
               case 1:
                 multiply_packed_rows<f, 1>(begin, n, buffer, kPackedDepth, panel, nr, out);

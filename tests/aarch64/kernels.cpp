@@ -69,9 +69,24 @@ Bytes random(Type type, int64_t n) {
   return values;
 }
 
-std::vector<const void*> row_pointers(Type type, const Bytes& rows, int64_t num_rows, int64_t stride) {
-  std::vector<const void*> pointers;
-  for (int64_t r = 0; r < num_rows; ++r) pointers.push_back(rows.data() + r * stride * bytes_of(type));
+// The elements of a block, in the role that the kernel takes them in.
+class Elements {
+ public:
+  explicit Elements(const Bytes& block) : data_(block.data()) {}
+  template <class Role>
+  operator Role*() const {
+    return reinterpret_cast<Role*>(const_cast<char*>(data_));
+  }
+
+ private:
+  const char* data_;
+};
+
+template <class Role = Stored>
+std::vector<const Role*> row_pointers(Type type, const Bytes& rows, int64_t num_rows, int64_t stride) {
+  std::vector<const Role*> pointers;
+  const Role* first = Elements(rows);
+  for (int64_t r = 0; r < num_rows; ++r) pointers.push_back(advance(first, r * stride, bytes_of(type)));
   return pointers;
 }
 
@@ -112,34 +127,36 @@ void check_products(const Set& s, int64_t m, int64_t k) {
   };
   Bytes rows = zeros(s.operand(), m * stride), panel = zeros(s.operand(), (k + 1) * nr), packed = panel;
   packed.resize((k + 1) * mr * kernels.operand_bytes + kPackSlack);
-  kernels.copy_rows(row_pointers(s.type, a, m, k).data(), m, k, rows.data(), stride);
+  kernels.copy_rows(row_pointers(s.type, a, m, k).data(), m, k, Elements(rows), stride);
   auto columns = row_pointers(s.type, b, nr, k);
   for (int64_t j = n; j < nr; ++j) columns[j] = nullptr;
   compare("multiply_columns",
-          [&] { kernels.multiply_columns(m, k, rows.data(), stride, columns.data(), tile.data()); });
+          [&] { kernels.multiply_columns(m, k, Elements(rows), stride, columns.data(), Elements(tile)); });
   compare("multiply_rows_of", [&] {
-    kernels.multiply_rows_of(m, 0, k, k, rows.data(), stride, b_rows.data(), nr, n, tile.data());
+    kernels.multiply_rows_of(m, 0, k, k, Elements(rows), stride, Elements(b_rows), nr, n, Elements(tile));
   });
   if (m > mr) return;  // only products with few rows take more of them than a tile has
   compare("pack_columns", [&] {
-    kernels.pack_columns(columns.data(), k, panel.data());
-    kernels.multiply_row_major(m, k, rows.data(), stride, panel.data(), tile.data());
+    kernels.pack_columns(columns.data(), k, Elements(panel));
+    kernels.multiply_row_major(m, k, Elements(rows), stride, Elements(panel), Elements(tile));
   });
   compare("pack_rows", [&] {
-    kernels.pack_rows(row_pointers(s.type, b_rows, k, nr).data(), k, 0, n, nr, panel.data(), 0);
-    kernels.multiply_row_major(m, k, rows.data(), stride, panel.data(), tile.data());
+    kernels.pack_rows(row_pointers(s.type, b_rows, k, nr).data(), k, 0, n, nr, Elements(panel), 0);
+    kernels.multiply_row_major(m, k, Elements(rows), stride, Elements(panel), Elements(tile));
   });
   compare("multiply_transposed", [&] {
-    kernels.pack_operand_rows(row_pointers(s.operand(), block, k, mr).data(), k, 0, m, mr, packed.data(), 0);
-    kernels.multiply_transposed(m, k, packed.data(), mr * kernels.k_step, panel.data(), tile.data());
+    kernels.pack_operand_rows(row_pointers<Operand>(s.operand(), block, k, mr).data(), k, 0, m, mr,
+                              Elements(packed), 0);
+    kernels.multiply_transposed(m, k, Elements(packed), mr * kernels.k_step, Elements(panel), Elements(tile));
   });
   if (kernels.k_step > 1) return;
   const int64_t wide = mr + 5;
   Bytes in_place = zeros(s.operand(), k * wide);
   for (int64_t i = 0; i < k; ++i)
     for (int64_t r = 0; r < m; ++r) set(s.operand(), in_place, i * wide + r, get(s.type, a, r * k + i));
-  compare("multiply_transposed, in place",
-          [&] { kernels.multiply_transposed(m, k, in_place.data(), wide, panel.data(), tile.data()); });
+  compare("multiply_transposed, in place", [&] {
+    kernels.multiply_transposed(m, k, Elements(in_place), wide, Elements(panel), Elements(tile));
+  });
 }
 
 // What is done with a tile: n of its columns, in rows of kWide.
@@ -149,10 +166,10 @@ void check_stores(const Set& s, int64_t n) {
   const Bytes bias = random(s.type, n);
   Bytes stored = zeros(s.type, kernels.mr * kWide), streamed = stored,
         sums = zeros(s.acc(), kernels.mr * kWide);
-  kernels.store(tile.data(), kernels.mr, n, bias.data(), scale.data(), stored.data(), kWide);
-  kernels.stream(tile.data(), kernels.mr, n, streamed.data(), kWide);
+  kernels.store(Elements(tile), kernels.mr, n, Elements(bias), Elements(scale), Elements(stored), kWide);
+  kernels.stream(Elements(tile), kernels.mr, n, Elements(streamed), kWide);
   kernels.end_stream();
-  for (int i = 0; i < 2; ++i) kernels.accumulate(tile.data(), kernels.mr, n, sums.data(), kWide);
+  for (int i = 0; i < 2; ++i) kernels.accumulate(Elements(tile), kernels.mr, n, Elements(sums), kWide);
   for (int64_t r = 0; r < kernels.mr; ++r)
     for (int64_t j = 0; j < n; ++j) {
       const double value = get(s.acc(), tile, r * kernels.nr + j);
@@ -171,8 +188,8 @@ void check_sums(const Set& s, int64_t n) {
   Bytes operands = zeros(s.operand(), kRows * kWide), out = zeros(s.type, kWide), product = zeros(s.acc(), 1);
   for (int64_t i = 0; i < kRows * kWide; ++i) set(s.operand(), operands, i, get(s.type, rows, i));
   std::vector<double> sums(kWide), wanted(kWide);
-  kernels.sum_over_rows(operands.data(), kWide, kRows, n, nullptr, sums.data());
-  kernels.sum_rows(row_pointers(s.type, rows, kRows, kWide).data(), kRows, n, out.data());
+  kernels.sum_over_rows(Elements(operands), kWide, kRows, n, nullptr, sums.data());
+  kernels.sum_rows(row_pointers(s.type, rows, kRows, kWide).data(), kRows, n, Elements(out));
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t r = 0; r < kRows; ++r) wanted[j] += get(s.type, rows, r * kWide + j);
     check(s, "sum_over_rows", sums[j], wanted[j], 1e-5);
@@ -180,7 +197,7 @@ void check_sums(const Set& s, int64_t n) {
   }
   double dot = 0;
   for (int64_t j = 0; j < n; ++j) dot += get(s.type, x, j) * get(s.type, rows, j);
-  kernels.dot(x.data(), rows.data(), n, product.data());
+  kernels.dot(Elements(x), Elements(rows), n, Elements(product));
   check(s, "dot", get(s.acc(), product, 0), dot, 1e-5);
 }
 
@@ -190,11 +207,13 @@ std::vector<double> activated(const Set& s, CurveKind curve, bool gated, const s
   const Kernels& kernels = *s.kernels;
   Bytes tile = zeros(s.acc(), kernels.nr), scale = zeros(s.acc(), 1), dscale = scale;
   Bytes h = zeros(s.type, kWide), a = zeros(s.operand(), kWide), dh = a, scaled = a;
-  set(s.acc(), tile, 0, inputs[0]), set(s.acc(), tile, kernels.nr / 2, inputs[1]),
-      set(s.acc(), scale, 0, inputs[2]);
-  kernels.act_forward({curve, gated, tile.data(), 1, 1, nullptr, h.data(), kWide, kUp, a.data(), kWide});
-  kernels.act_backward({curve, gated, tile.data(), 1, 1, h.data(), kWide, kUp, scale.data(), dh.data(), kWide,
-                        scaled.data(), kWide, dscale.data()});
+  set(s.acc(), tile, 0, inputs[0]);
+  set(s.acc(), tile, kernels.nr / 2, inputs[1]);
+  set(s.acc(), scale, 0, inputs[2]);
+  kernels.act_forward(
+      {curve, gated, Elements(tile), 1, 1, nullptr, Elements(h), kWide, kUp, Elements(a), kWide});
+  kernels.act_backward({curve, gated, Elements(tile), 1, 1, Elements(h), kWide, kUp, Elements(scale),
+                        Elements(dh), kWide, Elements(scaled), kWide, Elements(dscale)});
   return {get(s.type, h, 0),       get(s.type, h, kUp),       get(s.operand(), a, 0),
           get(s.operand(), dh, 0), get(s.operand(), dh, kUp), get(s.operand(), scaled, 0),
           get(s.acc(), dscale, 0)};
