@@ -9,8 +9,9 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
 
     x [E, M, N] of one floating dtype, M <= N is cheaper; coefficients (a, b, c) -> [E, M, N]. Every product is summed
     in float32 (double: float64) and rounded to the dtype of x. On the CPU one operator takes each matrix through all
-    steps and computes half of G and of the polynomial, which are symmetric. PyTorch computes them on CUDA, where x needs
-    a gradient, and in bfloat16 where fast_bfloat16() and cpu_isa() is not "avx512_bf16". Raises RuntimeError for another shape or dtype.
+    steps and computes half of G and of the polynomial, which are symmetric. PyTorch computes them on CUDA, in bfloat16
+    where fast_bfloat16() and cpu_isa() is not "avx512_bf16", and where x needs a gradient. Raises RuntimeError for
+    another shape or dtype.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
     """
     if x.dim() != 3 or not x.is_floating_point() or steps < 0:
