@@ -1,15 +1,17 @@
-"""Decoding a GGUF file with 4-bit experts: fmoe_ext.stream beside llama.cpp, tokens a second, in turn in one process.
+"""A GGUF file with 4-bit experts: fmoe_ext.stream beside llama.cpp, tokens a second, in turn in one process.
 
     pip install gguf xllamacpp transformers && python -m benchmarks.bench_llama_cpp --threads 1
 
 The file has the shape of Qwen3-30B-A3B with fewer layers and words, and random weights: experts in Q4_K, the rest in
 --others. All of it fits: the experts stay in the buffers of the stream after the first tokens. One thread is measured
-in processor time, which other processes on its core do not add to, and more threads by the clock.
+in processor time, which other processes on its core do not add to, and more threads by the clock. Cases are
+sequences that are decoded at once, one token each a step, and prompts that are read from the beginning.
 """
 
 import argparse
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -90,20 +92,50 @@ def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> P
     return folder / "model.gguf"
 
 
-class Ours:
-    """Greedy tokens of the streamed model, one a call."""
+class Decoder:
+    """Greedy tokens of the streamed model, one of each sequence a call."""
 
-    def __init__(self, path: Path, prompt: list[int], int8_activations: bool) -> None:
-        self.model = fmoe_ext.stream(path, "8GiB", int8_activations=int8_activations)
+    def __init__(self, model: torch.nn.Module, prompts: list[list[int]]) -> None:
+        self.model = model
         with torch.no_grad():
-            out = self.model(input_ids=torch.tensor([prompt]), use_cache=True)
-        self.past, self.logits = out.past_key_values, out.logits[0, -1]
+            out = model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        self.past, self.logits = out.past_key_values, out.logits[:, -1]
 
     def __call__(self) -> None:
-        token = self.logits.argmax().view(1, 1)
+        tokens = self.logits.argmax(1, keepdim=True)
         with torch.no_grad():
-            out = self.model(input_ids=token, past_key_values=self.past, use_cache=True)
-        self.logits = out.logits[0, -1]
+            out = self.model(input_ids=tokens, past_key_values=self.past, use_cache=True)
+        self.logits = out.logits[:, -1]
+
+
+def reader(model: torch.nn.Module, prompt: list[int]) -> Callable[[], torch.Tensor]:
+    """A function that reads a prompt from the beginning and returns the most likely next token."""
+
+    def read() -> torch.Tensor:
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        return out.logits[0, -1].argmax()
+
+    return read
+
+
+def measure(
+    steps: Mapping[str, Callable[[], object]],
+    turns: int,
+    turn: int,
+    first: int,
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """Median seconds of each step, in turns of `turn` steps, without the first turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for done in range(turns):
+        for name, step in steps.items():
+            for _ in range(turn):
+                begun = clock()
+                step()
+                if done >= first:
+                    seconds[name].append(clock() - begun)
+    return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -115,28 +147,44 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--others", choices=OUTSIDE, default="q4_k")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--tokens", type=int, default=120, help="of one sequence")
     parser.add_argument("--turn", type=int, default=10, help="tokens of one, then as many of the other")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[1], help="decoded at once")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts that are read")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
-    prompt = list(range(1, 9))
+    rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), args.layers, args.experts, args.vocab, args.others)
-        exact, ours = (Ours(path, prompt, int8) for int8 in (False, True))
-        seconds: dict[str, list[float]] = {"fmoe_ext": [], "fmoe_ext, int8_activations": [], "llama.cpp": []}
-        with llama_cpp.decoder(path, prompt, args.threads) as theirs:
-            for done in range(0, args.tokens, args.turn):
-                for name, step in zip(seconds, (exact, ours, theirs), strict=True):
-                    for _ in range(args.turn):
-                        begun = clock()
-                        step()
-                        if done >= args.tokens // 3:  # before, experts are read for the first time
-                            seconds[name].append(clock() - begun)
-    medians = {name: float(np.median(values)) for name, values in seconds.items()}
+        models = {
+            name: fmoe_ext.stream(path, "8GiB", int8_activations=int8)
+            for name, int8 in {"fmoe_ext": False, "fmoe_ext, int8_activations": True}.items()
+        }
+
+        def add(case: str, tokens: int, medians: dict[str, float]) -> None:
+            theirs = medians["llama.cpp"]
+            rows.extend(
+                [case, name, f"{m * 1e3:.2f}", f"{tokens / m:.0f}", f"{theirs / m:.2f}"]
+                for name, m in medians.items()
+            )
+
+        for many in args.sequences:
+            prompts = [[(8 * s + i) % args.vocab for i in range(1, 9)] for s in range(many)]
+            turns = max(6, args.tokens // args.turn // (1 if many == 1 else 2))
+            steps = {name: Decoder(model, prompts) for name, model in models.items()}
+            with llama_cpp.decoder(path, prompts, args.threads) as theirs:
+                turn = args.turn if many == 1 else max(1, args.turn // many)
+                found = measure(steps | {"llama.cpp": theirs}, turns, turn, turns // 3, clock)
+            add(f"decode, {many} at once", many, found)
+        for length in args.prompts:
+            prompt = [7 * i % args.vocab for i in range(1, length + 1)]
+            with llama_cpp.reader(path, prompt, args.threads) as theirs:
+                steps = {name: reader(model, prompt) for name, model in models.items()}
+                found = measure(steps | {"llama.cpp": theirs}, 6, 1, 1, clock)
+            add(f"prompt of {length}", length, found)
     print(common.machine(), common.commit())
-    rows = [[name, f"{m * 1e3:.2f}", f"{medians['llama.cpp'] / m:.2f}"] for name, m in medians.items()]
-    print(common.table(["", "ms a token", "of llama.cpp's tokens/s"], rows))
+    print(common.table(["case", "", "ms a step", "tokens/s", "of llama.cpp's"], rows))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ Tensor rotate_cpu(Tensor x, Tensor cos, Tensor sin) {
 // e^x for x <= 0, within 2 units in the last place; compilers make vectors of a loop over it.
 inline float exp_of(float x) {
   const float clamped = x < -87.f ? -87.f : x;
-  const float n = std::floor(clamped * 1.44269504f + 0.5f);
+  const float n = (clamped * 1.44269504f + 12582912.f) - 12582912.f;  // the nearest integer
   const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
   for (const float c :
@@ -104,6 +104,13 @@ inline float exp_of(float x) {
   float scale;
   std::memcpy(&scale, &power, sizeof scale);
   return x < -87.f ? 0.f : (p * r * r + r + 1.f) * scale;
+}
+
+// To nearest, even, as static_cast<BFloat16>, of which compilers make no vectors.
+inline uint32_t bits_of_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000 : 0x7fc00000;
 }
 
 // Attention of one query of each head: the heads of a group share their keys and values.
@@ -187,11 +194,14 @@ class Attention {
       std::copy_n(shares, S, reinterpret_cast<float*>(operands) + first * stride);
       return;
     }
-    auto* high = reinterpret_cast<BFloat16*>(operands) + first * stride;
-    auto* low = reinterpret_cast<BFloat16*>(operands) + second * stride;
+    auto* high = reinterpret_cast<uint16_t*>(operands) + first * stride;
+    auto* low = reinterpret_cast<uint16_t*>(operands) + second * stride;
     for (int64_t s = 0; s < S; ++s) {
-      high[s] = static_cast<BFloat16>(shares[s]);
-      low[s] = static_cast<BFloat16>(shares[s] - static_cast<float>(high[s]));
+      const uint32_t bits = bits_of_bfloat16(shares[s]);
+      float rounded;
+      std::memcpy(&rounded, &bits, sizeof rounded);
+      high[s] = static_cast<uint16_t>(bits >> 16);
+      low[s] = static_cast<uint16_t>(bits_of_bfloat16(shares[s] - rounded) >> 16);
     }
   }
 

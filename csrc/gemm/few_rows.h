@@ -105,6 +105,9 @@ void multiply_columns_rows(int64_t rows, int64_t k, const OperandOf<T>* a, int64
   for (int64_t begin = 0; begin == 0 || begin < k; begin += part) {
     const int64_t end = begin + part < k ? begin + part : k;
     for (int column = 0; column < nr; column += C) {
+      bool is_empty = true;  // as most of a panel of an adapter's few columns is
+      for (int c = 0; c < C; ++c) is_empty &= !columns[column + c];
+      if (is_empty) continue;
       const T *b[C], *next[C];
 #pragma GCC unroll 16
       for (int c = 0; c < C; ++c) {
@@ -196,7 +199,8 @@ void add_rows(int64_t begin, int64_t end, int64_t k, const OperandOf<T>* a, int6
       sum[m][1] = load(tile + m * NR<U> + lanes);
     }
   }
-  const auto add = [&](int64_t i) __attribute__((always_inline)) {
+  const auto add = [&](int64_t i, auto count) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(count)::value;
     const T* row = b + (i - begin) * ld;
     decltype(load_two(row, ld, 0)) units;
     if constexpr (whole) {
@@ -206,16 +210,20 @@ void add_rows(int64_t begin, int64_t end, int64_t k, const OperandOf<T>* a, int6
     } else {
       const T* rows[2] = {row, row + (k - i > 1 ? ld : 0)};
       units.first = gather_units<U>(rows, k - i, 0, n);
-      units.second = gather_units<U>(rows, k - i, lanes, n - lanes);
+      if constexpr (kVectors == 2) units.second = gather_units<U>(rows, k - i, lanes, n - lanes);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const auto am = U::broadcast_unit((const Unit*)(a + m * stride + i));
       sum[m][0] = U::multiply_add(am, units.first, sum[m][0]);
-      sum[m][1] = U::multiply_add(am, units.second, sum[m][1]);
+      if constexpr (kVectors == 2) sum[m][1] = U::multiply_add(am, units.second, sum[m][1]);
     }
   };
-  for (int64_t i = begin; i < end; i += U::k_step) add(i);
+  if (whole || n > lanes) {
+    for (int64_t i = begin; i < end; i += U::k_step) add(i, std::integral_constant<int, 2>{});
+  } else {
+    for (int64_t i = begin; i < end; i += U::k_step) add(i, std::integral_constant<int, 1>{});
+  }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
     if (whole && end == k) natural_order<U>(sum[m][0], sum[m][1]);

@@ -122,7 +122,8 @@ inline void unpack_scales(const uint8_t* packed, uint64_t& scales, uint64_t& min
   minima = (middle & 0x3f3f3f3fu) | uint64_t((high >> 4 & 0x0f0f0f0fu) | (middle >> 2 & 0x30303030u)) << 32;
 }
 
-constexpr int64_t kAheadOfBlock = 2048;  // bytes that are prefetched: the rows of a weight follow each other
+// Bytes that are prefetched: the rows of a weight follow each other.
+constexpr int64_t kAheadOfBlock = FMOE_BYTES == 64 ? 8192 : 2048;
 
 #if FMOE_BYTES >= 32
 inline __m256i load_32(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }

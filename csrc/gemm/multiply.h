@@ -240,6 +240,9 @@ inline auto load_units(const T* p, int64_t n) {
   } else {
     constexpr int64_t all = U::k_step * kUnitLanes<U>;
     if (n >= all) return load_bytes<VU>(p);
+#if FMOE_BYTES == 64
+    return (VU)_mm512_maskz_loadu_epi16(mask_of(n), p);
+#endif
     T buffer[all] = {};
     if (n > 0) __builtin_memcpy(buffer, p, n * sizeof(T));
     return load_bytes<VU>(buffer);

@@ -127,21 +127,56 @@ using VecOf = decltype(load((const T*)nullptr));
 template <class T>
 constexpr int kLanes = sizeof(T) == 8 ? WD : W;
 
-// The first n elements of a vector; the others read as zero and are not written.
+// The first n < kLanes elements of a vector, none where n < 0.
+#if FMOE_BYTES == 64
+inline uint32_t mask_of(int64_t n) { return n > 0 ? (1u << n) - 1 : 0; }
+inline VF load_part(const float* p, int64_t n) { return (VF)_mm512_maskz_loadu_ps(mask_of(n), p); }
+inline VD load_part(const double* p, int64_t n) { return (VD)_mm512_maskz_loadu_pd(mask_of(n), p); }
+inline VF load_part(const BF16* p, int64_t n) {
+  return widen_bf16((VH)_mm256_maskz_loadu_epi16(mask_of(n), p));
+}
+inline VF load_part(const F16* p, int64_t n) {
+  return widen_half((VH)_mm256_maskz_loadu_epi16(mask_of(n), p));
+}
+inline void store_part(float* p, VF v, int64_t n) { _mm512_mask_storeu_ps(p, mask_of(n), (__m512)v); }
+inline void store_part(double* p, VD v, int64_t n) { _mm512_mask_storeu_pd(p, mask_of(n), (__m512d)v); }
+inline void store_part(BF16* p, VF v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, mask_of(n), (__m256i)narrow_bf16(v));
+}
+inline void store_part(F16* p, VF v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, mask_of(n), (__m256i)narrow_half(v));
+}
+#else
 template <class T>
-inline VecOf<T> load_n(const T* p, int64_t n) {
-  if (n >= kLanes<T>) return load(p);
+inline VecOf<T> load_part(const T* p, int64_t n) {
   T buffer[kLanes<T>] = {};
   if (n > 0) __builtin_memcpy(buffer, p, n * sizeof(T));
   return load(buffer);
 }
-
 template <class T>
-inline void store_n(T* p, VecOf<T> v, int64_t n) {
-  if (n >= kLanes<T>) return store(p, v);
+inline void store_part(T* p, VecOf<T> v, int64_t n) {
   T buffer[kLanes<T>];
   store(buffer, v);
   if (n > 0) __builtin_memcpy(p, buffer, n * sizeof(T));
+}
+#if FMOE_BYTES == 32
+inline __m256i mask_of(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline VF load_part(const float* p, int64_t n) { return (VF)_mm256_maskload_ps(p, mask_of(n)); }
+inline void store_part(float* p, VF v, int64_t n) { _mm256_maskstore_ps(p, mask_of(n), (__m256)v); }
+#endif
+#endif
+
+// The first n elements of a vector; the others read as zero and are not written.
+template <class T>
+inline VecOf<T> load_n(const T* p, int64_t n) {
+  return n >= kLanes<T> ? load(p) : load_part(p, n);
+}
+
+template <class T>
+inline void store_n(T* p, VecOf<T> v, int64_t n) {
+  n >= kLanes<T> ? store(p, v) : store_part(p, v, n);
 }
 
 // The value that storage keeps of v.

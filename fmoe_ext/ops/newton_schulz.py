@@ -1,7 +1,7 @@
 import torch
 
 from fmoe_ext.ops._autograd import register_fake
-from fmoe_ext.ops.processor import fast_bfloat16
+from fmoe_ext.ops.processor import cpu_isa, fast_bfloat16
 
 
 def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
@@ -10,7 +10,8 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
     x [E, M, N] of one floating dtype, M <= N is cheaper; coefficients (a, b, c) -> [E, M, N]. Every product is summed
     in float32 (double: float64) and rounded to the dtype of x. On the CPU one operator takes each matrix through all
     steps and computes half of G and of the polynomial, which are symmetric. PyTorch computes them on CUDA, in bfloat16
-    where fast_bfloat16(), and where x needs a gradient. Raises RuntimeError for another shape or dtype.
+    where fast_bfloat16() and cpu_isa() is not "avx512_bf16", and where x needs a gradient. Raises RuntimeError for
+    another shape or dtype.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
     """
     if x.dim() != 3 or not x.is_floating_point() or steps < 0:
@@ -18,11 +19,14 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
             f"x must be a floating tensor [E, M, N] and steps at least 0, but got {x.dtype} {list(x.shape)} and {steps}"
         )
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    is_fast = x.dtype == torch.bfloat16 and fast_bfloat16()
-    if x.device.type == "cpu" and not needs_gradient and not is_fast:
+    if x.device.type == "cpu" and not needs_gradient and not _torch_is_faster(x.dtype):
         found: torch.Tensor = torch.ops.fmoe_ext.newton_schulz(x, *coefficients, steps)
         return found
     return newton_schulz_ref(x, coefficients, steps) if steps else x.clone()
+
+
+def _torch_is_faster(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and fast_bfloat16() and cpu_isa() != "avx512_bf16"
 
 
 def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:

@@ -65,11 +65,16 @@ def test_bits_depend_neither_on_threads_nor_on_the_other_matrices():
         torch.set_num_threads(threads)
 
 
-def test_bfloat16_is_left_to_pytorch_where_it_is_fast(monkeypatch):
-    monkeypatch.setattr(sys.modules["fmoe_ext.ops.newton_schulz"], "fast_bfloat16", lambda: True)
-    monkeypatch.setattr(torch.ops.fmoe_ext, "newton_schulz", None)
+@pytest.mark.parametrize("isa_of_processor, is_ours", [("avx512_bf16", True), ("avx512_vnni", False)])
+def test_bfloat16_is_left_to_pytorch_where_only_it_is_fast(monkeypatch, isa_of_processor, is_ours):
+    module = sys.modules["fmoe_ext.ops.newton_schulz"]
+    monkeypatch.setattr(module, "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(module, "cpu_isa", lambda: isa_of_processor)
     x = stack(2, 20, 30, dtype=torch.bfloat16)
-    assert torch.equal(newton_schulz(x, MUON, 2), newton_schulz_ref(x, MUON, 2))
+    ours = x.clone()
+    monkeypatch.setattr(torch.ops.fmoe_ext, "newton_schulz", lambda *args: ours)
+    found = newton_schulz(x, MUON, 2)
+    assert torch.equal(found, ours if is_ours else newton_schulz_ref(x, MUON, 2))
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
