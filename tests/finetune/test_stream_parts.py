@@ -64,7 +64,7 @@ def test_training_in_parts_equals_the_resident_model(tmp_path, architecture, che
             each.enable_input_require_grads()
     assert len(assert_same_step(plain, model, num_tokens=60)) == 8
     pool = model.expert_stream.pool
-    assert len(pool.parts_of(0)) > 1 and pool.statistics.parts_read > 0 == pool.statistics.layers_read
+    assert len(pool.parts.of_layer[0]) > 1 and pool.statistics.parts_read > 0 == pool.statistics.layers_read
     assert pool.statistics.buffer_bytes <= pool.num_bytes < 2 * pool.layer_bytes
 
 
@@ -76,7 +76,9 @@ def test_packed_experts_in_parts_equal_whole_layers(tmp_path, name):
     for each in (whole, model):
         checkpoint_layers(each)
     assert_same_step(whole, model, num_tokens=60)
-    assert len(whole.expert_stream.pool.parts_of(0)) == 1 < len(model.expert_stream.pool.parts_of(0))
+    assert (
+        len(whole.expert_stream.pool.parts.of_layer[0]) == 1 < len(model.expert_stream.pool.parts.of_layer[0])
+    )
     with torch.no_grad():
         assert torch.equal(model.eval()(make_ids()).logits, whole.eval()(make_ids()).logits)
 

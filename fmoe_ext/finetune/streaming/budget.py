@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fmoe_ext.checkpoint.expert_files import Layer
+from fmoe_ext.finetune.streaming.cut import PARTS, bytes_of_experts
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
-from fmoe_ext.finetune.streaming.pool import PARTS, Pool, Statistics, bytes_of_experts, spans_of
+from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
 from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of

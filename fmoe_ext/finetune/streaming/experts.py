@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.finetune.streaming.cut import Phase
 from fmoe_ext.finetune.streaming.parts import compute_in_parts
-from fmoe_ext.finetune.streaming.pool import Phase
 from fmoe_ext.frozen import Quantized
 from fmoe_ext.huggingface.experts import compute, compute_few
 from fmoe_ext.recompute import can_be_repeated, is_repeated
@@ -86,7 +86,7 @@ class Streamed:
             out = compute(*given, adapters) if found is None else found
             return out.to(hidden_states.dtype)
         pool = self.stream.pool
-        if len(pool.parts_of(self.index)) > 1:
+        if len(pool.parts.of_layer[self.index]) > 1:
             rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
             return rows.to(hidden_states.dtype)
         w1, w2 = self._whole(is_backward=is_repeated(), is_training=experts.training)
@@ -108,7 +108,7 @@ class Streamed:
 
     def _in_parts(self, experts: Any, biases: Any, given: tuple[Any, ...]) -> Tensor:
         pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
-        numbers = pool.parts_of(self.index)
+        numbers = pool.parts.of_layer[self.index]
 
         def weights(i: int, phase: Phase) -> Any:
             found = pool.part(numbers[i], phase, is_training)

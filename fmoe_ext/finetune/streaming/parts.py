@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fmoe_ext import ops
 from fmoe_ext.adapters import Lora
-from fmoe_ext.finetune.streaming.pool import Part, Phase
+from fmoe_ext.finetune.streaming.cut import Part, Phase
 from fmoe_ext.frozen import Quantized
 from fmoe_ext.frozen.quantized import gates_first
 from fmoe_ext.huggingface.experts import activation_of, compute

@@ -6,28 +6,26 @@ cut into parts of some experts, which take the place of layers. Chosen experts a
 layer, the least recently used gives its slot up.
 """
 
-import enum
 import gc
 import mmap
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Span, Weights
+from fmoe_ext.finetune.streaming.cut import Parts, Phase, bytes_of_experts, plan_buffers
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
-
-PARTS = 4  # buffers, where a layer is cut: one computes while others are read
 
 
 @dataclass
@@ -54,22 +52,6 @@ class Statistics:
     def bytes_per_token(self) -> float:
         """Bytes read for each token of the calls that read chosen experts."""
         return self.bytes_read / self.tokens if self.tokens else 0.0
-
-
-class Phase(enum.Enum):
-    """The use of a layer: forward, the forward that a checkpoint repeats in the backward, backward."""
-
-    FORWARD = enum.auto()
-    REPEATED = enum.auto()
-    BACKWARD = enum.auto()
-
-
-class Part(NamedTuple):
-    """Experts [begin, end) of a layer, which are read together."""
-
-    layer: int
-    begin: int
-    end: int
 
 
 @dataclass(eq=False)
@@ -167,15 +149,17 @@ class Pool:
     def would_grow(self, num_bytes: int) -> bool:
         """True if resize(num_bytes) may be called now and adds a buffer, or makes parts larger."""
         num_bytes = min(num_bytes, self._bytes.size)
-        is_more = num_bytes > self._num_bytes and self._plan(num_bytes) != self._plan(self._num_bytes)
-        return is_more and not any(slot.leases for slot in self._slots)
+        before, after = (plan_buffers(self.layers, n) for n in (self._num_bytes, num_bytes))
+        return (
+            num_bytes > self._num_bytes and before != after and not any(slot.leases for slot in self._slots)
+        )
 
     def resize(self, num_bytes: int) -> None:
         """Makes the buffers smaller, or as large as they were; they are read again unless their number stays."""
         num_bytes = min(num_bytes, self._bytes.size)
-        size, count = self._plan(num_bytes)
+        plan = plan_buffers(self.layers, num_bytes)
         with self._lock:
-            if self._slots and (size, count) == self._plan(self._num_bytes):
+            if self._slots and plan == plan_buffers(self.layers, self._num_bytes):
                 self._num_bytes = num_bytes
                 return
             self._settle()
@@ -183,36 +167,11 @@ class Pool:
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
             self._slots, self._caches, self._described = [], [], {}
+            size, self._most_slots = plan
             self._slot_bytes = bytes_of_experts(self.layers, size)
-            self.parts: list[Part] = []
-            self._of_layer: list[range] = []  # numbers of the parts of each layer
-            for index, layer in enumerate(self.layers):
-                first = len(self.parts)
-                step = size or layer.num_experts
-                for begin in range(0, layer.num_experts, step):
-                    self.parts.append(Part(index, begin, min(begin + step, layer.num_experts)))
-                self._of_layer.append(range(first, len(self.parts)))
+            self.parts = Parts(self.layers, size)
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._memory.madvise(mmap.MADV_DONTNEED)
-
-    def _plan(self, num_bytes: int) -> tuple[int, int]:
-        """(experts of a part, 0 for all of a layer; buffers). ValueError if the bytes hold too few experts.
-
-        Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
-        """
-        if num_bytes >= self.layer_bytes * min(2, len(self.layers)):
-            return 0, min(num_bytes // self.layer_bytes, len(self.layers))
-        num_bytes = min(num_bytes, self.layer_bytes)
-        size = max(layer.num_experts for layer in self.layers)
-        while size and num_bytes // bytes_of_experts(self.layers, size) < PARTS:
-            size -= 1
-        if not size:
-            raise ValueError(f"{num_bytes:,} bytes do not hold {PARTS} experts")
-        return size, num_bytes // bytes_of_experts(self.layers, size)
-
-    def parts_of(self, index: int) -> range:
-        """Numbers of the parts of a layer: one, unless two layers do not fit into the buffers."""
-        return self._of_layer[index]
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
         """The weights of a layer of one part; its buffer is free again when the last tensor of them is gone.
@@ -248,8 +207,7 @@ class Pool:
     def _lease(self, number: int, phase: Phase, is_training: bool) -> "np.ndarray[Any, Any]":
         """The buffer of a part once it is read."""
         next_use: dict[int, int] = {}
-        order = upcoming(number, self._of_layer, self.parts[number].layer, phase, is_training)
-        for distance, part in enumerate(order):
+        for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
         with self._lock:
             self._use_slots()
@@ -320,7 +278,7 @@ class Pool:
     def _use_slots(self) -> None:
         if not self._slots:
             self._caches = []
-            count = min(self._plan(self._num_bytes)[1], len(self.parts))
+            count = min(self._most_slots, len(self.parts))
             self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
 
     def _use_caches(self, needed: int) -> bool:
@@ -379,7 +337,7 @@ class Pool:
         buffer = self._bytes[begin : begin + self._slot_bytes]
         spans = self.layers[index].spans(experts, range(len(experts)), len(experts))
         self._count(self._reader.read(spans, buffer), len(experts), begun)
-        if len(self._of_layer[index]) == 1:
+        if len(self.parts.of_layer[index]) == 1:
             self.statistics.layers_read += 1
         else:
             self.statistics.parts_read += 1
@@ -410,43 +368,10 @@ _PRIVATE: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def upcoming(
-    number: int, of_layer: Sequence[range], layer: int, phase: Phase, is_training: bool
-) -> Iterator[int]:
-    """Numbers of parts in the order of their next uses, after that of a layer's part. of_layer: parts of each layer.
-
-    A backward repeats the forward of a layer, as checkpoints do, and then goes backwards through its parts.
-    """
-    last = of_layer[-1].stop
-    if phase is Phase.FORWARD:
-        yield from range(number + 1, last)
-        yield from _by_layer_backwards(of_layer) if is_training else range(last)
-        return
-    if phase is Phase.REPEATED:
-        yield from range(number + 1, of_layer[layer].stop)
-        yield from reversed(of_layer[layer])
-    else:
-        yield from range(number - 1, of_layer[layer].start - 1, -1)
-    yield from _by_layer_backwards(of_layer[:layer])
-    yield from range(last)
-
-
-def _by_layer_backwards(of_layer: Sequence[range]) -> Iterator[int]:
-    for parts in reversed(of_layer):
-        yield from parts
-
-
 def _when(slot: _Slot, next_use: dict[int, int]) -> float:
     if slot.part is None:
         return float("inf")
     return next_use.get(slot.part, 1e9)
-
-
-def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
-    """Bytes of a buffer for some experts of any of the layers, by default for all of them."""
-    step = ALIGNED if count else BLOCK
-    sizes = (layer.num_bytes(min(count or layer.num_experts, layer.num_experts)) for layer in layers)
-    return -(-max(sizes) // step) * step
 
 
 def _fitting(layer: Layer, num_bytes: int) -> int:
