@@ -330,7 +330,8 @@ def test_long_description_has_no_relative_pictures_or_links():
 
 def test_modules_need_no_import_of_their_own():
     program = (
-        "import sys, fmoe_ext; functions = {'RoutingReplay', 'export', 'import_model', 'stream'};"
+        "import sys, fmoe_ext; functions = {'DistributedGroupedDataParallel', 'RoutingReplay', 'export', 'fmoefy',"
+        "'import_model', 'stream'};"
         "rooms = sorted(set(dir(fmoe_ext)) - set(vars(fmoe_ext)) - functions);"
         "slow = {'grpc', 'sympy', 'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.tensor'};"
         "slow &= set(sys.modules); assert not slow, slow; print(*rooms); fmoe_ext.cpu.can_keep_memory();"
@@ -340,8 +341,8 @@ def test_modules_need_no_import_of_their_own():
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr
     expected = (
-        "audit balance checkpoint compat compress cpu doctor finetune formats frozen gpu huggingface lora megatron "
-        "optim pipeline planning remote testing"
+        "audit balance checkpoint compat compress cpu distributed doctor finetune formats frozen gpu huggingface lora "
+        "megatron optim pipeline planning remote testing"
     )
     assert out.stdout.split() == expected.split()
 

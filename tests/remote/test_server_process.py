@@ -135,6 +135,9 @@ def test_sigkill_at_random_moments_leaves_whole_checkpoints(start_server, tmp_pa
         versions.append(int(Checkpoints(folder).load("expert.0").meta["version"]))
     assert versions[0] > 0
     assert versions == sorted(set(versions))
+    checkpoints = Checkpoints(folder)
+    checkpoints.begin()  # as a server that starts
+    checkpoints.end()
     assert not list(folder.glob("*.tmp-*"))
 
 
