@@ -249,7 +249,7 @@ def test_experts_in_a_floating_dtype_are_read(dtype, models, tmp_path, monkeypat
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     file = write(models["mixtral"], tmp_path / "out", {}, monkeypatch)
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())
-    reader = SimpleNamespace(tensors=[frequencies])
+    reader = SimpleNamespace(tensors=[frequencies], fields=open_gguf(file).fields)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales frequencies"):
         streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32)
     frequencies.data[1] = 1

@@ -65,6 +65,10 @@ class Gguf:
     and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
     a layer of Transformers: name of a tensor} beside the usual ones. multipliers: {key: attribute of the
     configuration}. is_latent: keys and values are latent (MLA). is_read: stream() reads the file.
+    keys: further {key: attribute}, "" for a key that follows from others. missing: {attribute: value of a file that
+    does not say it}. flags: {attribute: tensor of the first layer that only models with it have}. is_partial: a part of
+    each head may be rotated. has_groups: a choice may be limited to groups of experts. leaves_out_heads: heads for the
+    tokens after the next are in the file, and are left out.
     """
 
     name: str
@@ -76,6 +80,17 @@ class Gguf:
     multipliers: Mapping[str, str] = field(default_factory=dict)
     is_latent: bool = False
     is_read: bool = True
+    keys: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    is_partial: bool = False
+    has_groups: bool = False
+    leaves_out_heads: bool = False
+
+    @property
+    def says_routing(self) -> bool:
+        """True if a file says how its router computes."""
+        return self.normalizes is None
 
 
 # Names of GGUF that many architectures have
