@@ -40,7 +40,10 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
         else:
             values["norm_topk_prob"] = family.gguf.normalizes
         heads = values["num_attention_heads"]
-        if not family.gguf.is_latent:
+        if family.gguf.is_latent:
+            values["num_key_value_heads"] = heads
+            values["qk_nope_head_dim"] = values.pop("qk_head_dim") - values["qk_rope_head_dim"]
+        else:
             values.setdefault("num_key_value_heads", heads)
             values.setdefault("head_dim", values["hidden_size"] // heads)
         values["rope_parameters"] = {"rope_theta": values.pop("rope_theta", 10000.0), **scaling}
@@ -73,7 +76,7 @@ def _said(fields: Fields, family: Family) -> Values:
         value = fields.get(key if key.startswith("tokenizer.") else f"{architecture.name}.{key}")
         if value is not None and attribute:
             is_unused = value == 0 and key in UNUSED and architecture.says_routing
-            values[attribute_of(attribute, family)] = 1 if is_unused else value
+            values[attribute_of(attribute, family)] = type(value)(1) if is_unused else value
     return values
 
 
@@ -83,6 +86,8 @@ def _complete(values: Values, shapes: Shapes, family: Family) -> None:
     assert architecture is not None
     for attribute, value in architecture.missing.items():
         values.setdefault(attribute, value)
+    if values.get("attention_multiplier") == 0:  # llama.cpp takes the usual one
+        values["attention_multiplier"] = values["head_dim"] ** -0.5
     for attribute, tensor in architecture.flags.items():
         values[attribute] = f"blk.0.{tensor}" in shapes
 
@@ -90,9 +95,7 @@ def _complete(values: Values, shapes: Shapes, family: Family) -> None:
 def _sizes(shapes: Shapes, family: Family) -> dict[str, int]:
     """Sizes that the tensors have, whatever the keys say of them."""
     found = {"vocab_size": shapes["token_embd.weight"][0]}
-    width, shared, dense = (
-        _width(shapes, f"ffn_gate{role}.weight") for role in ("_exps", "_shexp", "")
-    )
+    width, shared, dense = (_width(shapes, f"ffn_gate{role}.weight") for role in ("_exps", "_shexp", ""))
     if width is not None:
         found[family.config["d_hidden"]] = width
     if "shared" in family.config and shared is not None:

@@ -8,10 +8,15 @@ from fmoe_ext.checkpoint.families.family import Family
 
 Facts: TypeAlias = dict[str, bool | int | float]  # {key behind the architecture: value}
 GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
+# Keys on layers and routers of files that say how their routers compute
+ROUTING = (
+    *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
+    *("interleave_moe_layer_step", "leading_dense_block_count"),
+)
 
 
 def facts(config: Any, family: Family) -> Facts:
-    """What llama.cpp needs to know of a model beside its tensors."""
+    """Metadata that llama.cpp needs beside the tensors of a model: {key behind the architecture: value}."""
     architecture = family.gguf
     assert architecture is not None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -73,8 +78,10 @@ def _latent_attention(config: Any) -> Facts:
 
 def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
     """The router's score, scale and layers, which other architectures have in their code."""
-    shared = said.get("num_shared") or 0
-    first = getattr(config, "first_k_dense_replace", None)
+    shared = (
+        said.get("num_shared", int("num_shared" not in family.config and bool(family.in_modules.shared))) or 0
+    )
+    first: Any = getattr(config, "first_k_dense_replace", None)
     first = getattr(config, "moe_layer_start_index", 0) if first is None else first
     found: Facts = {
         "expert_gating_func": GATING["sigmoid" if family.gates[-1] == "SigmoidGate" else "softmax"],

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family
-from fmoe_ext.checkpoint.gguf_facts import facts
+from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
 
@@ -78,7 +78,10 @@ ONLY = MappingProxyType(
     }
 )
 # Keys for which 0 stands for 1
-UNUSED = ("expert_weights_scale", "interleave_moe_layer_step", "embedding_scale", "residual_scale", "logit_scale")
+UNUSED = (
+    *("expert_weights_scale", "interleave_moe_layer_step", "expert_group_count", "expert_group_used_count"),
+    *("embedding_scale", "residual_scale", "logit_scale"),
+)
 _HEADS = "nextn_predict_layers"
 # Namespaces of notes: on the file, its vocabulary and how it was made. general.type and others above come first.
 _NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
@@ -97,21 +100,26 @@ YARN = MappingProxyType(
 def family_of(path: Path, fields: Fields) -> Family:
     """The family of a file's architecture; CheckpointError for one that is not read."""
     architecture = fields.get("general.architecture")
-    families = {
-        family.gguf.name: family for family in FAMILIES.values() if family.gguf and family.gguf.is_read
-    }
+    families = {family.gguf.name: family for family in FAMILIES.values() if family.gguf}
     if architecture not in families:
         raise CheckpointError(
             f"{path}: GGUF is read for {', '.join(families)}, but this model is {architecture}"
         )
-    return families[architecture]
+    family = families[architecture]
+    for key in family.gguf.needs if family.gguf else ():
+        if f"{architecture}.{key}" not in fields:
+            raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
+    return family
 
 
 def check(path: Path, fields: Fields, config: Any) -> None:
     """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
     family = family_of(path, fields)
     assert family.gguf is not None
-    computed = facts(config, family) if family.gguf.says_routing else {}
+    try:
+        computed = facts(config, family) if family.gguf.says_routing else {}
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} has a configuration with values of other types: {error}") from error
     heads = num_heads(fields, family)
     for key, value in fields.items():
         if heads and key == f"{family.gguf.name}.{_HEADS}":
@@ -211,6 +219,17 @@ def table() -> str:
     return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
 
 
+def routing_table() -> str:
+    """The rows of docs/formats.md on architectures whose files say how their routers compute."""
+    rows = []
+    for family in FAMILIES.values():
+        if family.gguf and family.gguf.says_routing:
+            known = sorted({*ROUTING, *family.gguf.keys, *family.gguf.multipliers})
+            compared, needs = (", ".join(f"`{key}`" for key in keys) for keys in (known, family.gguf.needs))
+            rows.append(f"| `{family.gguf.name}` | {compared} | {needs or 'none more'} |")
+    return "\n".join(rows)
+
+
 def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
     """rope_type and its parameters, empty where the file says nothing."""
     assert family.gguf is not None
@@ -232,7 +251,10 @@ def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, 
         found = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         found["original_max_position_embeddings"] = context
-        found["attention_factor"] = said.pop("attn_factor", 1.0) * _yarn_factor(factor)
+        if family.gguf.is_latent:
+            found |= dict.fromkeys(("mscale", "mscale_all_dim"), _latent_scale(said))
+        else:
+            found["attention_factor"] = said.pop("attn_factor", 1.0) * _yarn_factor(factor)
         found |= {name: said.pop(key) for key, name in YARN.items() if key in said}
     if said.get("attn_factor") == 1:
         del said["attn_factor"]
@@ -254,6 +276,15 @@ def _with_defaults(config: Any) -> dict[str, Any]:
     context = config.max_position_embeddings
     defaults = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": context}
     return defaults | {"attention_factor": _yarn_factor(said["factor"])} | said
+
+
+def _latent_scale(said: dict[str, Any]) -> float:
+    """mscale of both kinds, which llama.cpp's graph for latent attention needs to be equal; 0 is left to be refused."""
+    scale = said.get("yarn_log_multiplier", 0)
+    if scale > 0:
+        return 10 * said.pop("yarn_log_multiplier")
+    said["yarn_log_multiplier"] = scale
+    return 0
 
 
 def _yarn_factor(factor: float) -> float:

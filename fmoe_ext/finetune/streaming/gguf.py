@@ -19,6 +19,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
 BIAS = "exp_probs_b.bias"  # [E] there
+LATENT = ("attn_k_b.weight", "attn_v_b.weight")  # [heads, rank, nope] and [heads, v, rank]
+ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
 
 def read_config(file: Path, reader: Any) -> Any:
@@ -61,6 +63,7 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     assert family.gguf is not None
     last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
+    latent: dict[int, dict[str, Any]] = {}
     for tensor in reader.tensors:
         match = IN_LAYER.fullmatch(tensor.name)
         if "_exps." in tensor.name or (match and last is not None and int(match[1]) >= last):
@@ -72,9 +75,15 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
                 )
             continue
         heads = None
-        if family.gguf.turns_pairs and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", tensor.name)):
-            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+        if family.gguf.turns_pairs and (rotated := ROTATED.fullmatch(tensor.name)):
+            heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
+        if match and family.gguf.is_latent and match[2] in LATENT:
+            latent.setdefault(int(match[1]), {})[match[2]] = tensor
+            continue
         found[_name(file, tensor.name, family)] = _stored(file, tensor, heads, dtype, family)
+    for number, halves in latent.items():
+        name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
+        found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
     return found
 
 
@@ -94,8 +103,6 @@ def _name(file: Path, name: str, family: Family) -> str:
 
 
 def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, family: Family) -> StoredTensor:
-    from gguf.quants import dequantize
-
     shape = tuple(int(n) for n in reversed(tensor.shape))
     name = tensor.tensor_type.name.lower()
     if name in frozen.FORMATS and len(shape) == 2:
@@ -111,13 +118,35 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, fami
         shape = (1, *shape)
 
     def read() -> torch.Tensor:
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
-        return _halves(torch.from_numpy(values.copy()).to(dtype).reshape(shape), heads)
+        return _halves(_decoded(file, tensor, dtype).reshape(shape), heads)
 
     return StoredTensor(shape, dtype, read)
+
+
+def _decoded(file: Path, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
+    return torch.from_numpy(values.copy()).to(dtype)
+
+
+def _joined(file: Path, number: int, halves: list[Any], dtype: torch.dtype) -> StoredTensor:
+    """The projection [heads * (nope + v), rank] that widens latent keys and values, of its two halves in a file."""
+    for name, half in zip(LATENT, halves, strict=True):
+        if half is None:
+            raise CheckpointError(f"{file} lacks blk.{number}.{name}")
+    (nope, rank, heads), (of_values, width, others) = (list(map(int, half.shape)) for half in halves)
+    if (rank, heads) != (of_values, others):
+        raise CheckpointError(f"{file}: {LATENT[0]} and {LATENT[1]} of layer {number} do not fit each other")
+
+    def read() -> torch.Tensor:
+        keys, values = (_decoded(file, half, dtype) for half in halves)
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+    return StoredTensor((heads * (nope + width), rank), dtype, read)
 
 
 def _halves(rows: torch.Tensor, heads: int | None) -> torch.Tensor:
