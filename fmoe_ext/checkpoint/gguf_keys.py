@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF, and its metadata keys: the configuration that they say, or an error that names the key.
+"""Metadata keys of GGUF: each is compared with the configuration that is computed, or an error names it.
 
 llama.cpp computes a model from its tensors and from the keys of its architecture. Each of these is read, has one value
 that its graph computes with, or changes no logit; any other is refused, so that none is skipped in silence.
@@ -13,31 +13,9 @@ from typing import Any, TypeAlias
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorch}
-
-# {name in Transformers: name in GGUF}, of tensors outside and inside of a layer.
-OUTSIDE = MappingProxyType(
-    {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
-)
-INSIDE = MappingProxyType(
-    {
-        "input_layernorm.": "attn_norm.",
-        "self_attn.q_proj.": "attn_q.",
-        "self_attn.k_proj.": "attn_k.",
-        "self_attn.v_proj.": "attn_v.",
-        "self_attn.o_proj.": "attn_output.",
-        "self_attn.q_norm.": "attn_q_norm.",
-        "self_attn.k_norm.": "attn_k_norm.",
-        "post_attention_layernorm.": "ffn_norm.",
-        "mlp.gate.": "ffn_gate_inp.",
-        "mlp.shared_expert.gate_proj.": "ffn_gate_shexp.",
-        "mlp.shared_expert.up_proj.": "ffn_up_shexp.",
-        "mlp.shared_expert.down_proj.": "ffn_down_shexp.",
-        "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
-    }
-)
 
 # {key behind the architecture: attribute of the configuration}; compared with the configuration that is computed.
 COMPARED = MappingProxyType(
@@ -99,6 +77,12 @@ ONLY = MappingProxyType(
         "tensor_data_layout": ("reference", "Meta AI original pth"),
     }
 )
+# Keys for which 0 stands for 1
+UNUSED = (
+    *("expert_weights_scale", "interleave_moe_layer_step", "expert_group_count", "expert_group_used_count"),
+    *("embedding_scale", "residual_scale", "logit_scale"),
+)
+_HEADS = "nextn_predict_layers"
 # Namespaces of notes: on the file, its vocabulary and how it was made. general.type and others above come first.
 _NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
 _SCALING = "rope.scaling."
@@ -113,82 +97,73 @@ YARN = MappingProxyType(
 )
 
 
-def _family_of(path: Path, fields: Fields) -> Family:
+def family_of(path: Path, fields: Fields) -> Family:
     """The family of a file's architecture; CheckpointError for one that is not read."""
     architecture = fields.get("general.architecture")
-    families = {
-        family.gguf.name: family for family in FAMILIES.values() if family.gguf and family.gguf.is_read
-    }
+    families = {family.gguf.name: family for family in FAMILIES.values() if family.gguf}
     if architecture not in families:
         raise CheckpointError(
             f"{path}: GGUF is read for {', '.join(families)}, but this model is {architecture}"
         )
-    return families[architecture]
-
-
-def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
-    """The configuration of Transformers for a file that has no config.json beside it.
-
-    Raises CheckpointError for keys that are missing or have other types, and for an architecture that is not read.
-    """
-    import transformers
-
-    family = _family_of(path, fields)
-    assert family.gguf is not None
-    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in shapes}
-    for key, attribute in {**READ, **COMPARED}.items():
-        value = fields.get(_full(key, family))
-        if value is not None:
-            values[_attribute(attribute, family)] = value
-    try:
-        values |= _sizes(shapes, family)
-        heads = values["num_attention_heads"]
-        values.setdefault("num_key_value_heads", heads)
-        values.setdefault("head_dim", values["hidden_size"] // heads)
-        values["rope_parameters"] = {
-            "rope_theta": values.pop("rope_theta", 10000.0),
-            **_rope(path, fields, family, values["max_position_embeddings"]),
-        }
-        values["norm_topk_prob"] = family.gguf.normalizes
-        return transformers.CONFIG_MAPPING[family.name](**values)
-    except KeyError as error:
-        raise CheckpointError(f"{path} has no key for {error.args[0]}") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # of Transformers, which have no common class
-        raise CheckpointError(f"{path} has metadata that Transformers refuses: {error}") from error
+    family = families[architecture]
+    for key in family.gguf.needs if family.gguf else ():
+        if f"{architecture}.{key}" not in fields:
+            raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
+    return family
 
 
 def check(path: Path, fields: Fields, config: Any) -> None:
     """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
-    family = _family_of(path, fields)
+    family = family_of(path, fields)
+    assert family.gguf is not None
+    try:
+        computed = facts(config, family) if family.gguf.says_routing else {}
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} has a configuration with values of other types: {error}") from error
+    heads = num_heads(fields, family)
     for key, value in fields.items():
-        wrong = _why_not(key, value, family, config)
+        if heads and key == f"{family.gguf.name}.{_HEADS}":
+            continue
+        if key == f"{family.gguf.name}.block_count" and isinstance(value, int):
+            value -= heads
+        wrong = _why_not(key, value, family, config, computed)
         if wrong:
             raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
-    computed = _with_defaults(config)
-    for name, value in _rope(path, fields, family, config.max_position_embeddings).items():
-        if not _same(computed.get(name), value):
+    found = _with_defaults(config)
+    for name, value in rope(path, fields, family, config.max_position_embeddings).items():
+        if not _same(found.get(name), value):
             raise CheckpointError(
-                f"{path}: the keys {_SCALING}* say {name} {value}, but config.json says {computed.get(name)}"
+                f"{path}: the keys {_SCALING}* say {name} {value}, but config.json says {found.get(name)}"
             )
 
 
-def _why_not(key: str, value: Any, family: Family, config: Any) -> str:
+def num_heads(fields: Fields, family: Family) -> int:
+    """Blocks at the end of a file that are heads for the tokens after the next, which are left out."""
+    assert family.gguf is not None
+    heads = fields.get(f"{family.gguf.name}.{_HEADS}", 0) if family.gguf.leaves_out_heads else 0
+    blocks = fields.get(f"{family.gguf.name}.block_count", 0)
+    is_count = type(heads) is int and type(blocks) is int
+    return heads if is_count and 0 < heads < blocks else 0
+
+
+def _why_not(key: str, value: Any, family: Family, config: Any, computed: Fields) -> str:
     """Reason why a key is refused, "" for none."""
     assert family.gguf is not None
     rest = key.removeprefix(f"{family.gguf.name}.")
+    if rest in READ or rest.startswith(_SCALING):
+        return ""
+    if rest in computed:
+        said = 1 if value == 0 and rest in UNUSED else value
+        return "" if _same(computed[rest], said) else f"but the model is computed with {computed[rest]}"
     if rest in ONLY:
         allowed = ONLY[rest]
         return "" if value in allowed else f"but only {' or '.join(map(str, allowed))} is computed"
-    if rest in READ or rest.startswith(_SCALING):
-        return ""
     if rest in COMPARED:
-        attribute = _attribute(COMPARED[rest], family)
-        computed = _computed(attribute, config)
-        if computed is None and attribute == "norm_topk_prob":
-            computed = family.gguf.normalizes
-        return "" if _same(computed, value) else f"but the model is computed with {attribute} {computed}"
+        attribute = attribute_of(COMPARED[rest], family)
+        found = _computed(attribute, config)
+        if found is None and attribute == "norm_topk_prob":
+            found = family.gguf.normalizes
+        return "" if _same(found, value) else f"but the model is computed with {attribute} {found}"
     if rest != key or _is_reserved(key):
         return "which is not computed here"
     return ""
@@ -244,7 +219,18 @@ def table() -> str:
     return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
 
 
-def _rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
+def routing_table() -> str:
+    """The rows of docs/formats.md on architectures whose files say how their routers compute."""
+    rows = []
+    for family in FAMILIES.values():
+        if family.gguf and family.gguf.says_routing:
+            known = sorted({*ROUTING, *family.gguf.keys, *family.gguf.multipliers})
+            compared, needs = (", ".join(f"`{key}`" for key in keys) for keys in (known, family.gguf.needs))
+            rows.append(f"| `{family.gguf.name}` | {compared} | {needs or 'none more'} |")
+    return "\n".join(rows)
+
+
+def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
     """rope_type and its parameters, empty where the file says nothing."""
     assert family.gguf is not None
     begin = f"{family.gguf.name}.{_SCALING}"
@@ -265,7 +251,10 @@ def _rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str,
         found = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         found["original_max_position_embeddings"] = context
-        found["attention_factor"] = said.pop("attn_factor", 1.0) * _yarn_factor(factor)
+        if family.gguf.is_latent:
+            found |= dict.fromkeys(("mscale", "mscale_all_dim"), _latent_scale(said))
+        else:
+            found["attention_factor"] = said.pop("attn_factor", 1.0) * _yarn_factor(factor)
         found |= {name: said.pop(key) for key, name in YARN.items() if key in said}
     if said.get("attn_factor") == 1:
         del said["attn_factor"]
@@ -289,30 +278,27 @@ def _with_defaults(config: Any) -> dict[str, Any]:
     return defaults | {"attention_factor": _yarn_factor(said["factor"])} | said
 
 
+def _latent_scale(said: dict[str, Any]) -> float:
+    """mscale of both kinds, which llama.cpp's graph for latent attention needs to be equal; 0 is left to be refused."""
+    scale = said.get("yarn_log_multiplier", 0)
+    if scale > 0:
+        return 10 * said.pop("yarn_log_multiplier")
+    said["yarn_log_multiplier"] = scale
+    return 0
+
+
 def _yarn_factor(factor: float) -> float:
     return 1 + 0.1 * math.log(factor)
 
 
-def _sizes(shapes: Shapes, family: Family) -> dict[str, int]:
-    """Sizes that the tensors have, whatever the keys say of them."""
-    found = {"vocab_size": shapes["token_embd.weight"][0]}
-    for role, attribute in (("exps", "moe_intermediate_size"), ("shexp", "shared_expert_intermediate_size")):
-        shape = shapes.get(f"blk.0.ffn_gate_{role}.weight")
-        if shape is not None:
-            found[_attribute(attribute, family)] = shape[-2]
-    return found
-
-
-def _full(key: str, family: Family) -> str:
-    assert family.gguf is not None
-    return key if key.startswith("tokenizer.") else f"{family.gguf.name}.{key}"
-
-
-def _attribute(name: str, family: Family) -> str:
+def attribute_of(name: str, family: Family) -> str:
     """The family's own name of an attribute."""
-    if name == "num_experts":
-        return family.config["num_experts"]
-    return family.config["d_hidden"] if name == "moe_intermediate_size" else name
+    facts_named = {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "d_hidden",
+    }
+    return family.config[facts_named[name]] if name in facts_named else name
 
 
 def _computed(attribute: str, config: Any) -> Any:

@@ -79,6 +79,8 @@ class GgufCut:
         """The path of the experts whose number is the first dimension of a tensor; None for others."""
         match = _OF_LAYER.fullmatch(tensor.name)
         path = self._layers.get(int(match[1])) if match else None
+        if match and path is None and "_exps." in match[2]:
+            raise CheckpointError(f"{self.file}: {tensor.name} has experts of no layer of the model")
         if match is None or path is None:
             return None
         if not _STACKS.fullmatch(match[2]) and match[2] not in ROUTER:

@@ -14,7 +14,8 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf
 from fmoe_ext.checkpoint.files import explained
-from fmoe_ext.checkpoint.gguf_keys import INSIDE, OUTSIDE
+from fmoe_ext.checkpoint.gguf_facts import facts
+from fmoe_ext.checkpoint.gguf_names import OUTSIDE, names_inside
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -34,7 +35,7 @@ def check_writable(family: Family, config: Any) -> Gguf:
             f"gguf is written for {known}, but this model is {family.name}: export it as that, then run "
             "llama.cpp's convert_hf_to_gguf.py on the folder"
         )
-    is_fixed = architecture.normalizes is not None
+    is_fixed = not architecture.says_routing
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": config.hidden_act != "silu",
@@ -104,8 +105,7 @@ def _named(
     architecture = family.gguf
     assert architecture is not None
     block = f"{family.in_modules.block}."
-    usual = {theirs: ours for theirs, ours in INSIDE.items() if theirs not in architecture.names}
-    inside = {**architecture.names, **usual}
+    inside = names_inside(family)
     for name, tensor in tensors.items():
         match = LAYER.fullmatch(name)
         parts = _renamed(OUTSIDE, name, tensor)
@@ -182,75 +182,12 @@ def _mapped(tensor: StoredTensor, shape: tuple[int, ...], function: Any) -> Stor
 
 def write_facts(writer: Any, config: Any, family: Family) -> None:
     """Adds to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
-    architecture = family.gguf
-    assert architecture is not None
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert family.gguf is not None
     writer.add_name(config.architectures[0])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    if architecture.is_latent:
-        _write_latent_attention(writer, config)
-    else:
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(
-            int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1))
-        )
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(getattr(config, family.config["num_experts"]))
-    writer.add_expert_used_count(getattr(config, family.config["top_k"]))
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    elif architecture.normalizes is None:
-        writer.add_expert_feed_forward_length(config.intermediate_size)
-    if hasattr(config, "shared_expert_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if architecture.normalizes is None:
-        _write_routing(writer, config, family)
-    for key, attribute in architecture.multipliers.items():
-        writer.add_float32(f"{architecture.name}.{key}", getattr(config, attribute))
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in facts(config, family).items():
+        add[type(value)](f"{family.gguf.name}.{key}", value)
     writer.add_tokenizer_model("no_vocab")
-
-
-def _write_latent_attention(writer: Any, config: Any) -> None:
-    """llama.cpp computes it as attention with one head of latent keys, which are values too."""
-    writer.add_head_count_kv(1)
-    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-    writer.add_value_length(config.kv_lora_rank)
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    if config.q_lora_rank is not None:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-
-
-def _write_routing(writer: Any, config: Any, family: Family) -> None:
-    """Adds the router's score, scale and layers, which other architectures have in their code."""
-    gguf = _import_gguf()
-    facts = family.facts_of(config.to_dict())
-    is_sigmoid = family.gates[-1] == "SigmoidGate"
-    func = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(func.SIGMOID if is_sigmoid else func.SOFTMAX)
-    writer.add_expert_weights_norm(bool(facts["normalize"]))
-    writer.add_expert_weights_scale(float(facts.get("scale", 1)))
-    shared = facts.get("num_shared") or 0
-    writer.add_expert_shared_count(shared)
-    if shared:
-        writer.add_expert_shared_feed_forward_length(shared * facts["d_hidden"])
-    first = getattr(config, "first_k_dense_replace", None)
-    first = getattr(config, "moe_layer_start_index", 0) if first is None else first
-    writer.add_leading_dense_block_count(first)
-    if facts.get("num_groups", 1) > 1:
-        writer.add_expert_group_count(facts["num_groups"])
-        writer.add_expert_group_used_count(facts["topk_groups"])
-    writer.add_interleave_moe_layer_step(getattr(config, "moe_layer_interval", 1))
 
 
 def _import_gguf() -> Any:

@@ -78,7 +78,7 @@ GGUF = {
 }
 
 
-# Those whose values llama.cpp alone checks: they are written, and stream() does not read them
+# Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
     "deepseek_v3": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3, one group"]),
     "deepseek_v3, groups": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3"]),

@@ -89,20 +89,24 @@ def test_file_alone_has_the_whole_configuration(name, models, tmp_path, monkeypa
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def with_key(file, other, key, value):
-    """Writes a GGUF file again, with another value of a key -> the file."""
+def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=()):
+    """Writes a GGUF file again, with other values of keys, tensors that a function changes, and more -> the file."""
     reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(other, ARCH)
+    writer = gguf.GGUFWriter(other, reader.fields["general.architecture"].contents())
     fields = {
         name: (field.contents(), field.types[0])
         for name, field in reader.fields.items()
         if "GGUF." not in name
     }
-    for name, (contents, kind) in (fields | {key: (value, KINDS[type(value)])}).items():
-        if name != "general.architecture":
+    changed = {key: (value, KINDS[type(value)]) for key, value in keys.items() if value is not None}
+    for name, (contents, kind) in (fields | changed).items():
+        if name != "general.architecture" and keys.get(name, 0) is not None:
             writer.add_key_value(name, contents, kind)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+        data, kind = tensors(tensor.name, tensor.data)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    for name, data in more:
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,20 +114,18 @@ def with_key(file, other, key, value):
     return other
 
 
-def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, monkeypatch):
-    """Alone, a key of another value is refused by name, changes no configuration, or is an attribute of it."""
-    plain = write(models["qwen3_moe"], tmp_path / "plain", {}, monkeypatch)
+def sweep(plain, arch, names, attributes):
+    """Counts keys that, alone and of another value, are refused by name, change nothing, or are an attribute."""
     expected = streamed_gguf.read_config(plain, open_gguf(plain)).to_dict()
-    attributes = {**gguf_keys.READ, **gguf_keys.COMPARED, "rope.scaling.factor": "factor"}
     kinds = {"refused": 0, "harmless": 0, "computed": 0}
-    for name in gguf_keys.names():
-        key = name.replace("{arch}", ARCH).replace("{id}", "0")
+    for name in names:
+        key = name.replace("{arch}", arch).replace("{id}", "0")
         if key in ("general.architecture", "general.alignment"):  # of the file itself
             continue
-        rest = key.removeprefix(f"{ARCH}.")
+        rest = key.removeprefix(f"{arch}.")
         for value in VALUES:
             try:
-                file = with_key(plain, tmp_path / "model.gguf", key, value)
+                file = rewritten(plain, plain.parent / "other.gguf", {key: value})
                 config = streamed_gguf.read_config(file, open_gguf(file))
             except CheckpointError as error:
                 assert key in str(error) or rest in attributes, f"{key} = {value!r}: {error}"
@@ -138,6 +140,14 @@ def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, mon
             else:
                 assert config.to_dict() == expected, f"{key} = {value!r} changes the configuration"
                 kinds["harmless"] += 1
+    return kinds
+
+
+def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, monkeypatch):
+    """Alone, a key of another value is refused by name, changes no configuration, or is an attribute of it."""
+    plain = write(models["qwen3_moe"], tmp_path / "plain", {}, monkeypatch)
+    attributes = {**gguf_keys.READ, **gguf_keys.COMPARED, "rope.scaling.factor": "factor"}
+    kinds = sweep(plain, ARCH, gguf_keys.names(), attributes)
     assert kinds["refused"] > 400 and kinds["harmless"] > 300 and kinds["computed"] >= 5, kinds
 
 
@@ -249,7 +259,7 @@ def test_experts_in_a_floating_dtype_are_read(dtype, models, tmp_path, monkeypat
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     file = write(models["mixtral"], tmp_path / "out", {}, monkeypatch)
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())
-    reader = SimpleNamespace(tensors=[frequencies])
+    reader = SimpleNamespace(tensors=[frequencies], fields=open_gguf(file).fields)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales frequencies"):
         streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32)
     frequencies.data[1] = 1
@@ -284,3 +294,4 @@ def test_kernels_of_a_hub_are_refused_by_name(key, models, tmp_path, monkeypatch
 def test_documentation_has_the_table_of_keys():
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
     assert gguf_keys.table() in page, "paste the result of fmoe_ext.checkpoint.gguf_keys.table()"
+    assert gguf_keys.routing_table() in page, "paste the result of gguf_keys.routing_table()"

@@ -29,6 +29,19 @@ def _no_groups(values: Values) -> Values:
     return {**values, "n_group": 1, "topk_group": 1}
 
 
+GGUF_KEYS = MappingProxyType(
+    {
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_scale": "routed_scaling_factor",
+    }
+)
+GGUF_MISSING = MappingProxyType(
+    {
+        **{"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+        **{"n_group": 1, "topk_group": 1},
+    }
+)
+
 FAMILY = Family(
     name="deepseek_v3",
     holds=("deepseek_v3",),
@@ -53,7 +66,21 @@ FAMILY = Family(
         None,
         names={**SHARED_NAMES, **DENSE_NAMES, **LATENT_NAMES},
         is_latent=True,
-        is_read=False,
+        keys={
+            **GGUF_KEYS,
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "attention.head_count_kv": "",
+            "attention.key_length": "",
+            "attention.key_length_mla": "qk_head_dim",
+            "attention.value_length_mla": "v_head_dim",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        missing={**GGUF_MISSING, "q_lora_rank": None, "num_mtp_layers": 0},
+        leaves_out_heads=True,
+        needs=("expert_gating_func", "attention.key_length_mla", "rope.dimension_count"),
     ),
 )
 
@@ -105,7 +132,15 @@ VARIANTS = (
     FAMILY.variant("deepseek_v32", layers=kinds_of_layers),
     FAMILY.variant(
         "dots1",
-        gguf=Gguf("dots1", None, groups_heads=False, names={**SHARED_NAMES, **DENSE_NAMES}, is_read=False),
+        gguf=Gguf(
+            "dots1",
+            None,
+            groups_heads=False,
+            names={**SHARED_NAMES, **DENSE_NAMES},
+            keys=GGUF_KEYS,
+            missing={**GGUF_MISSING, "sliding_window": None},
+            needs=("expert_gating_func",),
+        ),
     ),
     FAMILY.variant(  # K-EXAONE
         "exaone_moe",
@@ -119,7 +154,11 @@ VARIANTS = (
             None,
             biases=True,
             names={**SHARED_NAMES, **DENSE_NAMES, "post_attention_layernorm.": "post_attention_norm."},
-            is_read=False,
+            keys=GGUF_KEYS,
+            missing={**GGUF_MISSING, "num_mtp_layers": 0},
+            flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+            is_partial=True,
+            leaves_out_heads=True,
         ),
     ),
     FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers),  # GLM-4.7-Flash

@@ -64,7 +64,11 @@ class Gguf:
     normalizes: of the weights of the chosen experts; None where the file says it, with the router's score, its scale
     and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
     a layer of Transformers: name of a tensor} beside the usual ones. multipliers: {key: attribute of the
-    configuration}. is_latent: keys and values are latent (MLA). is_read: stream() reads the file.
+    configuration}. is_latent: keys and values are latent (MLA).
+    keys: further {key: attribute}, "" for a key that follows from others. missing: {attribute: value of a file that
+    does not say it}. flags: {attribute: tensor of the first layer that only models with it have}. is_partial: a part of
+    each head may be rotated. leaves_out_heads: heads for the
+    tokens after the next may be in the file, and are left out. needs: keys without which it is another model.
     """
 
     name: str
@@ -75,7 +79,17 @@ class Gguf:
     names: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     is_latent: bool = False
-    is_read: bool = True
+    keys: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    is_partial: bool = False
+    leaves_out_heads: bool = False
+    needs: tuple[str, ...] = ()
+
+    @property
+    def says_routing(self) -> bool:
+        """True if a file says how its router computes."""
+        return self.normalizes is None
 
 
 # Names of GGUF that many architectures have

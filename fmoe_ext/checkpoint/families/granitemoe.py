@@ -28,7 +28,8 @@ FAMILY = Family(
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        is_read=False,
+        missing={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+        needs=("attention.scale",),
     ),
 )
 

@@ -29,6 +29,5 @@ FAMILY = Family(
             "self_attn.key_layernorm.": "attn_k_norm.",
             **{f"mlp.shared_mlp.{name}_proj.": f"ffn_{name}_shexp." for name in ("gate", "up", "down")},
         },
-        is_read=False,
     ),
 )

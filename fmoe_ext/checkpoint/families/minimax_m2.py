@@ -22,7 +22,7 @@ FAMILY = Family(
     },
     fixed={"normalize": True},
     unsupported={"router_jitter_noise": 0},
-    gguf=Gguf("minimax-m2", None, is_read=False),
+    gguf=Gguf("minimax-m2", None, is_partial=True),
 )
 
 VARIANTS = (

@@ -9,13 +9,18 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint import gguf_keys
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.gguf_config import config_of
+from fmoe_ext.checkpoint.gguf_names import OUTSIDE, in_transformers
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
+BIAS = "exp_probs_b.bias"  # [E] there
+LATENT = ("attn_k_b.weight", "attn_v_b.weight")  # [heads, rank, nope] and [heads, v, rank]
+ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
 
 def read_config(file: Path, reader: Any) -> Any:
@@ -25,32 +30,43 @@ def read_config(file: Path, reader: Any) -> Any:
     """
     import transformers
 
-    try:
-        fields = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} has damaged metadata: {error}") from error
+    fields = _fields(file, reader)
     if (file.parent / "config.json").exists():
         refuse_hub_code(file.parent, model_config(file.parent))
         config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
     else:
         shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
-        config = gguf_keys.config_of(file, fields, shapes)
+        config = config_of(file, fields, shapes)
     gguf_keys.check(file, fields, config)
     return config
+
+
+def _fields(file: Path, reader: Any) -> gguf_keys.Fields:
+    try:
+        return {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} has damaged metadata: {error}") from error
 
 
 def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
     """{name in Transformers: tensor, a PackedTensor where frozen.FORMATS has its format} of what is no expert.
 
-    Raises CheckpointError for a file that is damaged, and for names that are not known.
+    Heads for the tokens after the next are left out. Raises CheckpointError for a file that is damaged, and for names
+    that are not known.
     """
-    family = FAMILIES.get(config.model_type)
-    if family is None or family.gguf is None:
-        known = ", ".join(name for name, other in FAMILIES.items() if other.gguf)
-        raise CheckpointError(f"{file}: GGUF is read for {known}, but this model is {config.model_type}")
+    fields = _fields(file, reader)
+    family = gguf_keys.family_of(file, fields)
+    if family.name != config.model_type:
+        raise CheckpointError(
+            f"{file}: general.architecture is {fields['general.architecture']}, but config.json has {config.model_type}"
+        )
+    assert family.gguf is not None
+    last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
+    latent: dict[int, dict[str, Any]] = {}
     for tensor in reader.tensors:
-        if "_exps." in tensor.name:
+        match = IN_LAYER.fullmatch(tensor.name)
+        if "_exps." in tensor.name or (match and last is not None and int(match[1]) >= last):
             continue
         if tensor.name == "rope_freqs.weight":
             if (tensor.data != 1).any():
@@ -59,27 +75,34 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
                 )
             continue
         heads = None
-        if family.gguf.turns_pairs and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", tensor.name)):
-            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-        found[_name(file, tensor.name)] = _stored(file, tensor, heads, dtype)
+        if family.gguf.turns_pairs and (rotated := ROTATED.fullmatch(tensor.name)):
+            heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
+        if match and family.gguf.is_latent and match[2] in LATENT:
+            latent.setdefault(int(match[1]), {})[match[2]] = tensor
+            continue
+        found[_name(file, tensor.name, family)] = _stored(file, tensor, heads, dtype, family)
+    for number, halves in latent.items():
+        name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
+        found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
     return found
 
 
-def _name(file: Path, name: str) -> str:
+def _name(file: Path, name: str, family: Family) -> str:
     match = IN_LAYER.fullmatch(name)
-    if match and match[2] == SHARED_GATE:
-        return f"model.layers.{match[1]}.mlp.shared_expert_gate.weight"
-    rest, names = (match[2], gguf_keys.INSIDE) if match else (name, gguf_keys.OUTSIDE)
-    for theirs, ours in names.items():
-        if rest.startswith(ours):
-            full = theirs + rest.removeprefix(ours)
-            return f"model.layers.{match[1]}.{full}" if match else full
-    raise CheckpointError(f"{file}: {name} has no name in Transformers that is known here")
+    full = None
+    if match:
+        inside = in_transformers(match[2], family)
+        full = inside and f"model.layers.{match[1]}.{inside}"
+    else:
+        for theirs, ours in OUTSIDE.items():
+            if name.startswith(ours):
+                full = theirs + name.removeprefix(ours)
+    if full is None:
+        raise CheckpointError(f"{file}: {name} has no name in Transformers that is known here")
+    return full
 
 
-def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> StoredTensor:
-    from gguf.quants import dequantize
-
+def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, family: Family) -> StoredTensor:
     shape = tuple(int(n) for n in reversed(tensor.shape))
     name = tensor.tensor_type.name.lower()
     if name in frozen.FORMATS and len(shape) == 2:
@@ -90,17 +113,40 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> S
             return frozen.Quantized(name, rows[None])
 
         return PackedTensor(shape, dtype, packed)
-    if tensor.name.endswith(SHARED_GATE):
+    is_row = family.in_modules.bias_is_row and tensor.name.endswith(BIAS)
+    if is_row or tensor.name.endswith(SHARED_GATE):
         shape = (1, *shape)
 
     def read() -> torch.Tensor:
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
-        return _halves(torch.from_numpy(values.copy()).to(dtype).reshape(shape), heads)
+        return _halves(_decoded(file, tensor, dtype).reshape(shape), heads)
 
     return StoredTensor(shape, dtype, read)
+
+
+def _decoded(file: Path, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
+    return torch.from_numpy(values.copy()).to(dtype)
+
+
+def _joined(file: Path, number: int, halves: list[Any], dtype: torch.dtype) -> StoredTensor:
+    """The projection [heads * (nope + v), rank] that widens latent keys and values, of its two halves in a file."""
+    for name, half in zip(LATENT, halves, strict=True):
+        if half is None:
+            raise CheckpointError(f"{file} lacks blk.{number}.{name}")
+    (nope, rank, heads), (of_values, width, others) = (list(map(int, half.shape)) for half in halves)
+    if (rank, heads) != (of_values, others):
+        raise CheckpointError(f"{file}: {LATENT[0]} and {LATENT[1]} of layer {number} do not fit each other")
+
+    def read() -> torch.Tensor:
+        keys, values = (_decoded(file, half, dtype) for half in halves)
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+    return StoredTensor((heads * (nope + width), rank), dtype, read)
 
 
 def _halves(rows: torch.Tensor, heads: int | None) -> torch.Tensor:

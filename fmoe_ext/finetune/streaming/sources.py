@@ -117,7 +117,8 @@ class _GgufFile:
         self.num_tensors = len(self._reader.tensors)
 
     def use(self, skeleton: Any) -> None:
-        pass
+        self._class = type(skeleton).__name__
+        self._known = {*skeleton.state_dict()}
 
     def parameter(self, name: str) -> str | None:
         return name
@@ -130,7 +131,13 @@ class _GgufFile:
         return replace(layer, path=path)
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        return gguf.outside_experts(self.path, self._reader, self.config, dtype)
+        found = gguf.outside_experts(self.path, self._reader, self.config, dtype)
+        for name in found:
+            if name not in self._known:
+                raise CheckpointError(
+                    f"{self.path} has {name}, which {self._class} of this configuration lacks"
+                )
+        return found
 
 
 def open_source(path: Path, folders: Sequence[Path] = ()) -> Source:

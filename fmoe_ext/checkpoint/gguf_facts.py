@@ -1,0 +1,101 @@
+"""Metadata of a GGUF file that follows from a configuration: what export writes and what a file is compared with."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from fmoe_ext.checkpoint.families.family import Family
+
+Facts: TypeAlias = dict[str, bool | int | float]  # {key behind the architecture: value}
+GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
+# Keys on layers and routers of files that say how their routers compute
+ROUTING = (
+    *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
+    *("interleave_moe_layer_step", "leading_dense_block_count"),
+)
+
+
+def facts(config: Any, family: Family) -> Facts:
+    """Metadata that llama.cpp needs beside the tensors of a model: {key behind the architecture: value}."""
+    architecture = family.gguf
+    assert architecture is not None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found: Facts = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if architecture.is_latent:
+        found |= _latent_attention(config)
+    else:
+        partial = config.rope_parameters.get("partial_rotary_factor", 1)
+        found |= {
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.key_length": head_dim,
+            "attention.value_length": head_dim,
+            "rope.dimension_count": int(head_dim * partial),
+        }
+    said = family.facts_of(config.to_dict()) if architecture.says_routing else {}
+    for fact in ("num_experts", "top_k"):
+        said.setdefault(fact, getattr(config, family.config[fact]))
+    found |= {
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "expert_count": said["num_experts"],
+        "expert_used_count": said["top_k"],
+    }
+    if hasattr(config, "moe_intermediate_size"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    elif architecture.says_routing:
+        found["expert_feed_forward_length"] = config.intermediate_size
+    if hasattr(config, "shared_expert_intermediate_size"):
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if architecture.says_routing:
+        found |= _routing(config, family, said)
+    for key, attribute in architecture.multipliers.items():
+        found[key] = float(getattr(config, attribute))
+    return found
+
+
+def _latent_attention(config: Any) -> Facts:
+    """llama.cpp computes it as attention with one head of latent keys, which are values too."""
+    found: Facts = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+    if config.q_lora_rank is not None:
+        found["attention.q_lora_rank"] = config.q_lora_rank
+    return found
+
+
+def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
+    """The router's score, scale and layers, which other architectures have in their code."""
+    shared = (
+        said.get("num_shared", int("num_shared" not in family.config and bool(family.in_modules.shared))) or 0
+    )
+    first: Any = getattr(config, "first_k_dense_replace", None)
+    first = getattr(config, "moe_layer_start_index", 0) if first is None else first
+    found: Facts = {
+        "expert_gating_func": GATING["sigmoid" if family.gates[-1] == "SigmoidGate" else "softmax"],
+        "expert_weights_norm": bool(said["normalize"]),
+        "expert_weights_scale": float(said.get("scale", 1)),
+        "expert_shared_count": shared,
+        "leading_dense_block_count": first,
+        "interleave_moe_layer_step": getattr(config, "moe_layer_interval", 1),
+    }
+    if shared:
+        found["expert_shared_feed_forward_length"] = shared * said["d_hidden"]
+    if said.get("num_groups", 1) > 1:
+        found |= {
+            "expert_group_count": said["num_groups"],
+            "expert_group_used_count": said["topk_groups"],
+        }
+    return found

@@ -1,0 +1,279 @@
+"""stream() of GGUF files whose metadata say how the router computes."""
+
+import copy
+
+import pytest
+import torch
+
+from fmoe_ext import frozen, huggingface
+from fmoe_ext.checkpoint import CheckpointError, gguf_keys
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.compress.gguf import GgufCut
+from tests.formats.format_models import MODELS
+from tests.formats.test_formats import make
+from tests.formats.test_gguf import WRITTEN, llama_cpp_or_skip
+from tests.formats.test_gguf_keys import (
+    IDS,
+    logits,
+    rewritten,
+    streamed,
+    sweep,
+    with_rope,
+    write,
+)
+
+pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf", reason="pip install gguf")
+
+NAMES = (*WRITTEN, "glm4_moe, biases", "ernie4_5_moe, none shared", "deepseek_v3, queries whole")
+MORE = {
+    "glm4_moe, biases": (
+        *("glm4_moe", "glm4moe"),
+        {**MODELS["glm4_moe, one group"], "attention_bias": True, "use_qk_norm": False},
+    ),
+    "ernie4_5_moe, none shared": (
+        *("ernie4_5_moe", "ernie4_5-moe"),
+        {**MODELS["ernie4_5_moe, none shared"], "tie_word_embeddings": False},
+    ),
+    "deepseek_v3, queries whole": (
+        *("deepseek_v3", "deepseek2"),
+        {**MODELS["deepseek_v3, one group"], "q_lora_rank": None, "v_head_dim": 12},
+    ),
+}
+# one model for each architecture, and the attributes that its keys alone can change
+OF_DEEPSEEK = {
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+ARCHITECTURES = {
+    "glm4_moe": OF_DEEPSEEK,
+    "deepseek_v3": {
+        **OF_DEEPSEEK,
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "attention.key_length_mla": "qk_head_dim",
+        "attention.value_length_mla": "v_head_dim",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.q_lora_rank": "q_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+    },
+    "minimax_m2": {},
+    "ernie4_5_moe": {
+        "leading_dense_block_count": "moe_layer_start_index",
+        "interleave_moe_layer_step": "moe_layer_interval",
+    },
+    "granitemoe": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "dots1": OF_DEEPSEEK,
+    "hunyuan_v1_moe": {},
+}
+WIDE = {
+    **{"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256},
+    **{"n_routed_experts": 4, "num_experts": 4, "moe_num_experts": 4, "num_local_experts": 4},
+    **{"head_dim": 8},
+}
+
+
+def build(name, **changes):
+    """(model of Transformers in float64, architecture)."""
+    model_type, architecture, values = {**WRITTEN, **MORE}[name]
+    own = transformers_config(model_type)
+    changes = {key: value for key, value in changes.items() if key in own}
+    return huggingface.use(make(model_type, **{**values, **changes}).double()), architecture
+
+
+def transformers_config(model_type):
+    import transformers
+
+    config = transformers.AutoConfig.for_model(model_type)
+    return {**config.to_dict(), **config.attribute_map}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A function: name -> (model, architecture, file that export wrote)."""
+    known = {}
+
+    def file_of(name):
+        if name not in known:
+            model, architecture = build(name)
+            with pytest.MonkeyPatch.context() as patch:
+                known[name] = (
+                    *(model, architecture),
+                    write(model, tmp_path_factory.mktemp("gguf") / "out", {}, patch),
+                )
+        return known[name]
+
+    return file_of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_file_alone_and_beside_config_json_equals_the_model(name, files, tmp_path):
+    model, _, original = files(name)
+    file = rewritten(original, tmp_path / "model.gguf", {})
+    expected = logits(model)
+    ours = streamed(file)
+    assert type(ours).__name__ == type(model).__name__
+    torch.testing.assert_close(logits(ours), expected, rtol=1e-5, atol=1e-5)
+    model.config.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(streamed(file)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_quantised_experts_stay_packed(name, kind, tmp_path, monkeypatch):
+    model, _ = build(name, **WIDE)
+    plain = write(model, tmp_path / "out", {}, monkeypatch)
+    values = {}
+
+    def pack(name, data):
+        if "_exps." not in name:
+            return data, None
+        packed = frozen.quantize(torch.from_numpy(data.copy()), kind)
+        values[name] = packed.dequantize().numpy()
+        return packed.data.numpy(), gguf.GGMLQuantizationType[kind.upper()]
+
+    packed = streamed(rewritten(plain, tmp_path / "packed.gguf", {}, pack))
+    assert values and all(layer.is_packed for layer in packed.expert_stream.pool.layers)
+    decoded = streamed(
+        rewritten(plain, tmp_path / "decoded.gguf", {}, lambda name, data: (values.get(name, data), None))
+    )
+    torch.testing.assert_close(logits(packed), logits(decoded), rtol=1e-5, atol=1e-5)
+    assert (logits(packed) - logits(model)).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_key_is_computed_with_or_harmless_or_refused(name, files, tmp_path):
+    _, arch, original = files(name)
+    plain = rewritten(original, tmp_path / "model.gguf", {})
+    family = FAMILIES[name]
+    usual = {**gguf_keys.READ, **gguf_keys.COMPARED, "rope.scaling.factor": "factor"}
+    attributes = {
+        key: gguf_keys.attribute_of(attribute, family)
+        for key, attribute in usual.items()
+        if attribute != "norm_topk_prob" or "normalize" in family.config
+    }
+    del attributes["feed_forward_length"]  # which the tensors say
+    if family.gguf.is_latent:  # compared with sizes that others say
+        del attributes["attention.head_count_kv"], attributes["attention.key_length"]
+        del attributes["attention.value_length"]
+    names = [key for key in gguf_keys.names() if key.startswith("{arch}")]
+    if family.gguf.is_partial:  # below
+        names.remove("{arch}.rope.dimension_count")
+    kinds = sweep(plain, arch, names, attributes | ARCHITECTURES[name])
+    assert kinds["refused"] > 200 and kinds["harmless"] > 5 and kinds["computed"] >= 3, kinds
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
+def test_part_of_a_head_that_is_rotated(name, files, tmp_path):
+    model, arch, original = files(name)
+    for rotated in (2, 4, 6):
+        file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.rope.dimension_count": rotated})
+        part = rotated / model.config.head_dim
+        expected = logits(with_rope(model, partial_rotary_factor=part))
+        torch.testing.assert_close(logits(streamed(file)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_yarn_of_latent_attention(files, tmp_path):
+    """With mscale, in the queries' scale alone: as Transformers and as llama.cpp."""
+    model, arch, original = files("deepseek_v3")
+    said = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_log_multiplier": 0.07}
+    keys = {f"{arch}.rope.scaling.{key}": value for key, value in said.items()}
+    file = rewritten(original, tmp_path / "model.gguf", keys)
+    theirs = with_rope(
+        model,
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        **{"mscale": 0.7, "mscale_all_dim": 0.7},
+    )
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(streamed(file)), expected, rtol=1e-5, atol=1e-5)
+    assert (expected - logits(model)).abs().max() > 0.01
+    by_llama = llama_cpp_or_skip().logits(file, IDS[0].tolist()).log_softmax(-1)
+    assert (expected[0].log_softmax(-1) - by_llama).abs().max() < 1e-4
+    theirs.config.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(streamed(file)), expected, rtol=1e-5, atol=1e-5)
+    (tmp_path / "config.json").unlink()
+    for scale in (0.0, None):
+        other = rewritten(file, tmp_path / "other.gguf", {f"{arch}.rope.scaling.yarn_log_multiplier": scale})
+        with pytest.raises(CheckpointError, match=r"rope\.scaling\.yarn_log_multiplier is 0"):
+            streamed(other)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_key_that_differs_from_config_json_is_refused(name, files, tmp_path):
+    model, arch, original = files(name)
+    model.config.save_pretrained(tmp_path)
+    written = gguf.GGUFReader(original).fields
+    family = FAMILIES[model.config.model_type]
+    for key in gguf_keys.facts(model.config, family):
+        if key in gguf_keys.READ:
+            continue
+        value = written[f"{arch}.{key}"].contents()
+        other = not value if isinstance(value, bool) else 2 * value + 1
+        file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.{key}": other})
+        with pytest.raises(CheckpointError, match=rf"{arch}\.{key} is .*, but the model is computed with"):
+            streamed(file)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tensor_of_another_model_is_refused(name, files, tmp_path):
+    _, _, original = files(name)
+    vector = torch.zeros(32).numpy()
+    file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.attn_output.bias", vector)])
+    with pytest.raises(
+        CheckpointError, match=r"has model\.layers\.1\.self_attn\.o_proj\.bias, which .* lacks"
+    ):
+        streamed(file)
+    file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.ssm_a", vector)])
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ssm_a has no name in Transformers"):
+        streamed(file)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_key_without_which_it_is_another_model(name, files, tmp_path):
+    _, arch, original = files(name)
+    for key in FAMILIES[name].gguf.needs:
+        file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.{key}": None})
+        with pytest.raises(CheckpointError, match=rf"has no key {arch}\.{key}"):
+            streamed(file)
+
+
+def test_keys_that_a_file_lacks_have_the_values_of_llama_cpp(files, tmp_path):
+    model, arch, original = files("glm4_moe, scores")
+    lacking = ("expert_weights_norm", "expert_group_count", "vocab_size", "attention.key_length_mla")
+    file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.{key}": None for key in lacking})
+    torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)
+    file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.expert_weights_scale": 0.0})
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if hasattr(module, "routed_scaling_factor"):
+            module.routed_scaling_factor = 1.0
+    torch.testing.assert_close(logits(streamed(file)), logits(plain), rtol=1e-5, atol=1e-5)
+    assert (logits(plain) - logits(model)).abs().max() > 1e-3
+
+
+def test_heads_for_further_tokens_are_left_out(files, tmp_path):
+    model, arch, original = files("glm4_moe")
+    last = [
+        (f"blk.2.{tensor.name[6:]}", tensor.data)
+        for tensor in gguf.GGUFReader(original).tensors
+        if tensor.name.startswith("blk.1.")
+    ]
+    last.append(("blk.2.nextn.eh_proj.weight", torch.ones(32, 64).numpy()))
+    keys = {f"{arch}.nextn_predict_layers": 1, f"{arch}.block_count": 3}
+    file = rewritten(original, tmp_path / "model.gguf", keys, more=last)
+    ours = streamed(file)
+    assert ours.config.num_hidden_layers == 2
+    with pytest.raises(CheckpointError, match=r"blk\.2\.ffn_.*_exps\.weight has experts of no layer"):
+        GgufCut(file, ["model.layers.1.mlp.experts"], 8, 4)
+    torch.testing.assert_close(logits(ours), logits(model), rtol=1e-5, atol=1e-5)
+    model.config.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)
+    (tmp_path / "config.json").unlink()
+    file = rewritten(original, tmp_path / "model.gguf", keys | {f"{arch}.nextn_predict_layers": 0}, more=last)
+    with pytest.raises(CheckpointError, match=r"blk\.2\.nextn\.eh_proj\.weight has no name"):
+        streamed(file)
