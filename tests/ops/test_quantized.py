@@ -9,6 +9,7 @@ from gguf.quants import dequantize
 from fmoe_ext import frozen, ops
 from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import FORMATS, Quantized, frozen_mlp, frozen_mlp_ref
+from fmoe_ext.frozen.formats import GGUF
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops import frozen_arguments
@@ -17,6 +18,16 @@ from tests.ops.test_expert_mlp import Problem
 
 def random_bytes(*shape, seed=0):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+# columns and bytes of a block, what its scales are divided by, and where they are
+BLOCKS = {
+    "q8_0": (32, 34, 100, 0),
+    "q4_0": (32, 18, 8, 0),
+    "q4_k": (256, 144, 500, 0, 2),
+    "q5_k": (256, 176, 1000, 0, 2),
+    "q6_k": (256, 210, 500, 208),
+}
 
 
 def packed(name, E, out, width, seed=0):
@@ -38,16 +49,15 @@ def packed(name, E, out, width, seed=0):
         return Quantized(name, words, (scales(E, out, width // 32) / 8).bfloat16())
     if name == "nf4":
         return Quantized(name, random_bytes(E, out, width // 2, seed=seed), scales(E, out, width // 64))
-    block, size_of = {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}[name]
+    block, size_of, least, *places = BLOCKS[name]
     blocks = random_bytes(E, out, width // block, size_of, seed=seed)
-    places = {"q8_0": [0], "q4_k": [0, 2], "q6_k": [208]}[name]
     for place in places:
-        small = (scales(E, out, width // block, 1) / (100 if name == "q8_0" else 500)).half()
+        small = (scales(E, out, width // block, 1) / least).half()
         blocks[..., place : place + 2] = small.view(torch.uint8)
     return Quantized(name, blocks.flatten(2))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", GGUF)
 def test_gguf_decodes_as_the_gguf_package(name):
     weight = packed(name, 2, 3, 512)
     expected = dequantize(weight.data.numpy(), GGMLQuantizationType[name.upper()])
@@ -295,7 +305,9 @@ def test_few_long_rows_err_by_rounding_alone(isa, name, dtype):
         group = int(name.split()[-1])
         weight = with_zero_points(out, 129 * group if group == 32 else 45 * group, group)
     else:
-        width = {"q4_k": 17 * 256, "q6_k": 17 * 256, "nf4": 65 * 64, "fp8_block": 4147}.get(name, 129 * 32)
+        width = {"nf4": 65 * 64, "fp8_block": 4147}.get(name, 129 * 32)
+        if name in BLOCKS and BLOCKS[name][0] == 256:
+            width = 17 * 256
         weight = packed(name, 2, out, width, seed=5)
     values = weight.dequantize()[1].double()
     x = torch.randn(14, values.shape[1], generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -344,7 +356,7 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"w2_format": 99}, r"w2_format must be in \[0, 8\), a number in frozen.FORMATS, but got 99"),
+        ({"w2_format": 99}, r"w2_format must be in \[0, 10\), a number in frozen.FORMATS, but got 99"),
         ({"w1_scale": None}, "w1_scale must be given: format 1 has scales"),
         ({"w1_scale": torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
         ({"w1_scale": torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),

@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.frozen.formats import GGUF
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
@@ -40,7 +41,7 @@ def read_config(file: Path, reader: Any) -> Any:
 
 
 def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """{name in Transformers: tensor, a PackedTensor where frozen.FORMATS has its format} of what is no expert.
+    """{name in Transformers: tensor, a PackedTensor where a kernel decodes its type} of what is no expert.
 
     Raises CheckpointError for a file that is damaged, and for names that are not known.
     """
@@ -82,7 +83,7 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> S
 
     shape = tuple(int(n) for n in reversed(tensor.shape))
     name = tensor.tensor_type.name.lower()
-    if name in frozen.FORMATS and len(shape) == 2:
+    if name in GGUF and len(shape) == 2:
 
         def packed() -> frozen.Quantized:
             # a copy in memory, whatever becomes of the file
