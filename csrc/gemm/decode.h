@@ -237,6 +237,47 @@ struct Decoder<PackedFormat::nf4> {
   }
 };
 
+// 16 bytes of codes of IQ4: those of the first 16 columns in the low bits, of the others in the high ones.
+inline Decoded iq4(B16 bytes, float scale) {
+  const B16 table = {129, 152, 173, 191, 207, 221, 234, 246, 1, 13, 25, 38, 53, 69, 89, 113};  // kIq4
+  return scaled(look_up(table, bytes & 15), look_up(table, bytes >> 4), scale);
+}
+
+template <>
+struct Decoder<PackedFormat::iq4_nl> {
+  static constexpr int kGroups = 1;
+  const PackedRow& row;
+  float scale = 0;
+  B16 bytes = {};
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    scale = half_at(row.data + 18 * b);
+    bytes = load_bytes<B16>(row.data + 18 * b + 2);
+  }
+  Decoded group(int) const { return iq4(bytes, scale); }
+};
+
+template <>
+struct Decoder<PackedFormat::iq4_xs> {
+  static constexpr int kGroups = 8;
+  const PackedRow& row;
+  float d = 0;
+  uint16_t high = 0;  // two bits of the scale of each group
+  const uint8_t* block = nullptr;
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    block = row.data + 136 * b;
+    d = half_at(block);
+    __builtin_memcpy(&high, block + 2, 2);
+  }
+  float scale(int s) const {
+    const int low = block[4 + s / 2] >> 4 * (s % 2) & 15;
+    return d * float((low | (high >> 2 * s & 3) << 4) - 32);
+  }
+  B16 bytes(int s) const { return load_bytes<B16>(block + 8 + 16 * s); }
+  Decoded group(int s) const { return iq4(bytes(s), scale(s)); }
+};
+
 template <class Body>
 inline void with_format(PackedFormat format, const Body& body) {
   switch (format) {
@@ -258,6 +299,10 @@ inline void with_format(PackedFormat format, const Body& body) {
       return body(std::integral_constant<PackedFormat, PackedFormat::q4_0>{});
     case PackedFormat::q5_k:
       return body(std::integral_constant<PackedFormat, PackedFormat::q5_k>{});
+    case PackedFormat::iq4_nl:
+      return body(std::integral_constant<PackedFormat, PackedFormat::iq4_nl>{});
+    case PackedFormat::iq4_xs:
+      return body(std::integral_constant<PackedFormat, PackedFormat::iq4_xs>{});
     case PackedFormat::none:
       return;
   }

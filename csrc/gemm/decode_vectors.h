@@ -130,6 +130,9 @@ inline void alternate(B16 bytes, B16& first, B16& second) {
 }
 
 alignas(64) constexpr float kCounting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// What the codes of GGUF's IQ4 formats stand for.
+alignas(64) constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                        1,    13,   25,  38,  53,  69,  89,  113};
 alignas(64) constexpr float kE2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 // Quantiles of the normal distribution, as bitsandbytes has them.
 alignas(64) constexpr float kQuantiles[16] = {-1.f,

@@ -6,8 +6,21 @@
 namespace fmoe_ext::gemm {
 
 // Numbered as in frozen.FORMATS in Python.
-enum class PackedFormat : int64_t { none, mxfp4, fp8_block, int4, q8_0, q4_k, q6_k, nf4, q4_0, q5_k };
-constexpr int64_t kNumPackedFormats = 10;
+enum class PackedFormat : int64_t {
+  none,
+  mxfp4,
+  fp8_block,
+  int4,
+  q8_0,
+  q4_k,
+  q6_k,
+  nf4,
+  q4_0,
+  q5_k,
+  iq4_nl,
+  iq4_xs
+};
+constexpr int64_t kNumPackedFormats = 12;
 
 enum class ScaleType { none, float32, bfloat16, float16, e8m0 };
 
@@ -39,6 +52,8 @@ constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
     {1, 2, Scaled::group, {ScaleType::float32}},
     {18, 32, Scaled::inside, {}},
     {176, 256, Scaled::inside, {}},
+    {18, 32, Scaled::inside, {}},
+    {136, 256, Scaled::inside, {}},
 };
 constexpr const PackedLayout& layout_of(PackedFormat format) {
   return kPackedLayouts[static_cast<int64_t>(format)];

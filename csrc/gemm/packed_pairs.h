@@ -17,7 +17,8 @@ inline void multiply_pairs(const PackedRow& row, int64_t begin, int64_t columns,
     add_q4_k(row, begin, columns, a, sums);
   else if constexpr (format == PackedFormat::q5_k)
     add_q5_k(row, begin, columns, a, sums);
-  else if constexpr (format == PackedFormat::q4_0)
+  else if constexpr (format == PackedFormat::q4_0 || format == PackedFormat::iq4_nl ||
+                     format == PackedFormat::iq4_xs)
     add_halves<format>(row, begin, columns, a, sums);
   else if constexpr (format == PackedFormat::q6_k)
     add_q6_k(row, begin, columns, a, sums);

@@ -33,7 +33,8 @@ struct Codes {
   }
 };
 alignas(64) constexpr float kAroundZero[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-alignas(64) constexpr Codes kCountingPairs(kCounting), kE2M1Pairs(kE2M1), kAroundZeroPairs(kAroundZero);
+alignas(64) constexpr Codes kCountingPairs(kCounting), kE2M1Pairs(kE2M1), kAroundZeroPairs(kAroundZero),
+    kIq4Pairs(kIq4);
 alignas(64) constexpr Codes kQuantilePairs(kQuantiles), kQuantileRests(kQuantiles, true);
 
 // 0x00 to 0x7f of E4M3, -32 to 31, and 0 to 31.
@@ -342,27 +343,39 @@ __attribute__((always_inline)) inline void add_q8_0(const PackedRow& row, int64_
 template <PackedFormat format, int M>
 __attribute__((always_inline)) inline void add_halves(const PackedRow& row, int64_t begin, int64_t columns,
                                                       const PairsOfA& a, SumsInTurn<M>& sums) {
-  const __m512i table = load_pairs(&kAroundZeroPairs);
+  const __m512i table = load_pairs(format == PackedFormat::q4_0 ? &kAroundZeroPairs : &kIq4Pairs);
   Decoder<format> decoder{row};
-  const auto add = [&](int64_t at, auto turn) __attribute__((always_inline)) {
-    decoder.open((begin + at) / kGroup);
-    const __m256i words = _mm256_cvtepu8_epi16((__m128i)decoder.bytes);
+  const auto add = [&](int64_t at, B16 bytes, float of_block, int turn) __attribute__((always_inline)) {
+    const __m256i words = _mm256_cvtepu8_epi16((__m128i)bytes);
     const __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(words), _mm256_srli_epi16(words, 4), 1);
     const __m512i values = _mm512_permutexvar_epi16(codes, table);
-    const VF scale = broadcast(decoder.scale);
+    const VF scale = broadcast(of_block);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m)
       sums.add(m, turn, dot_pairs(load_pairs(a.columns[m] + at), values, VF{}), scale);
   };
-  int64_t at = 0;
-  for (; at + 4 * kGroup <= columns; at += 4 * kGroup) {
-    prefetch_block<18 * 4>(row.data + (begin + at) / kGroup * 18);
-    add(at, std::integral_constant<int, 0>{});
-    add(at + kGroup, std::integral_constant<int, 1>{});
-    add(at + 2 * kGroup, std::integral_constant<int, 2>{});
-    add(at + 3 * kGroup, std::integral_constant<int, 3>{});
+  if constexpr (format == PackedFormat::iq4_xs) {
+    for (int64_t at = 0; at < columns; at += 8 * kGroup) {
+      decoder.open((begin + at) / (8 * kGroup));
+      prefetch_block<136>(decoder.block);
+#pragma GCC unroll 8
+      for (int s = 0; s < 8; ++s) add(at + s * kGroup, decoder.bytes(s), decoder.scale(s), s);
+    }
+  } else {
+    const auto add_block = [&](int64_t at, auto turn) __attribute__((always_inline)) {
+      decoder.open((begin + at) / kGroup);
+      add(at, decoder.bytes, decoder.scale, turn);
+    };
+    int64_t at = 0;
+    for (; at + 4 * kGroup <= columns; at += 4 * kGroup) {
+      prefetch_block<18 * 4>(row.data + (begin + at) / kGroup * 18);
+      add_block(at, std::integral_constant<int, 0>{});
+      add_block(at + kGroup, std::integral_constant<int, 1>{});
+      add_block(at + 2 * kGroup, std::integral_constant<int, 2>{});
+      add_block(at + 3 * kGroup, std::integral_constant<int, 3>{});
+    }
+    for (; at < columns; at += kGroup) add_block(at, std::integral_constant<int, 0>{});
   }
-  for (; at < columns; at += kGroup) add(at, std::integral_constant<int, 0>{});
 }
 
 #endif

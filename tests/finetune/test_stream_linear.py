@@ -28,7 +28,7 @@ from tests.packed_layouts import CONFIGS
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-GGUF = ("q8_0", "q4_k", "q6_k", "q4_0", "q5_k")
+GGUF = ("q8_0", "q4_k", "q6_k", "q4_0", "q5_k", "iq4_nl", "iq4_xs")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 

@@ -148,7 +148,7 @@ def test_published_folder_equals_its_values(tmp_path, name):
     assert_same_training(plain, with_adapters(ours))
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q4_0", "q5_k"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q4_0", "q5_k", "iq4_nl", "iq4_xs"])
 def test_gguf_file_equals_its_values(tmp_path, kind):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
     file, values = write_gguf(folder, kind)

@@ -27,6 +27,8 @@ BLOCKS = {
     "q4_k": (256, 144, 500, 0, 2),
     "q5_k": (256, 176, 1000, 0, 2),
     "q6_k": (256, 210, 500, 208),
+    "iq4_nl": (32, 18, 100, 0),
+    "iq4_xs": (256, 136, 2000, 0),
 }
 
 
@@ -356,7 +358,7 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"w2_format": 99}, r"w2_format must be in \[0, 10\), a number in frozen.FORMATS, but got 99"),
+        ({"w2_format": 99}, r"w2_format must be in \[0, 12\), a number in frozen.FORMATS, but got 99"),
         ({"w1_scale": None}, "w1_scale must be given: format 1 has scales"),
         ({"w1_scale": torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
         ({"w1_scale": torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),

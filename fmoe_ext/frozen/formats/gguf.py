@@ -176,7 +176,7 @@ def _pack_q6_k(weight: torch.Tensor) -> Tensors:
     return torch.cat((low, high.flatten(-2), *tail), -1).flatten(2), None
 
 
-GGUF = MappingProxyType(
+LINEAR = MappingProxyType(
     {
         "q8_0": Format(
             4,
