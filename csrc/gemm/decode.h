@@ -29,6 +29,20 @@ struct Decoder<PackedFormat::mxfp4> {
   }
 };
 
+// 32 numbers of E4M3, divided by 256.
+inline Decoded small_e4m3(const B16 (&bytes)[2]) {
+  Decoded d;
+  for (int half = 0; half < 2; ++half) {
+    // As float16 the exponent is too small by 8; its conversion also makes subnormal numbers right.
+    const H16 wide = __builtin_convertvector(bytes[half], H16);
+    const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
+    const H16 bits = magnitude | (wide & 0x80) << 8 | nan;
+    for (int i = 0; i < kParts / 2; ++i)
+      d.part[half * (kParts / 2) + i] = widen_half(load_bytes<VH>((const char*)&bits + i * sizeof(VH)));
+  }
+  return d;
+}
+
 template <>
 struct Decoder<PackedFormat::fp8_block> {
   static constexpr int kGroups = 1;
@@ -47,17 +61,28 @@ struct Decoder<PackedFormat::fp8_block> {
     }
   }
   Decoded group(int) const {
-    Decoded d;
-    for (int half = 0; half < 2; ++half) {
-      // As float16 the exponent is too small by 8; its conversion also makes subnormal numbers right.
-      const H16 wide = __builtin_convertvector(bytes[half], H16);
-      const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
-      const H16 bits = magnitude | (wide & 0x80) << 8 | nan;
-      for (int i = 0; i < kParts / 2; ++i)
-        d.part[half * (kParts / 2) + i] = widen_half(load_bytes<VH>((const char*)&bits + i * sizeof(VH)));
-    }
+    Decoded d = small_e4m3(bytes);
 #pragma GCC unroll 8
     for (VF& v : d.part) v *= scale;
+    return d;
+  }
+};
+
+template <>
+struct Decoder<PackedFormat::mxfp8> {
+  static constexpr int kGroups = 1;
+  const PackedRow& row;
+  float scale = 0;
+  B16 bytes[2] = {};
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    scale = e8m0(row.scale[b]);
+    __builtin_memcpy(bytes, row.data + kGroup * b, kGroup);
+  }
+  Decoded group(int) const {
+    Decoded d = small_e4m3(bytes);
+#pragma GCC unroll 8
+    for (VF& v : d.part) v = v * 256.f * scale;  // the first is exact, and 256 * scale may be infinite
     return d;
   }
 };
@@ -303,6 +328,8 @@ inline void with_format(PackedFormat format, const Body& body) {
       return body(std::integral_constant<PackedFormat, PackedFormat::iq4_nl>{});
     case PackedFormat::iq4_xs:
       return body(std::integral_constant<PackedFormat, PackedFormat::iq4_xs>{});
+    case PackedFormat::mxfp8:
+      return body(std::integral_constant<PackedFormat, PackedFormat::mxfp8>{});
     case PackedFormat::none:
       return;
   }

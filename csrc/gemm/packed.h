@@ -18,9 +18,10 @@ enum class PackedFormat : int64_t {
   q4_0,
   q5_k,
   iq4_nl,
-  iq4_xs
+  iq4_xs,
+  mxfp8
 };
-constexpr int64_t kNumPackedFormats = 12;
+constexpr int64_t kNumPackedFormats = 13;
 
 enum class ScaleType { none, float32, bfloat16, float16, e8m0 };
 
@@ -54,6 +55,7 @@ constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
     {176, 256, Scaled::inside, {}},
     {18, 32, Scaled::inside, {}},
     {136, 256, Scaled::inside, {}},
+    {32, 32, Scaled::block, {ScaleType::e8m0}},
 };
 constexpr const PackedLayout& layout_of(PackedFormat format) {
   return kPackedLayouts[static_cast<int64_t>(format)];

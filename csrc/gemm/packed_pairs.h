@@ -24,6 +24,8 @@ inline void multiply_pairs(const PackedRow& row, int64_t begin, int64_t columns,
     add_q6_k(row, begin, columns, a, sums);
   else if constexpr (format == PackedFormat::fp8_block)
     add_fp8_block(row, begin, columns, a, sums);
+  else if constexpr (format == PackedFormat::mxfp8)
+    add_mxfp8(row, begin, columns, a, sums);
   else
     add_q8_0(row, begin, columns, a, sums);
   sums.add_to(total);

@@ -17,7 +17,8 @@ constexpr int kPairsRows = 8;  // the most rows of A for which a weight is decod
 // Of the other formats decoding costs less than reading eight rows of A from further caches.
 constexpr int rows_at_once(PackedFormat format) {
   const bool is_slow = format == PackedFormat::fp8_block || format == PackedFormat::q8_0 ||
-                       format == PackedFormat::q6_k || format == PackedFormat::q5_k;
+                       format == PackedFormat::q6_k || format == PackedFormat::q5_k ||
+                       format == PackedFormat::mxfp8;
   return is_slow ? kPairsRows : kPairsRows / 2;
 }
 
@@ -266,22 +267,46 @@ __attribute__((always_inline)) inline void add_q6_k(const PackedRow& row, int64_
   }
 }
 
+// Bytes of E4M3 in words -> bfloat16.
+inline __m512i pairs_of_e4m3(__m512i codes) {
+  const __m512i small =
+      _mm512_permutex2var_epi16(load_pairs(kLongCodes.e4m3), codes, load_pairs(kLongCodes.e4m3 + 32));
+  const __m512i large =
+      _mm512_permutex2var_epi16(load_pairs(kLongCodes.e4m3 + 64), codes, load_pairs(kLongCodes.e4m3 + 96));
+  const __mmask32 is_large = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
+  const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes, 7), 15);
+  return _mm512_or_si512(_mm512_mask_blend_epi16(is_large, small, large), sign);
+}
+
+template <int M>
+__attribute__((always_inline)) inline void add_mxfp8(const PackedRow& row, int64_t begin, int64_t columns,
+                                                     const PairsOfA& a, SumsInTurn<M>& sums) {
+  const auto add = [&](int64_t at, auto turn) __attribute__((always_inline)) {
+    const __m512i values = pairs_of_e4m3(words_of(row.data + begin + at));
+    const VF scale = broadcast(e8m0(row.scale[(begin + at) / kGroup]));
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+      sums.add(m, turn, dot_pairs(load_pairs(a.columns[m] + at), values, VF{}), scale);
+  };
+  int64_t at = 0;
+  for (; at + 4 * kGroup <= columns; at += 4 * kGroup) {
+    prefetch_block<128>(row.data + begin + at);
+    add(at, std::integral_constant<int, 0>{});
+    add(at + kGroup, std::integral_constant<int, 1>{});
+    add(at + 2 * kGroup, std::integral_constant<int, 2>{});
+    add(at + 3 * kGroup, std::integral_constant<int, 3>{});
+  }
+  for (; at < columns; at += kGroup) add(at, std::integral_constant<int, 0>{});
+}
+
 template <int M>
 __attribute__((always_inline)) inline void add_fp8_block(const PackedRow& row, int64_t begin, int64_t columns,
                                                          const PairsOfA& a, SumsInTurn<M>& sums) {
-  const __m512i tables[4] = {load_pairs(kLongCodes.e4m3), load_pairs(kLongCodes.e4m3 + 32),
-                             load_pairs(kLongCodes.e4m3 + 64), load_pairs(kLongCodes.e4m3 + 96)};
   const auto add = [&](int64_t at, const __m512i(&codes)[4], auto turn) __attribute__((always_inline)) {
     const VF scale = broadcast(scale_at(row, (begin + at) / (4 * kGroup)));
     __m512i values[4];
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-      const __m512i small = _mm512_permutex2var_epi16(tables[0], codes[v], tables[1]);
-      const __m512i large = _mm512_permutex2var_epi16(tables[2], codes[v], tables[3]);
-      const __mmask32 is_large = _mm512_test_epi16_mask(codes[v], _mm512_set1_epi16(0x40));
-      const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes[v], 7), 15);
-      values[v] = _mm512_or_si512(_mm512_mask_blend_epi16(is_large, small, large), sign);
-    }
+    for (int v = 0; v < 4; ++v) values[v] = pairs_of_e4m3(codes[v]);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       VF sum = {};

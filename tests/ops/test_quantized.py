@@ -43,6 +43,10 @@ def packed(name, E, out, width, seed=0):
     if name == "mxfp4":
         exponent = torch.randint(120, 123, (E, out, width // 32), dtype=torch.uint8, generator=generator)
         return Quantized(name, random_bytes(E, out, width // 32, 16, seed=seed), exponent)
+    if name == "mxfp8":
+        data = torch.randn(E, out, width, generator=generator).to(torch.float8_e4m3fn)
+        exponent = torch.randint(120, 124, (E, out, width // 32), dtype=torch.uint8, generator=generator)
+        return Quantized(name, data, exponent)
     if name == "fp8_block":
         data = torch.randn(E, out, width, generator=generator).to(torch.float8_e4m3fn)
         return Quantized(name, data, scales(E, -(-out // 128), -(-width // 128)))
@@ -249,12 +253,13 @@ def rows_of_tokens(arguments, weights, T):
     return frozen_mlp(arguments.x[:T], *index, weights[0], b1, weights[1], b2, None, "swiglu")
 
 
-def test_nan_scale_of_mxfp4_reaches_its_block_only():
-    weight = packed("mxfp4", 2, 3, 64)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_nan_scale_reaches_its_block_only(name):
+    weight = packed(name, 2, 3, 64)
     weight.scale[1, 2, 1] = 255
     decoded = weight.dequantize()
     assert decoded[1, 2, 32:].isnan().all() and decoded.isnan().sum() == 32
-    h = pre_activation(Quantized("mxfp4", weight.data, weight.scale), torch.eye(64))
+    h = pre_activation(Quantized(name, weight.data, weight.scale), torch.eye(64))
     assert h[32:, 2].isnan().all() and not h[:, :2].isnan().any()
 
 
@@ -345,6 +350,9 @@ BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
         ),
         (("q8_0", BYTES), "a row of q8_0 must be whole blocks of 34 bytes, but got 32 bytes"),
         (("q4_k", BYTES[..., :0], BYTES), "q4_k has no scale"),
+        (("iq4_xs", BYTES), "a row of iq4_xs must be whole blocks of 136 bytes, but got 32 bytes"),
+        (("mxfp8", BYTES.view(torch.float8_e4m3fn), BYTES[..., :2]), r"scale must have shape \[2, 4, 1\]"),
+        (("mxfp8", BYTES[..., :8].view(torch.float8_e4m3fn), BYTES[..., :1]), "whole blocks of 32 columns"),
         (("nf4", BYTES, torch.ones(2, 3, 1)), r"scale must have shape \[2, 4, 1\]"),
         (("nf4", BYTES, torch.ones(3, 4, 1)), "scale must be of 2 experts"),
         (("q8_0", torch.zeros(2, 3, 34, dtype=torch.uint8), None, None, True), "must be an even number"),
@@ -358,7 +366,7 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"w2_format": 99}, r"w2_format must be in \[0, 12\), a number in frozen.FORMATS, but got 99"),
+        ({"w2_format": 99}, r"w2_format must be in \[0, 13\), a number in frozen.FORMATS, but got 99"),
         ({"w1_scale": None}, "w1_scale must be given: format 1 has scales"),
         ({"w1_scale": torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
         ({"w1_scale": torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),
@@ -372,6 +380,24 @@ def test_operator_refuses(changes, message):
     arguments, _, _ = frozen_call("mxfp4", **changes)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fmoe_ext.frozen_mlp(*arguments)
+
+
+def test_mxfp8_has_the_values_of_torch_for_every_code_and_exponent(isa):
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    exponent = torch.arange(256, dtype=torch.uint8)
+    expected = codes.float() * exponent.view(torch.float8_e8m0fnu).float()[:, None]
+    weight = Quantized("mxfp8", codes.expand(1, 256, 256), exponent[None, :, None].expand(1, 256, 8))
+    torch.testing.assert_close(weight.dequantize()[0], expected, rtol=0, atol=0, equal_nan=True)
+    # each value in a row of its own, where neither infinity nor NaN reaches others
+    data = torch.zeros(1, 2 * 126, 32, dtype=torch.uint8)
+    data[0, :126, 0], data[0, 126:, 0] = torch.arange(126), torch.arange(128, 254)
+    for e in (0, 1, 127, 254):
+        one = Quantized(
+            "mxfp8", data.view(torch.float8_e4m3fn), torch.full((1, 252, 1), e, dtype=torch.uint8)
+        )
+        for rows in (1, 20):
+            found = frozen.frozen_gemm(torch.eye(32)[:rows], one)[0]
+            assert torch.equal(found, one.dequantize()[0, :, 0]), (e, rows)
 
 
 def test_interleaved_rows_of_w2_are_refused():
