@@ -46,7 +46,14 @@ CONFIGS = {
     "DeepSeek-V4 FP4": {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
     "DeepSeek-V4 FP8": {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
 }
-ON_KERNELS = ("mxfp4-pack-quantized", "DeepSeek-V4 FP4", "DeepSeek-V4 FP8")
+ON_KERNELS = (
+    "mxfp4-pack-quantized",
+    "DeepSeek-V4 FP4",
+    "DeepSeek-V4 FP8",
+    "mxfp8-quantized",
+    "modelopt MXFP8",
+    "mxfp8",
+)
 
 
 def pack(weight, name):

@@ -2,168 +2,9 @@
 // the same bits: in float, each rounding of it named by the format.
 #pragma once
 
-#include "multiply.h"
+#include "decode_vectors.h"
 
 #include "isa_begin.h"
-
-typedef uint8_t B16 __attribute__((vector_size(16)));
-typedef float F8 __attribute__((vector_size(32)));
-typedef uint16_t H16 __attribute__((vector_size(32)));
-
-constexpr int kGroup = 32;          // columns that are decoded at once
-constexpr int kParts = kGroup / W;  // vectors of them
-struct Decoded {
-  VF part[kParts];
-};
-
-#if FMOE_BYTES >= 32
-inline B16 look_up(B16 table, B16 index) { return (B16)_mm_shuffle_epi8((__m128i)table, (__m128i)index); }
-inline B16 interleave_low(B16 a, B16 b) { return (B16)_mm_unpacklo_epi8((__m128i)a, (__m128i)b); }
-inline B16 interleave_high(B16 a, B16 b) { return (B16)_mm_unpackhi_epi8((__m128i)a, (__m128i)b); }
-#elif defined(FMOE_NEON)
-inline B16 look_up(B16 table, B16 index) { return (B16)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index); }
-inline B16 interleave_low(B16 a, B16 b) { return (B16)vzip1q_u8((uint8x16_t)a, (uint8x16_t)b); }
-inline B16 interleave_high(B16 a, B16 b) { return (B16)vzip2q_u8((uint8x16_t)a, (uint8x16_t)b); }
-#else
-inline B16 look_up(B16 table, B16 index) {
-  B16 result;
-  for (int i = 0; i < 16; ++i) result[i] = table[index[i]];
-  return result;
-}
-inline B16 interleave_low(B16 a, B16 b) {
-  B16 result;
-  for (int i = 0; i < 8; ++i) {
-    result[2 * i] = a[i];
-    result[2 * i + 1] = b[i];
-  }
-  return result;
-}
-inline B16 interleave_high(B16 a, B16 b) {
-  B16 result;
-  for (int i = 0; i < 8; ++i) {
-    result[2 * i] = a[8 + i];
-    result[2 * i + 1] = b[8 + i];
-  }
-  return result;
-}
-#endif
-
-// 16 bytes as numbers without a sign.
-inline void widen_bytes(B16 bytes, VI* out) {
-#if FMOE_BYTES == 64
-  out[0] = (VI)_mm512_cvtepu8_epi32((__m128i)bytes);
-#elif FMOE_BYTES == 32
-  out[0] = (VI)_mm256_cvtepu8_epi32((__m128i)bytes);
-  out[1] = (VI)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8));
-#elif defined(FMOE_NEON)
-  const uint16x8_t low = vmovl_u8(vget_low_u8((uint8x16_t)bytes)), high = vmovl_high_u8((uint8x16_t)bytes);
-  out[0] = (VI)vmovl_u16(vget_low_u16(low));
-  out[1] = (VI)vmovl_high_u16(low);
-  out[2] = (VI)vmovl_u16(vget_low_u16(high));
-  out[3] = (VI)vmovl_high_u16(high);
-#else
-  for (int i = 0; i < 16; ++i) out[i / W][i % W] = bytes[i];
-#endif
-}
-
-// 16 bytes as numbers with a sign.
-inline void widen_signed(B16 bytes, VF* out) {
-#if FMOE_BYTES == 64
-  out[0] = (VF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
-#elif FMOE_BYTES == 32
-  out[0] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)bytes));
-  out[1] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8)));
-#else
-  VI wide[16 / W];
-  widen_bytes(bytes, wide);
-  for (int i = 0; i < 16 / W; ++i) out[i] = __builtin_convertvector(wide[i] << 24 >> 24, VF);
-#endif
-}
-
-inline Decoded scaled(B16 first, B16 second, float scale) {
-  Decoded d;
-  widen_signed(first, d.part);
-  widen_signed(second, d.part + kParts / 2);
-#pragma GCC unroll 8
-  for (VF& v : d.part) v *= scale;
-  return d;
-}
-
-inline float float_of(uint32_t bits) {
-  float f;
-  __builtin_memcpy(&f, &bits, 4);
-  return f;
-}
-
-inline float half_at(const uint8_t* p) {
-  uint16_t bits;
-  __builtin_memcpy(&bits, p, 2);
-#if FMOE_BYTES >= 32
-  return _cvtsh_ss(bits);
-#else
-  VH all = {};
-  all[0] = bits;
-  return widen_half(all)[0];
-#endif
-}
-
-inline float scale_at(const PackedRow& row, int64_t i) {
-  if (row.scale_type == ScaleType::float32) {
-    float f;
-    __builtin_memcpy(&f, row.scale + 4 * i, 4);
-    return f;
-  }
-  const uint8_t* p = (const uint8_t*)row.scale + 2 * i;
-  if (row.scale_type == ScaleType::float16) return half_at(p);
-  return float_of(uint32_t(p[0]) << 16 | uint32_t(p[1]) << 24);
-}
-
-// 2^(e - 127): 2^-127 is subnormal, and 255 is NaN.
-inline float e8m0(uint8_t e) {
-  return float_of(e == 0 ? 0x400000u : e == 255 ? 0x7fc00000u : uint32_t(e) << 23);
-}
-
-// The low four bits of 16 bytes, then the high ones, as they alternate.
-inline void alternate(B16 bytes, B16& first, B16& second) {
-  const B16 low = bytes & 15, high = bytes >> 4;
-  first = interleave_low(low, high);
-  second = interleave_high(low, high);
-}
-
-alignas(64) constexpr float kCounting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-alignas(64) constexpr float kE2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-// Quantiles of the normal distribution, as bitsandbytes has them.
-alignas(64) constexpr float kQuantiles[16] = {-1.f,
-                                              -0.6961928009986877f,
-                                              -0.5250730514526367f,
-                                              -0.39491748809814453f,
-                                              -0.28444138169288635f,
-                                              -0.18477343022823334f,
-                                              -0.09105003625154495f,
-                                              0.f,
-                                              0.07958029955625534f,
-                                              0.16093020141124725f,
-                                              0.24611230194568634f,
-                                              0.33791524171829224f,
-                                              0.44070982933044434f,
-                                              0.5626170039176941f,
-                                              0.7229568362236023f,
-                                              1.f};
-
-// table[index % 16] of 16 floats.
-inline VF look_up_floats(const float* table, VI index) {
-#if FMOE_BYTES == 64
-  return (VF)_mm512_permutexvar_ps((__m512i)index, (__m512)load(table));
-#elif FMOE_BYTES == 32
-  const __m256 low = _mm256_permutevar8x32_ps((__m256)load(table), (__m256i)index);
-  const __m256 high = _mm256_permutevar8x32_ps((__m256)load(table + 8), (__m256i)index);
-  return (VF)_mm256_blendv_ps(low, high, (__m256)(index << 28));
-#else
-  VF v;
-  for (int i = 0; i < W; ++i) v[i] = table[index[i] & 15];
-  return v;
-#endif
-}
 
 // open(b), then group(s): the columns [32 s, 32 s + 32) of block b, which has 32 kGroups.
 template <PackedFormat format>
@@ -188,6 +29,20 @@ struct Decoder<PackedFormat::mxfp4> {
   }
 };
 
+// 32 numbers of E4M3, divided by 256.
+inline Decoded small_e4m3(const B16 (&bytes)[2]) {
+  Decoded d;
+  for (int half = 0; half < 2; ++half) {
+    // As float16 the exponent is too small by 8; its conversion also makes subnormal numbers right.
+    const H16 wide = __builtin_convertvector(bytes[half], H16);
+    const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
+    const H16 bits = magnitude | (wide & 0x80) << 8 | nan;
+    for (int i = 0; i < kParts / 2; ++i)
+      d.part[half * (kParts / 2) + i] = widen_half(load_bytes<VH>((const char*)&bits + i * sizeof(VH)));
+  }
+  return d;
+}
+
 template <>
 struct Decoder<PackedFormat::fp8_block> {
   static constexpr int kGroups = 1;
@@ -206,17 +61,28 @@ struct Decoder<PackedFormat::fp8_block> {
     }
   }
   Decoded group(int) const {
-    Decoded d;
-    for (int half = 0; half < 2; ++half) {
-      // As float16 the exponent is too small by 8; its conversion also makes subnormal numbers right.
-      const H16 wide = __builtin_convertvector(bytes[half], H16);
-      const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
-      const H16 bits = magnitude | (wide & 0x80) << 8 | nan;
-      for (int i = 0; i < kParts / 2; ++i)
-        d.part[half * (kParts / 2) + i] = widen_half(load_bytes<VH>((const char*)&bits + i * sizeof(VH)));
-    }
+    Decoded d = small_e4m3(bytes);
 #pragma GCC unroll 8
     for (VF& v : d.part) v *= scale;
+    return d;
+  }
+};
+
+template <>
+struct Decoder<PackedFormat::mxfp8> {
+  static constexpr int kGroups = 1;
+  const PackedRow& row;
+  float scale = 0;
+  B16 bytes[2] = {};
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    scale = e8m0(row.scale[b]);
+    __builtin_memcpy(bytes, row.data + kGroup * b, kGroup);
+  }
+  Decoded group(int) const {
+    Decoded d = small_e4m3(bytes);
+#pragma GCC unroll 8
+    for (VF& v : d.part) v = v * 256.f * scale;  // the first is exact, and 256 * scale may be infinite
     return d;
   }
 };
@@ -256,24 +122,25 @@ struct Decoder<PackedFormat::q8_0> {
   Decoded group(int) const { return scaled(bytes[0], bytes[1], scale); }
 };
 
-// Eight bytes as numbers without a sign.
-inline void widen_eight(const void* bytes, F8& out) {
-#if FMOE_BYTES >= 32
-  out = (F8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)));
-#else
-  for (int i = 0; i < 8; ++i) out[i] = ((const uint8_t*)bytes)[i];
-#endif
-}
-
 template <>
-struct Decoder<PackedFormat::q4_k> {
-  static constexpr int kGroups = 8;
+struct Decoder<PackedFormat::q4_0> {
+  static constexpr int kGroups = 1;
   const PackedRow& row;
-  F8 scale = {}, minimum = {};
-  const uint8_t* codes = nullptr;
+  float scale = 0;
+  B16 bytes = {};
 
   __attribute__((always_inline)) void open(int64_t b) {
-    const uint8_t* block = row.data + 144 * b;
+    scale = half_at(row.data + 18 * b);
+    bytes = load_bytes<B16>(row.data + 18 * b + 2);
+  }
+  Decoded group(int) const { return scaled((bytes & 15) - 8, (bytes >> 4) - 8, scale); }
+};
+
+// The scales and the minima of the eight groups of a block of Q4_K or Q5_K.
+struct StepsOfK {
+  F8 scale = {}, minimum = {};
+
+  __attribute__((always_inline)) void open(const uint8_t* block) {
     const float d = half_at(block), dmin = half_at(block + 2);
     uint32_t low, middle, high;  // four bytes each of the packed scales and minima
     __builtin_memcpy(&low, block + 4, 4);
@@ -286,6 +153,23 @@ struct Decoder<PackedFormat::q4_k> {
     widen_eight(minima, minimum);
     scale *= d;
     minimum *= -dmin;
+  }
+  void apply(Decoded& codes, int s) const {
+#pragma GCC unroll 8
+    for (VF& v : codes.part) v = fma(v, broadcast(scale[s]), broadcast(minimum[s]));  // the product is exact
+  }
+};
+
+template <>
+struct Decoder<PackedFormat::q4_k> {
+  static constexpr int kGroups = 8;
+  const PackedRow& row;
+  StepsOfK steps = {};
+  const uint8_t* codes = nullptr;
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    const uint8_t* block = row.data + 144 * b;
+    steps.open(block);
     codes = block + 16;
   }
   Decoded group(int s) const {
@@ -299,8 +183,31 @@ struct Decoder<PackedFormat::q4_k> {
       widen_signed(s % 2 ? pairs >> 4 : pairs & 15, d.part + half * (kParts / 2));
 #endif
     }
-#pragma GCC unroll 8
-    for (VF& v : d.part) v = fma(v, broadcast(scale[s]), broadcast(minimum[s]));  // the product is exact
+    steps.apply(d, s);
+    return d;
+  }
+};
+
+template <>
+struct Decoder<PackedFormat::q5_k> {
+  static constexpr int kGroups = 8;
+  const PackedRow& row;
+  StepsOfK steps = {};
+  const uint8_t* codes = nullptr;  // 32 bytes with a bit of each group, then the low four bits
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    const uint8_t* block = row.data + 176 * b;
+    steps.open(block);
+    codes = block + 16;
+  }
+  Decoded group(int s) const {
+    Decoded d;
+    for (int half = 0; half < 2; ++half) {
+      const B16 pairs = load_bytes<B16>(codes + 32 + 32 * (s / 2) + 16 * half);
+      const B16 high = load_bytes<B16>(codes + 16 * half) >> s & 1;
+      widen_signed((s % 2 ? pairs >> 4 : pairs & 15) | high << 4, d.part + half * (kParts / 2));
+    }
+    steps.apply(d, s);
     return d;
   }
 };
@@ -355,6 +262,47 @@ struct Decoder<PackedFormat::nf4> {
   }
 };
 
+// 16 bytes of codes of IQ4: those of the first 16 columns in the low bits, of the others in the high ones.
+inline Decoded iq4(B16 bytes, float scale) {
+  const B16 table = {129, 152, 173, 191, 207, 221, 234, 246, 1, 13, 25, 38, 53, 69, 89, 113};  // kIq4
+  return scaled(look_up(table, bytes & 15), look_up(table, bytes >> 4), scale);
+}
+
+template <>
+struct Decoder<PackedFormat::iq4_nl> {
+  static constexpr int kGroups = 1;
+  const PackedRow& row;
+  float scale = 0;
+  B16 bytes = {};
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    scale = half_at(row.data + 18 * b);
+    bytes = load_bytes<B16>(row.data + 18 * b + 2);
+  }
+  Decoded group(int) const { return iq4(bytes, scale); }
+};
+
+template <>
+struct Decoder<PackedFormat::iq4_xs> {
+  static constexpr int kGroups = 8;
+  const PackedRow& row;
+  float d = 0;
+  uint16_t high = 0;  // two bits of the scale of each group
+  const uint8_t* block = nullptr;
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    block = row.data + 136 * b;
+    d = half_at(block);
+    __builtin_memcpy(&high, block + 2, 2);
+  }
+  float scale(int s) const {
+    const int low = block[4 + s / 2] >> 4 * (s % 2) & 15;
+    return d * float((low | (high >> 2 * s & 3) << 4) - 32);
+  }
+  B16 bytes(int s) const { return load_bytes<B16>(block + 8 + 16 * s); }
+  Decoded group(int s) const { return iq4(bytes(s), scale(s)); }
+};
+
 template <class Body>
 inline void with_format(PackedFormat format, const Body& body) {
   switch (format) {
@@ -372,6 +320,16 @@ inline void with_format(PackedFormat format, const Body& body) {
       return body(std::integral_constant<PackedFormat, PackedFormat::q6_k>{});
     case PackedFormat::nf4:
       return body(std::integral_constant<PackedFormat, PackedFormat::nf4>{});
+    case PackedFormat::q4_0:
+      return body(std::integral_constant<PackedFormat, PackedFormat::q4_0>{});
+    case PackedFormat::q5_k:
+      return body(std::integral_constant<PackedFormat, PackedFormat::q5_k>{});
+    case PackedFormat::iq4_nl:
+      return body(std::integral_constant<PackedFormat, PackedFormat::iq4_nl>{});
+    case PackedFormat::iq4_xs:
+      return body(std::integral_constant<PackedFormat, PackedFormat::iq4_xs>{});
+    case PackedFormat::mxfp8:
+      return body(std::integral_constant<PackedFormat, PackedFormat::mxfp8>{});
     case PackedFormat::none:
       return;
   }

@@ -6,8 +6,22 @@
 namespace fmoe_ext::gemm {
 
 // Numbered as in frozen.FORMATS in Python.
-enum class PackedFormat : int64_t { none, mxfp4, fp8_block, int4, q8_0, q4_k, q6_k, nf4 };
-constexpr int64_t kNumPackedFormats = 8;
+enum class PackedFormat : int64_t {
+  none,
+  mxfp4,
+  fp8_block,
+  int4,
+  q8_0,
+  q4_k,
+  q6_k,
+  nf4,
+  q4_0,
+  q5_k,
+  iq4_nl,
+  iq4_xs,
+  mxfp8
+};
+constexpr int64_t kNumPackedFormats = 13;
 
 enum class ScaleType { none, float32, bfloat16, float16, e8m0 };
 
@@ -37,6 +51,11 @@ constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
     {144, 256, Scaled::inside, {}},
     {210, 256, Scaled::inside, {}},
     {1, 2, Scaled::group, {ScaleType::float32}},
+    {18, 32, Scaled::inside, {}},
+    {176, 256, Scaled::inside, {}},
+    {18, 32, Scaled::inside, {}},
+    {136, 256, Scaled::inside, {}},
+    {32, 32, Scaled::block, {ScaleType::e8m0}},
 };
 constexpr const PackedLayout& layout_of(PackedFormat format) {
   return kPackedLayouts[static_cast<int64_t>(format)];

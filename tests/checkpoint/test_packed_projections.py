@@ -15,6 +15,7 @@ from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
+from fmoe_ext.frozen.formats import GGUF
 from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
@@ -265,7 +266,9 @@ def test_every_type_of_gguf_is_read_or_refused_by_name(kind, tmp_path):
         return
     layer = gguf_layers(path, open_gguf(path))[0]
     assert layer.shapes == ((E, 512, 256), (E, 256, 256))
-    w1, w2 = (w if torch.is_tensor(w) else w.dequantize() for w in read(layer, [2, 0]))
+    weights = read(layer, [2, 0])
+    assert all(torch.is_tensor(w) != (kind.lower() in GGUF) for w in weights)
+    w1, w2 = (w if torch.is_tensor(w) else w.dequantize() for w in weights)
     for slot, e in enumerate((2, 0)):
         joined = np.concatenate((values["gate"][e], values["up"][e]))
         for ours, theirs in ((w1, joined), (w2, values["down"][e])):

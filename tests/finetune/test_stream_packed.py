@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fmoe_ext import frozen
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.finetune.adapters import cli
 from tests import published_packings
@@ -147,13 +148,16 @@ def test_published_folder_equals_its_values(tmp_path, name):
     assert_same_training(plain, with_adapters(ours))
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q4_0", "q5_k", "iq4_nl", "iq4_xs"])
 def test_gguf_file_equals_its_values(tmp_path, kind):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
     file, values = write_gguf(folder, kind)
     plain = with_adapters(of_values(folder, values))
     ours = streamed(file, 2, 4 * bytes_of_adapters(plain), dtype=torch.float32)
     assert_same_training(plain, with_adapters(ours))
+    layers = ours.expert_stream.pool.layers
+    packed_bytes = 3 * 256 * 256 * frozen.FORMATS[kind].bits / 8
+    assert all(layer.num_bytes(1) == packed_bytes for layer in layers)  # as buffers hold them
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
@@ -170,8 +174,8 @@ def test_gguf_file_in_int8_generates_and_trains_near_its_values(tmp_path, kind):
     )  # exact where gradients are recorded
 
 
-@pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "modelopt NVFP4", "DeepSeek-V4 FP4"])
-def test_folder_of_four_bits_equals_its_values(tmp_path, name):
+@pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "modelopt NVFP4", "DeepSeek-V4 FP4", "mxfp8"])
+def test_folder_of_small_blocks_equals_its_values(tmp_path, name):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
     values = pack_linear(folder, name, published_packings)
     plain = with_adapters(of_values(folder, values))

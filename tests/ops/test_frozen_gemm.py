@@ -5,9 +5,10 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.frozen import FORMATS, Quantized, frozen_gemm, frozen_gemm_ref
+from fmoe_ext.frozen.formats import GGUF
 from fmoe_ext.frozen.frozen_gemm import composed, composed_backward
 from fmoe_ext.testing import assert_close
-from tests.ops.test_quantized import packed
+from tests.ops.test_quantized import BLOCKS, packed
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -55,6 +56,23 @@ def test_identity_gives_the_decoded_weight(isa, name):
         x = torch.zeros(rows, width, requires_grad=True)
         (gradient,) = torch.autograd.grad(frozen_gemm(x, weight), x, torch.eye(out)[-rows:])
         assert torch.equal(gradient, values[-rows:]), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_blocks", [1, 3, 4, 5])
+@pytest.mark.parametrize("name", GGUF)
+def test_rows_of_any_number_of_blocks(isa, name, num_blocks, dtype):
+    """One row, few and many, and the gradient of x."""
+    width, out = num_blocks * BLOCKS[name][0], 19
+    weight = packed(name, 1, out, width, seed=4)
+    values, eye = weight.dequantize(dtype)[0], torch.eye(width, dtype=dtype)
+    for rows in (width, 5, 1):
+        for begin in (0, width // 2 - 1, width - rows):
+            found = frozen_gemm(eye[begin : begin + rows], weight)
+            assert torch.equal(found, values.T[begin : begin + rows]), (rows, begin)
+    x = torch.zeros(out, width, dtype=dtype, requires_grad=True)
+    (gradient,) = torch.autograd.grad(frozen_gemm(x, weight), x, torch.eye(out, dtype=dtype))
+    assert torch.equal(gradient, values)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 33])
@@ -162,7 +180,7 @@ def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
         ({3: torch.zeros(2, 37)}, "bias must have the dtype of x"),
         ({4: None}, "weight_scale must be given"),
         ({4: None, 6: 0}, "weight_format must be of a packed format, not 0: grouped_gemm"),
-        ({6: 9}, r"weight_format must be in \[0, 8\), a number in frozen.FORMATS, but got 9"),
+        ({6: 60}, r"weight_format must be in \[0, 13\), a number in frozen.FORMATS, but got 60"),
     ],
 )
 def test_operator_refuses(changes, message):

@@ -9,6 +9,7 @@ from gguf.quants import dequantize
 from fmoe_ext import frozen, ops
 from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import FORMATS, Quantized, frozen_mlp, frozen_mlp_ref
+from fmoe_ext.frozen.formats import GGUF
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops import frozen_arguments
@@ -17,6 +18,18 @@ from tests.ops.test_expert_mlp import Problem
 
 def random_bytes(*shape, seed=0):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+# columns and bytes of a block, what its scales are divided by, and where they are
+BLOCKS = {
+    "q8_0": (32, 34, 100, 0),
+    "q4_0": (32, 18, 8, 0),
+    "q4_k": (256, 144, 500, 0, 2),
+    "q5_k": (256, 176, 1000, 0, 2),
+    "q6_k": (256, 210, 500, 208),
+    "iq4_nl": (32, 18, 100, 0),
+    "iq4_xs": (256, 136, 2000, 0),
+}
 
 
 def packed(name, E, out, width, seed=0):
@@ -30,6 +43,10 @@ def packed(name, E, out, width, seed=0):
     if name == "mxfp4":
         exponent = torch.randint(120, 123, (E, out, width // 32), dtype=torch.uint8, generator=generator)
         return Quantized(name, random_bytes(E, out, width // 32, 16, seed=seed), exponent)
+    if name == "mxfp8":
+        data = torch.randn(E, out, width, generator=generator).to(torch.float8_e4m3fn)
+        exponent = torch.randint(120, 124, (E, out, width // 32), dtype=torch.uint8, generator=generator)
+        return Quantized(name, data, exponent)
     if name == "fp8_block":
         data = torch.randn(E, out, width, generator=generator).to(torch.float8_e4m3fn)
         return Quantized(name, data, scales(E, -(-out // 128), -(-width // 128)))
@@ -38,16 +55,15 @@ def packed(name, E, out, width, seed=0):
         return Quantized(name, words, (scales(E, out, width // 32) / 8).bfloat16())
     if name == "nf4":
         return Quantized(name, random_bytes(E, out, width // 2, seed=seed), scales(E, out, width // 64))
-    block, size_of = {"q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}[name]
+    block, size_of, least, *places = BLOCKS[name]
     blocks = random_bytes(E, out, width // block, size_of, seed=seed)
-    places = {"q8_0": [0], "q4_k": [0, 2], "q6_k": [208]}[name]
     for place in places:
-        small = (scales(E, out, width // block, 1) / (100 if name == "q8_0" else 500)).half()
+        small = (scales(E, out, width // block, 1) / least).half()
         blocks[..., place : place + 2] = small.view(torch.uint8)
     return Quantized(name, blocks.flatten(2))
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", GGUF)
 def test_gguf_decodes_as_the_gguf_package(name):
     weight = packed(name, 2, 3, 512)
     expected = dequantize(weight.data.numpy(), GGMLQuantizationType[name.upper()])
@@ -237,12 +253,13 @@ def rows_of_tokens(arguments, weights, T):
     return frozen_mlp(arguments.x[:T], *index, weights[0], b1, weights[1], b2, None, "swiglu")
 
 
-def test_nan_scale_of_mxfp4_reaches_its_block_only():
-    weight = packed("mxfp4", 2, 3, 64)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_nan_scale_reaches_its_block_only(name):
+    weight = packed(name, 2, 3, 64)
     weight.scale[1, 2, 1] = 255
     decoded = weight.dequantize()
     assert decoded[1, 2, 32:].isnan().all() and decoded.isnan().sum() == 32
-    h = pre_activation(Quantized("mxfp4", weight.data, weight.scale), torch.eye(64))
+    h = pre_activation(Quantized(name, weight.data, weight.scale), torch.eye(64))
     assert h[32:, 2].isnan().all() and not h[:, :2].isnan().any()
 
 
@@ -295,7 +312,9 @@ def test_few_long_rows_err_by_rounding_alone(isa, name, dtype):
         group = int(name.split()[-1])
         weight = with_zero_points(out, 129 * group if group == 32 else 45 * group, group)
     else:
-        width = {"q4_k": 17 * 256, "q6_k": 17 * 256, "nf4": 65 * 64, "fp8_block": 4147}.get(name, 129 * 32)
+        width = {"nf4": 65 * 64, "fp8_block": 4147}.get(name, 129 * 32)
+        if name in BLOCKS and BLOCKS[name][0] == 256:
+            width = 17 * 256
         weight = packed(name, 2, out, width, seed=5)
     values = weight.dequantize()[1].double()
     x = torch.randn(14, values.shape[1], generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -331,6 +350,9 @@ BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
         ),
         (("q8_0", BYTES), "a row of q8_0 must be whole blocks of 34 bytes, but got 32 bytes"),
         (("q4_k", BYTES[..., :0], BYTES), "q4_k has no scale"),
+        (("iq4_xs", BYTES), "a row of iq4_xs must be whole blocks of 136 bytes, but got 32 bytes"),
+        (("mxfp8", BYTES.view(torch.float8_e4m3fn), BYTES[..., :2]), r"scale must have shape \[2, 4, 1\]"),
+        (("mxfp8", BYTES[..., :8].view(torch.float8_e4m3fn), BYTES[..., :1]), "whole blocks of 32 columns"),
         (("nf4", BYTES, torch.ones(2, 3, 1)), r"scale must have shape \[2, 4, 1\]"),
         (("nf4", BYTES, torch.ones(3, 4, 1)), "scale must be of 2 experts"),
         (("q8_0", torch.zeros(2, 3, 34, dtype=torch.uint8), None, None, True), "must be an even number"),
@@ -344,7 +366,7 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"w2_format": 99}, r"w2_format must be in \[0, 8\), a number in frozen.FORMATS, but got 99"),
+        ({"w2_format": 99}, r"w2_format must be in \[0, 13\), a number in frozen.FORMATS, but got 99"),
         ({"w1_scale": None}, "w1_scale must be given: format 1 has scales"),
         ({"w1_scale": torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
         ({"w1_scale": torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),
@@ -358,6 +380,24 @@ def test_operator_refuses(changes, message):
     arguments, _, _ = frozen_call("mxfp4", **changes)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fmoe_ext.frozen_mlp(*arguments)
+
+
+def test_mxfp8_has_the_values_of_torch_for_every_code_and_exponent(isa):
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    exponent = torch.arange(256, dtype=torch.uint8)
+    expected = codes.float() * exponent.view(torch.float8_e8m0fnu).float()[:, None]
+    weight = Quantized("mxfp8", codes.expand(1, 256, 256), exponent[None, :, None].expand(1, 256, 8))
+    torch.testing.assert_close(weight.dequantize()[0], expected, rtol=0, atol=0, equal_nan=True)
+    # each value in a row of its own, where neither infinity nor NaN reaches others
+    data = torch.zeros(1, 2 * 126, 32, dtype=torch.uint8)
+    data[0, :126, 0], data[0, 126:, 0] = torch.arange(126), torch.arange(128, 254)
+    for e in (0, 1, 127, 254):
+        one = Quantized(
+            "mxfp8", data.view(torch.float8_e4m3fn), torch.full((1, 252, 1), e, dtype=torch.uint8)
+        )
+        for rows in (1, 20):
+            found = frozen.frozen_gemm(torch.eye(32)[:rows], one)[0]
+            assert torch.equal(found, one.dequantize()[0, :, 0]), (e, rows)
 
 
 def test_interleaved_rows_of_w2_are_refused():

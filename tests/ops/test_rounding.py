@@ -91,7 +91,7 @@ def test_zero_points_and_groups_of_128_are_kept():
     assert ratio(found.dequantize()[0], weight, change, inputs(1, seed=1)) < 1
 
 
-@pytest.mark.parametrize("format", ["nf4", "q8_0", "fp8_block", "q6_k"])
+@pytest.mark.parametrize("format", ["nf4", "q8_0", "fp8_block", "q6_k", "q4_0", "q5_k", "iq4_xs"])
 def test_other_formats_are_refused(format):
     packed = frozen.quantize(torch.randn(1, OUT, IN), format)
     with pytest.raises(

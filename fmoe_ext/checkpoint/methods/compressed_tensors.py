@@ -21,7 +21,7 @@ from fmoe_ext.checkpoint.methods.base import (
     tensor_of,
 )
 from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled, unpacked
-from fmoe_ext.checkpoint.methods.fp8 import MX_BLOCK
+from fmoe_ext.checkpoint.methods.fp8 import MX_BLOCK, is_mxfp8, mxfp8
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 
 KNOWN = """
@@ -184,6 +184,8 @@ def _naive(base: Base, stem: str) -> Matrix | Decoded:
         raise _unlike(base, scale, "a floating dtype or uint8, with at most two dimensions")
     grid = (*found.shape, 1, 1)[:2] if found.shape != (1,) else (1, 1)
     block = _block(base, scale, (rows, columns), grid)
+    if dtype == torch.float8_e4m3fn and zero not in base.tensors and is_mxfp8(found, rows, columns):
+        return mxfp8(name, scale, rows, columns)
 
     def values(data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
         numbers = data.float()

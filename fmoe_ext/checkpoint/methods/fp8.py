@@ -20,6 +20,7 @@ from fmoe_ext.checkpoint.methods.base import (
 )
 from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled
 from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 KNOWN = """
     weight_block_size fmt scale_fmt activation_scheme modules_to_not_convert modules_to_convert ignored_layers
@@ -58,6 +59,8 @@ def _matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Mat
             f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8"
         )
     block = _block(base, scale_name, (rows, columns))
+    if is_mxfp8(scale, rows, columns):
+        return mxfp8(name, scale_name, rows, columns)
     if block != (FP8_BLOCK, FP8_BLOCK):
         values = fp8_values(*block)
         return Decoded("fp8", (rows, columns), (name, scale_name), values)
@@ -105,6 +108,20 @@ def fp8_values(rows: int, columns: int) -> Callable[[torch.Tensor, torch.Tensor]
         return scaled(data.float(), e8m0(scale).reshape(grid), rows, columns)
 
     return values
+
+
+def is_mxfp8(scale: StoredTensor, rows: int, columns: int) -> bool:
+    """True for exponents of blocks of 32 columns of a matrix in E4M3."""
+    return scale.dtype in EXPONENTS and columns % MX_BLOCK == 0 and scale.shape == (rows, columns // MX_BLOCK)
+
+
+def mxfp8(name: str, scale_name: str, rows: int, columns: int) -> Matrix:
+    """The matrix of numbers in E4M3 and of their exponents, each a tensor of this name."""
+    pieces = {
+        "data": Piece(name, (rows, columns), torch.float8_e4m3fn),
+        "scale": Piece(scale_name, (rows, columns // MX_BLOCK), torch.uint8),
+    }
+    return Matrix("mxfp8", (rows, columns), pieces)
 
 
 def _fp4_values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods.base import Config, Kind, Matrix, refuse, stored, tensor_of
 from fmoe_ext.checkpoint.methods.decoded import Decoded, fp4, scaled
-from fmoe_ext.checkpoint.methods.fp8 import EXPONENTS, MX_BLOCK, fp8_values
+from fmoe_ext.checkpoint.methods.fp8 import EXPONENTS, fp8_values, is_mxfp8, mxfp8
 from fmoe_ext.checkpoint.model_folder import Base
 
 KNOWN = """
@@ -46,13 +46,15 @@ def _matrix(base: Base, stem: str) -> Matrix | Decoded:
         )
     blocks = {(): (rows, width), (1,): (rows, width), (rows,): (1, width), (rows, 1): (1, width)}
     block = blocks.get(found.shape)
+    if is_mxfp8(found, rows, width):
+        return mxfp8(name, scale, rows, width)
     if found.dtype in EXPONENTS:
-        block = (1, MX_BLOCK) if found.shape == (rows, width // MX_BLOCK) and width % MX_BLOCK == 0 else None
+        block = None
     elif block is None and len(found.shape) in (2, 4):  # FP8_PB_WO has [rows, 1, columns, 1]
         grid = [n for n in found.shape if n != 1] if len(found.shape) == 4 else found.shape
         if len(grid) == 2 and not rows % grid[0] and not width % grid[1]:
             block = (rows // grid[0], width // grid[1])
-    if block is None or found.dtype not in (*SCALES, *EXPONENTS):
+    if block is None or found.dtype not in SCALES:
         raise CheckpointError(
             f"{base.folder}: {scale} is {found.dtype} {list(found.shape)}, which is for no channels or blocks of "
             f"{name} [{rows}, {width}]"

@@ -15,6 +15,7 @@ from fmoe_ext.checkpoint.gguf_names import OUTSIDE, in_transformers
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.frozen.formats import GGUF
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
@@ -49,7 +50,7 @@ def _fields(file: Path, reader: Any) -> gguf_keys.Fields:
 
 
 def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """{name in Transformers: tensor, a PackedTensor where frozen.FORMATS has its format} of what is no expert.
+    """{name in Transformers: tensor, a PackedTensor where a kernel decodes its type} of what is no expert.
 
     Heads for the tokens after the next are left out. Raises CheckpointError for a file that is damaged, and for names
     that are not known.
@@ -105,7 +106,7 @@ def _name(file: Path, name: str, family: Family) -> str:
 def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, family: Family) -> StoredTensor:
     shape = tuple(int(n) for n in reversed(tensor.shape))
     name = tensor.tensor_type.name.lower()
-    if name in frozen.FORMATS and len(shape) == 2:
+    if name in GGUF and len(shape) == 2:
 
         def packed() -> frozen.Quantized:
             # a copy in memory, whatever becomes of the file

@@ -42,7 +42,8 @@ def e2m1(device: torch.device) -> torch.Tensor:
     return torch.where(code < 8, value, -value)
 
 
-def _steps(scale: torch.Tensor) -> torch.Tensor:
+def steps(scale: torch.Tensor) -> torch.Tensor:
+    """Powers of two, float32, of their exponents in uint8 or float8_e8m0fnu."""
     exponent = scale.view(torch.uint8).int()
     # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
     bits = torch.where(exponent == 0, 0x400000, exponent << 23)
@@ -52,13 +53,13 @@ def _steps(scale: torch.Tensor) -> torch.Tensor:
 def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     values = e2m1(q.device)[nibbles(q.data).int()]
-    return (values * _steps(q.scale)[..., None]).flatten(-2)
+    return (values * steps(q.scale)[..., None]).flatten(-2)
 
 
 def _grid(q: Packed) -> Grid:
     assert q.scale is not None
     codes = torch.cat((torch.arange(15, 8, -1), torch.arange(8))).to(torch.uint8)
-    step = _steps(q.scale)
+    step = steps(q.scale)
     return Grid(e2m1(q.device)[codes.int()], codes, step, torch.zeros_like(step))
 
 
