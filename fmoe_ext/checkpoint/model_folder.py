@@ -25,9 +25,9 @@ class Base:
         self.packed = ""
         files = model_files(self.folder, folders)
         if not files:
-            raise CheckpointError(
-                f"{folder} has no model.safetensors and no index of several: give a model's folder"
-            )
+            gguf = min(self.folder.glob("*.gguf"), default=None)
+            remedy = "give a model's folder" if gguf is None else f"give the file {gguf}"
+            raise CheckpointError(f"{folder} has no model.safetensors and no index of several: {remedy}")
         self.config: dict[str, Any] = model_config(self.folder)
         self.files: dict[Path, list[str]] = {}
         self.tensors: dict[str, StoredTensor] = {}

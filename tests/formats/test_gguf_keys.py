@@ -295,3 +295,10 @@ def test_documentation_has_the_table_of_keys():
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
     assert gguf_keys.table() in page, "paste the result of fmoe_ext.checkpoint.gguf_keys.table()"
     assert gguf_keys.routing_table() in page, "paste the result of gguf_keys.routing_table()"
+
+
+def test_folder_of_a_gguf_file_is_refused_with_the_name_of_the_file(tmp_path):
+    """export() writes such a folder."""
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors.*: give the file .*/model\.gguf"):
+        fmoe_ext.stream(tmp_path, "1MiB")

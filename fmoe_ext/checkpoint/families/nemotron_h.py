@@ -2,27 +2,21 @@
 
 from fmoe_ext.checkpoint.families.family import UNGATED, UP_DOWN, Family, Layout, as_configured
 
+LAYOUT = Layout(
+    block="mixer",
+    expert_bias="gate.e_score_correction_bias",
+    experts=("experts.up_proj", "experts.down_proj"),
+    gated=False,
+    shared="shared_experts.",
+    shared_names=UP_DOWN,
+    latent=("fc1_latent_proj", "fc2_latent_proj"),
+)
+
 FAMILY = Family(
     name="nemotron_h",
     holds=("nemotron_h",),
-    files=Layout(
-        block="mixer",
-        expert_bias="gate.e_score_correction_bias",
-        experts=("experts.up_proj", "experts.down_proj"),
-        gated=False,
-        shared="shared_experts.",
-        shared_names=UP_DOWN,
-        latent=("fc1_latent_proj", "fc2_latent_proj"),
-    ),
-    modules=Layout(
-        block="mixer",
-        expert_bias="gate.e_score_correction_bias",
-        experts=("experts.up_proj", "experts.down_proj"),
-        gated=False,
-        shared="shared_experts.",
-        shared_names=UP_DOWN,
-        latent=("fc1_latent_proj", "fc2_latent_proj"),
-    ),
+    files=LAYOUT,
+    modules=LAYOUT,
     gates=("SigmoidGate",),
     activations=UNGATED,
     activation_key="mlp_hidden_act",
