@@ -1,9 +1,9 @@
 """DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 from fmoe_ext.spread import tag_adapters
+
+_Factor: TypeAlias = Callable[[nn.Parameter, str], float]  # of a parameter's gradient under a tag
 
 
 class _Handle(Protocol):
@@ -48,13 +50,13 @@ def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessG
 
 
 class _Tags:
-    """The tags that the parameters of a module have now, and what their gradients are multiplied by.
+    """The tags that the parameters of a module had when it was read.
 
     params: {tag: parameters that are trained}; those of DTensor type are left out.
     """
 
     def __init__(self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._module, self._groups = module, groups
+        self._module = module
         self.params: dict[str, list[nn.Parameter]] = {}
         for name, p in module.named_parameters():
             if not p.requires_grad or is_dtensor(p):
@@ -70,30 +72,25 @@ class _Tags:
     def have_changed(self) -> bool:
         return any(tag_of(p) != tag for p, tag in self._tags)
 
-    def check_change(self, under_way: bool, is_scaled: bool) -> None:
+    def check_change(self, under_way: bool, factor: _Factor | None) -> None:
         """RuntimeError for a new tag of a parameter whose gradient is there, on its way or of another scale."""
         for name, p in self._module.named_parameters():
             old = next((tag for q, tag in self._tags if q is p), None)
             if old is None or old == tag_of(p) or p.grad is None:
                 continue
-            if under_way or (is_scaled and self._factor(p, old) != self._factor(p, tag_of(p))):
+            if under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p))):
                 raise RuntimeError(
                     f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
                     "dp_comm before the forward, with gradients None"
                 )
 
-    def scale_to_job_mean(self) -> list[_Handle]:
-        """Hooks that make the mean over each group the gradient of the job's mean loss."""
+    def scale(self, factor: _Factor) -> list[_Handle]:
+        """Hooks that multiply each gradient by the factor of its parameter and tag."""
         return [
-            p.register_hook(lambda grad, factor=factor: grad * factor)
+            p.register_hook(lambda grad, number=number: grad * number)
             for p, tag in self._tags
-            if (factor := self._factor(p, tag)) != 1
+            if (number := factor(p, tag)) != 1
         ]
-
-    def _factor(self, p: nn.Parameter, tag: str) -> float:
-        """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
-        size = dist.get_world_size(self._groups[tag]) if tag in self._groups and tag != "none" else 1
-        return size / dist.get_world_size(self._groups["dp"])
 
 
 class DistributedGroupedDataParallel(nn.Module):
@@ -218,17 +215,22 @@ class DistributedGroupedDataParallel(nn.Module):
             for bucket in make_buckets(params, self.groups.get(tag), self._max_bytes)
         ]
         if self._expert_grads == "mean":
-            self._hooks += self._tags.scale_to_job_mean()
+            self._hooks += self._tags.scale(self._factor)
         if self.auto_allreduce:
             self._reduce_during_backward()
 
     def _retag(self) -> None:
         """FastMoE reads tags at the reduction; so does this, unless gradients have come that are of another scale."""
         under_way = any(len(bucket.missing) < len(bucket.params) for bucket in self._buckets)
-        self._tags.check_change(under_way, is_scaled=self._expert_grads == "mean")
+        self._tags.check_change(under_way, self._factor if self._expert_grads == "mean" else None)
         _remove_all(self._hooks)
         self._hooks.clear()
         self._follow_tags()
+
+    def _factor(self, p: nn.Parameter, tag: str) -> float:
+        """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
+        size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
+        return size / dist.get_world_size(self.groups["dp"])
 
     def _sync_params(self) -> None:
         for tag, group in self.groups.items():
