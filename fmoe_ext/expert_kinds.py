@@ -21,7 +21,7 @@ from fmoe_ext.routing import ExpertInput, permute_rows, sort_choices, unpermute_
 from fmoe_ext.tokens import Nest, leaves_of, map_structure
 
 
-class HasExperts(Protocol):
+class _HasExperts(Protocol):
     """Attributes of a layer that the kinds use."""
 
     @property
@@ -43,11 +43,11 @@ class ExpertKind:
 
     has_whole_experts = True
 
-    def __init__(self, layer: HasExperts):
+    def __init__(self, layer: _HasExperts):
         self.layer = layer
 
     @staticmethod
-    def fits(layer: HasExperts) -> bool:
+    def fits(layer: _HasExperts) -> bool:
         """True if layer.experts are of this kind."""
         raise NotImplementedError
 
@@ -103,12 +103,12 @@ class ExpertKind:
 class Fused(ExpertKind):
     """FusedExperts: they read tokens through an index and sum results themselves, so that neither is kept."""
 
-    def __init__(self, layer: HasExperts):
+    def __init__(self, layer: _HasExperts):
         super().__init__(layer)
         self._weights: Callable[[int], tuple[Any, ...]] = _own_weights
 
     @staticmethod
-    def fits(layer: HasExperts) -> bool:
+    def fits(layer: _HasExperts) -> bool:
         return isinstance(layer.experts, FusedExperts)
 
     @property
@@ -190,7 +190,7 @@ class Separate(ExpertKind):
         )
 
     @staticmethod
-    def fits(layer: HasExperts) -> bool:
+    def fits(layer: _HasExperts) -> bool:
         return not layer.experts_fused
 
     @property
@@ -230,7 +230,7 @@ class OneModule(ExpertKind):
     """One module for all experts, called with rows sorted by expert and their numbers."""
 
     @staticmethod
-    def fits(layer: HasExperts) -> bool:
+    def fits(layer: _HasExperts) -> bool:
         return True
 
     def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
@@ -249,7 +249,7 @@ class OwnExpertFn(ExpertKind):
 KINDS = (Fused, Separate, OneModule)
 
 
-def kind_of(layer: HasExperts) -> ExpertKind:
+def kind_of(layer: _HasExperts) -> ExpertKind:
     """Kind of layer.experts: the first of KINDS that fits."""
     for kind in KINDS[:-1]:
         if kind.fits(layer):

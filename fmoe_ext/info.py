@@ -54,7 +54,7 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     return lines
 
 
-def facts() -> list[tuple[str, str]]:
+def _facts() -> list[tuple[str, str]]:
     """(what, value) pairs of this installation and machine."""
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
     return [
@@ -74,9 +74,9 @@ def facts() -> list[tuple[str, str]]:
 
 
 def _as_dict() -> dict[str, Any]:
-    """facts() by name, and the environment variables."""
+    """_facts() by name, and the environment variables."""
     found: dict[str, Any] = {}
-    for name, value in facts():
+    for name, value in _facts():
         key = name.strip()
         found[key] = f"{found[key]}; {value}" if key in found else value
     found["environment"] = {
@@ -87,7 +87,7 @@ def _as_dict() -> dict[str, Any]:
 
 
 def report() -> str:
-    lines = facts()
+    lines = _facts()
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]
     text.append("environment variables (value; default):")

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import copy
+from types import MappingProxyType
 from typing import Any
 
 from fmoe_ext.audit.cases import AuditError
 
 # What each size becomes, where the configuration has it and it is larger.
-SIZES = (
-    *(
-        ("num_hidden_layers", 2),
-        ("hidden_size", 32),
-        ("intermediate_size", 48),
-        ("moe_intermediate_size", 16),
-    ),
-    *(("shared_expert_intermediate_size", 16), ("num_attention_heads", 4), ("num_key_value_heads", 2)),
-    *(("head_dim", 8), ("vocab_size", 64), ("max_position_embeddings", 64), ("num_experts", 4)),
-    *(("num_local_experts", 4), ("n_routed_experts", 4), ("num_experts_per_tok", 2), ("n_group", 2)),
-    *(("topk_group", 1), ("first_k_dense_replace", 1), ("q_lora_rank", 16), ("kv_lora_rank", 16)),
-    *(("qk_nope_head_dim", 8), ("qk_rope_head_dim", 8), ("v_head_dim", 8), ("sliding_window", 16)),
+SIZES = MappingProxyType(
+    {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "sliding_window": 16,
+    }
 )
 LISTS_OF_LAYERS = ("layer_types", "mlp_layer_types")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -31,7 +46,7 @@ def shrunk_config(config: Any) -> Any:
     shares_no_heads = getattr(config, "num_key_value_heads", 0) == getattr(
         config, "num_attention_heads", None
     )
-    for name, size in SIZES:
+    for name, size in SIZES.items():
         value = _value(small, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
             setattr(small, name, size)

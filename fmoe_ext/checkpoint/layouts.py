@@ -55,19 +55,7 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
             f"{None if w2 is None else list(w2.shape)} are no {kind}: expected [E, {rows}, D] and [E, D, H]"
         )
     out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}
-    if layout.interleaved:
-        num_experts, two_h, d_model = w1.shape
-        gate_bias = left.pop("gate.gate.bias", None) or zeros((num_experts,), w1.dtype)
-        b1 = left.pop(B1, None) or zeros((num_experts, two_h), w1.dtype)
-        b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
-        out |= {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
-    elif layout.per_expert is None:
-        if layout.transposed:
-            w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
-        out |= dict(zip(layout.experts, (w1, w2), strict=True))
-    else:
-        for e in range(w1.shape[0]):
-            out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
+    out |= _experts_to_layout(left, w1, w2, layout)
     if layout.latent and LATENT[0] in left:
         out |= {f"{name}.weight": left.pop(ours) for name, ours in zip(layout.latent, LATENT, strict=True)}
     if layout.table and TABLE in left:
@@ -81,6 +69,26 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
     out |= _shared_to_layout(prefix, left, layout)
     for name, tensor in left.items():
         _check_droppable(prefix, name, tensor)
+    return out
+
+
+def _experts_to_layout(
+    left: dict[str, StoredTensor], w1: StoredTensor, w2: StoredTensor, layout: Layout
+) -> dict[str, StoredTensor]:
+    """The weights of experts under the names of a layout, with the biases that it asks for; those leave `left`."""
+    if layout.interleaved:
+        num_experts, two_h, d_model = w1.shape
+        gate_bias = left.pop("gate.gate.bias", None) or zeros((num_experts,), w1.dtype)
+        b1 = left.pop(B1, None) or zeros((num_experts, two_h), w1.dtype)
+        b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
+        return {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
+    if layout.per_expert is None:
+        if layout.transposed:
+            w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
+        return dict(zip(layout.experts, (w1, w2), strict=True))
+    out: dict[str, StoredTensor] = {}
+    for e in range(w1.shape[0]):
+        out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
     return out
 
 

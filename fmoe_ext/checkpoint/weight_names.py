@@ -89,19 +89,28 @@ class WeightNames:
             is_stack = True
             of_experts = (tuple(name for of_pattern in lists for name in of_pattern),) * num_experts
         if len(converter.target_patterns) == 1:
-            if steps in ([], [("Concatenate", 1)]):
-                return InFiles(of_experts, is_stack)
-            step = operations[-1]
-            if steps == [("Interleave", 1)] and not step.inverse:
-                return InFiles(of_experts, is_stack, interleaved=True)
-            if steps == [("Transpose", None)] and {step.dim0, step.dim1} == {1, 2}:
-                stored = self._tensors.get(of_experts[0][0])
-                is_same = stored is not None and list(stored.shape[-2:]) == shape
-                return InFiles(of_experts, is_stack, transposed=not (step.check_dims and is_same))
+            put_together = self._put_together(InFiles(of_experts, is_stack), steps, operations, shape)
+            if put_together is not None:
+                return put_together
         kinds = ", ".join(type(step).__name__ for step in operations)
         raise CheckpointError(
             f"{self._folder}: {parameter} is made of {found[0][1]} and others by {kinds}, which is not computed here"
         )
+
+    def _put_together(
+        self, files: InFiles, steps: list[tuple[str, Any]], operations: list[Any], shape: list[int]
+    ) -> InFiles | None:
+        """The tensors of experts, and how one becomes a weight [*shape]; None for steps that are not known."""
+        if steps in ([], [("Concatenate", 1)]):
+            return files
+        step = operations[-1]
+        if steps == [("Interleave", 1)] and not step.inverse:
+            return files._replace(interleaved=True)
+        if steps == [("Transpose", None)] and {step.dim0, step.dim1} == {1, 2}:
+            stored = self._tensors.get(files.names[0][0])
+            is_same = stored is not None and list(stored.shape[-2:]) == shape
+            return files._replace(transposed=not (step.check_dims and is_same))
+        return None
 
     def _share(self, parameter: str, converter: Any, names: list[str]) -> list[str]:
         """The tensors of the experts of text or of images, whose lists follow each other."""

@@ -1,9 +1,9 @@
 """DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 from fmoe_ext.spread import tag_adapters
+
+_Factor: TypeAlias = Callable[[nn.Parameter, str], float]  # of a parameter's gradient under a tag
 
 
 class _Handle(Protocol):
@@ -45,6 +47,50 @@ def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessG
         named = [(name, p) for name, p in module.named_parameters() if tag_of(p) == tag]
         params = [(name, list(p.shape), str(p.dtype)) for name, p in named]
         check_same(f"parameters tagged {tag!r}", params, group)
+
+
+class _Tags:
+    """The tags that the parameters of a module had when it was read.
+
+    params: {tag: parameters that are trained}; those of DTensor type are left out.
+    """
+
+    def __init__(self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._module = module
+        self.params: dict[str, list[nn.Parameter]] = {}
+        for name, p in module.named_parameters():
+            if not p.requires_grad or is_dtensor(p):
+                continue
+            if tag_of(p) != "none" and tag_of(p) not in groups:
+                raise ValueError(
+                    f"parameter {name!r} is tagged {tag_of(p)!r}, for which there is no group: pass {tag_of(p)}_group="
+                    f', or tag it "none" if it has no copies (groups: {", ".join(groups)})'
+                )
+            self.params.setdefault(tag_of(p), []).append(p)
+        self._tags = [(p, tag) for tag, params in self.params.items() for p in params]
+
+    def have_changed(self) -> bool:
+        return any(tag_of(p) != tag for p, tag in self._tags)
+
+    def check_change(self, under_way: bool, factor: _Factor | None) -> None:
+        """RuntimeError for a new tag of a parameter whose gradient is there, on its way or of another scale."""
+        for name, p in self._module.named_parameters():
+            old = next((tag for q, tag in self._tags if q is p), None)
+            if old is None or old == tag_of(p) or p.grad is None:
+                continue
+            if under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p))):
+                raise RuntimeError(
+                    f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
+                    "dp_comm before the forward, with gradients None"
+                )
+
+    def scale(self, factor: _Factor) -> list[_Handle]:
+        """Hooks that multiply each gradient by the factor of its parameter and tag."""
+        return [
+            p.register_hook(lambda grad, number=number: grad * number)
+            for p, tag in self._tags
+            if (number := factor(p, tag)) != 1
+        ]
 
 
 class DistributedGroupedDataParallel(nn.Module):
@@ -118,7 +164,7 @@ class DistributedGroupedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.training and self._sync:
             self._broadcast(list(self.module.buffers()), self.groups["dp"])
-        if self._tags_changed():
+        if self._tags.have_changed():
             self._retag()
         if self.training and self._sync:
             self._reduction_due = True
@@ -141,7 +187,7 @@ class DistributedGroupedDataParallel(nn.Module):
         Gradients are divided by the size of their group before the sum, or after it (reduce_after), or not (no_scale);
         fp32_allreduce sums in float32.
         """
-        if self._tags_changed():
+        if self._tags.have_changed():
             self._retag()
         for bucket in self._buckets[self._num_started :]:
             bucket.start(not (no_scale or reduce_after), fp32_allreduce or self.fp32_allreduce)
@@ -161,50 +207,30 @@ class DistributedGroupedDataParallel(nn.Module):
 
     def _follow_tags(self) -> None:
         """Makes buckets and hooks for the tags that the parameters have now."""
-        self.tagged = self._params_by_tag()
-        self._tags = [(p, tag) for tag, params in self.tagged.items() for p in params]
+        self._tags = _Tags(self.module, self.groups)
+        self.tagged = self._tags.params
         self._buckets = [
             bucket
             for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none")
             for bucket in make_buckets(params, self.groups.get(tag), self._max_bytes)
         ]
         if self._expert_grads == "mean":
-            self._scale_to_job_mean()
+            self._hooks += self._tags.scale(self._factor)
         if self.auto_allreduce:
             self._reduce_during_backward()
-
-    def _tags_changed(self) -> bool:
-        return any(tag_of(p) != tag for p, tag in self._tags)
 
     def _retag(self) -> None:
         """FastMoE reads tags at the reduction; so does this, unless gradients have come that are of another scale."""
         under_way = any(len(bucket.missing) < len(bucket.params) for bucket in self._buckets)
-        for name, p in self.module.named_parameters():
-            old = next((tag for q, tag in self._tags if q is p), None)
-            if old is None or old == tag_of(p) or p.grad is None:
-                continue
-            rescaled = self._expert_grads == "mean" and self._factor(p, old) != self._factor(p, tag_of(p))
-            if under_way or rescaled:
-                raise RuntimeError(
-                    f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
-                    "dp_comm before the forward, with gradients None"
-                )
+        self._tags.check_change(under_way, self._factor if self._expert_grads == "mean" else None)
         _remove_all(self._hooks)
         self._hooks.clear()
         self._follow_tags()
 
-    def _params_by_tag(self) -> dict[str, list[nn.Parameter]]:
-        tagged: dict[str, list[nn.Parameter]] = {}
-        for name, p in self.module.named_parameters():
-            if not p.requires_grad or is_dtensor(p):
-                continue
-            if tag_of(p) != "none" and tag_of(p) not in self.groups:
-                raise ValueError(
-                    f"parameter {name!r} is tagged {tag_of(p)!r}, for which there is no group: pass {tag_of(p)}_group="
-                    f', or tag it "none" if it has no copies (groups: {", ".join(self.groups)})'
-                )
-            tagged.setdefault(tag_of(p), []).append(p)
-        return tagged
+    def _factor(self, p: nn.Parameter, tag: str) -> float:
+        """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
+        size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
+        return size / dist.get_world_size(self.groups["dp"])
 
     def _sync_params(self) -> None:
         for tag, group in self.groups.items():
@@ -220,18 +246,6 @@ class DistributedGroupedDataParallel(nn.Module):
             whole = tensor.contiguous()
             dist.broadcast(whole, source, group=group)
             tensor.copy_(whole)
-
-    def _factor(self, p: nn.Parameter, tag: str) -> float:
-        """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
-        size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
-        return size / dist.get_world_size(self.groups["dp"])
-
-    def _scale_to_job_mean(self) -> None:
-        for tag, params in self.tagged.items():
-            for p in params:
-                factor = self._factor(p, tag)
-                if factor != 1:
-                    self._hooks.append(p.register_hook(lambda grad, factor=factor: grad * factor))
 
     def _reduce_during_backward(self) -> None:
         this = weakref.ref(self)

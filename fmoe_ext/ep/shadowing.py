@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fmoe_ext.ep import expert_parallel_layers
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
-from fmoe_ext.ep.layers import expert_parallel_layers
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.traced import in_turn
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext.ep import expert_parallel_layers
 from fmoe_ext.ep.exchange import check
-from fmoe_ext.ep.layers import expert_parallel_layers
 from fmoe_ext.routing import DispatchHandle
 
 

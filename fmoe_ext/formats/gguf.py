@@ -144,10 +144,8 @@ def _in_layer(
 
 def _split_latent(tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
     """Keys [heads, rank, nope] and values [heads, v, rank] of what widens the latent ones."""
-    heads, nope, width, rank = (
-        *(config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim),
-        tensor.shape[1],
-    )
+    heads, rank = config.num_attention_heads, tensor.shape[1]
+    nope, width = config.qk_nope_head_dim, config.v_head_dim
 
     def halves(w: Tensor) -> Tensor:
         return w.unflatten(0, (heads, nope + width))

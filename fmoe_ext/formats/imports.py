@@ -172,6 +172,22 @@ def _converted(
             f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
         )
     tensors = found[0]
+    layer = _layer_of(tensors, family, facts, activation)
+    _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
+    layer.mark_parallel_comm("dp")
+    if family.returns_scores:
+        layer.register_forward_hook(_with_scores)
+    if family.in_modules.table:
+        ids = _TokenIds()
+        layer.register_forward_pre_hook(ids.before, with_kwargs=True)
+        layer.register_forward_hook(ids.after, always_call=True)
+    return layer.train(block.training)
+
+
+def _layer_of(
+    tensors: dict[str, StoredTensor], family: Family, facts: dict[str, Any], activation: Any
+) -> FMoETransformerMLP:
+    """A layer on the meta device, of the sizes and parts that these tensors have."""
     num_experts, d_model = tensors["gate.gate.weight"].shape
     layer_gate = _gate(family, facts, tensors)
     with torch.device("meta"):
@@ -193,15 +209,7 @@ def _converted(
             width = layer.shared_experts.mlp.h4toh.weight.shape[2]
             has_gate = SHARED_GATE in tensors
             layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
-    _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
-    layer.mark_parallel_comm("dp")
-    if family.returns_scores:
-        layer.register_forward_hook(_with_scores)
-    if family.in_modules.table:
-        ids = _TokenIds()
-        layer.register_forward_pre_hook(ids.before, with_kwargs=True)
-        layer.register_forward_hook(ids.after, always_call=True)
-    return layer.train(block.training)
+    return layer
 
 
 def _gate(family: Family, facts: dict[str, Any], tensors: dict[str, StoredTensor]) -> Any:

@@ -187,11 +187,11 @@ def compute(
         return run_rounded(run, x, topk_weights, (w1, w2), adapters, experts.is_transposed)
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
     is_packed = isinstance(w1, frozen.Quantized)
-    activation = activation_of(experts, is_packed)
+    activation = None if w2 is None else activation_of(experts, is_packed)
     has_norm = getattr(experts, "has_post_expert_norm", False)
-    if w2 is None:
-        activation = None
-    if activation is not None:
+    if activation is None:
+        rows = _compute_apart(experts, weights, x, (offs, row_idx, inverse), adapters)
+    else:
         mlp = (x, row_idx, inverse, offs, w1, b1, w2, b2, None if has_norm else topk_weights, activation)
         if any(adapters) or is_packed:
             rows = frozen.frozen_mlp(*mlp, not has_norm, *adapters)
@@ -199,20 +199,35 @@ def compute(
             rows = ops.expert_mlp(*mlp, combine=not has_norm)
         if not has_norm:
             return rows
-    else:
-        transposed = experts.is_transposed and not is_packed
-        if is_packed:
-            w1, w2 = (replace(w, interleaved=False).dequantize(x.dtype) for w in (w1, w2))
-        x_rows = ops.permute(x, row_idx, inverse)
-        h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
-        a = apply_gate(experts, h) if experts.has_gate else experts.act_fn(h)
-        if w2 is None:
-            w2 = experts.down_proj
-            _compute_dtype(experts, (w2,))
-        rows = adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
     if has_norm:
         rows = experts.post_expert_norm(rows)
     return ops.unpermute(rows, row_idx, inverse, topk_weights)
+
+
+def _compute_apart(
+    experts: Any,
+    weights: Any,
+    x: Tensor,
+    sorted_rows: tuple[Tensor, Tensor, Tensor],
+    adapters: tuple[Lora | None, Lora | None],
+) -> Tensor:
+    """The experts' two products with their own activation between them -> rows [R, D] before they are weighed.
+
+    sorted_rows: offs, row_idx and inverse of ops.sort_tokens().
+    """
+    w1, b1, w2, b2 = weights
+    offs, row_idx, inverse = sorted_rows
+    is_packed = isinstance(w1, frozen.Quantized)
+    transposed = experts.is_transposed and not is_packed
+    if is_packed:
+        w1, w2 = (replace(w, interleaved=False).dequantize(x.dtype) for w in (w1, w2))
+    x_rows = ops.permute(x, row_idx, inverse)
+    h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
+    a = apply_gate(experts, h) if experts.has_gate else experts.act_fn(h)
+    if w2 is None:
+        w2 = experts.down_proj
+        _compute_dtype(experts, (w2,))
+    return adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
 
 
 def compute_few(

@@ -28,7 +28,7 @@ _UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})  # of
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-class UnreadableError(Exception):
+class _UnreadableError(Exception):
     """The reason why a module cannot be read as an MLP."""
 
 
@@ -92,7 +92,7 @@ def read_mlp(module: nn.Module, activation: str | Callable[..., Any] | None = No
     linears = [m for m in module.modules() if is_linear(m)]
     try:
         return _read(module, linears, activation)
-    except UnreadableError as why:
+    except _UnreadableError as why:
         d_model = weight_shape(linears[0])[1] if linears else None
         return Reading(DenseMLP(d_model, None, None, why_unreadable=str(why)))
 
@@ -114,22 +114,22 @@ def read_pair(
             module.eval()
             run = _watch(module, pair, call, x, to_the_end=False)
             if [m for m, _, _ in run.linears] != list(pair):
-                raise UnreadableError("it does not call its two linear layers one after the other")
+                raise _UnreadableError("it does not call its two linear layers one after the other")
             (_, entering, h), (_, hidden, _) = run.linears
             if _misfit(activation, [h], hidden, True) > 1:
-                raise UnreadableError("more than the activation lies between its two linear layers")
-    except UnreadableError as why:
+                raise _UnreadableError("more than the activation lies between its two linear layers")
+    except _UnreadableError as why:
         return DenseMLP(None, None, simplify(activation), why_unreadable=str(why)), False
     dense = DenseMLP(w1.shape[1], w2.shape[1], simplify(activation), w1, b1, w2, b2)
     return dense, _is_same(entering, x)
 
 
 def _weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """weight [out, in] and bias [out] or None, detached; UnreadableError unless the layer computes just that."""
+    """weight [out, in] and bias [out] or None, detached; _UnreadableError unless the layer computes just that."""
     weight, bias = linear.weight.detach(), linear.bias
     if hasattr(weight, "__tensor_flatten__") or weight.dtype not in DTYPES:
         kind = weight.dtype if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
-        raise UnreadableError(f"its weights are {kind}")
+        raise _UnreadableError(f"its weights are {kind}")
     weight = weight.t() if _is_conv1d(linear) else weight
     bias = None if bias is None else bias.detach()
     with _probing(linear, weight) as x:
@@ -140,13 +140,15 @@ def _weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
         limit = 4 * eps * expected.abs() + 16 * min(eps, torch.finfo(torch.float32).eps) * sizes
     is_tensor = isinstance(value, Tensor) and value.shape == expected.shape
     if not is_tensor or bool(((value - expected).abs() > limit).any()):
-        raise UnreadableError(f"a {type(linear).__name__} in it computes more than its weight and bias")
+        raise _UnreadableError(f"a {type(linear).__name__} in it computes more than its weight and bias")
     return weight, bias
 
 
 def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[..., Any] | None) -> Reading:
     if len(linears) not in (2, 3):
-        raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
+        raise _UnreadableError(
+            f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated"
+        )
     weights = {m: _weight_and_bias(m) for m in linears}
     with _probing(module, weights[linears[0]][0]) as x:
         module.eval()
@@ -161,7 +163,7 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
     w1: Any = tuple(weights[m][0] for m, _, _ in first)
     biases: list[Any] = [weights[m][1] for m, _, _ in first]
     if len({b is None for b in biases}) > 1:
-        raise UnreadableError("one of its first linear layers has a bias and the other has none")
+        raise _UnreadableError("one of its first linear layers has a bias and the other has none")
     b1 = None if biases[0] is None else torch.cat(biases)
     w2, b2 = weights[last]
     d_hidden = w2.shape[1]
@@ -213,7 +215,7 @@ def _watch(
     """Calls call(x) while the linear layers return random numbers, and notes their inputs."""
     try:
         return _watch_in(torch.float64, module, linears, call, x, to_the_end)
-    except UnreadableError:  # a layer between them may take the dtype of the model only
+    except _UnreadableError:  # a layer between them may take the dtype of the model only
         return _watch_in(x.dtype, module, linears, call, x, to_the_end)
 
 
@@ -251,7 +253,7 @@ def _watch_in(
         for hook in hooks:
             hook.remove()
     if not run.linears:
-        raise UnreadableError("it does not call its linear layers")
+        raise _UnreadableError("it does not call its linear layers")
     return run
 
 
@@ -274,19 +276,19 @@ def _run(call: Callable[[Tensor], Any], x: Tensor) -> Any:
     try:
         return call(x)
     except Exception as error:  # an unknown module may raise anything
-        raise UnreadableError(f"calling it with one tensor {list(x.shape)} fails: {error}") from error
+        raise _UnreadableError(f"calling it with one tensor {list(x.shape)} fails: {error}") from error
 
 
 def _check_structure(run: _Run, x: Tensor, linears: list[nn.Module]) -> None:
     if len(run.linears) != len(linears) or {m for m, _, _ in run.linears} != set(linears):
-        raise UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
+        raise _UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
     *first, (_, _, y) = run.linears
     if not all(_is_same(entering, x) for _, entering, _ in first):
-        raise UnreadableError("its first linear layer is not applied to its input")
+        raise _UnreadableError("its first linear layer is not applied to its input")
     if not isinstance(run.output, Tensor) or run.output.shape != x.shape:
-        raise UnreadableError("it does not return one tensor of the shape of its input")
+        raise _UnreadableError("it does not return one tensor of the shape of its input")
     if not _is_same(run.output, y):
-        raise UnreadableError("something other than dropout follows its last linear layer")
+        raise _UnreadableError("something other than dropout follows its last linear layer")
 
 
 def _is_same(value: Any, x: Tensor) -> bool:
@@ -304,7 +306,7 @@ def _activation_or_why(
     """(activation, True if the gate comes before up, ""); (None, True, why) where none fits the given one."""
     try:
         return *_find_activation(module, first, hidden, given), ""
-    except UnreadableError as why:
+    except _UnreadableError as why:
         if given is None:
             raise
         return None, True, str(why)
@@ -317,7 +319,7 @@ def _find_activation(
     if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
         first = first[0].chunk(2, -1)
     if any(h.numel() != hidden.numel() for h in first):
-        raise UnreadableError(
+        raise _UnreadableError(
             "what goes into its last linear layer has another shape than what its first give"
         )
     candidates = [*_own(module), *(() if given is None else (_ungated(given),)), *PLAIN]
@@ -325,7 +327,7 @@ def _find_activation(
     misfits = [_misfit(act, first, hidden, order) for act, order in pairs]
     best = min(range(len(pairs)), key=misfits.__getitem__)
     if not misfits[best] <= 1:
-        raise UnreadableError(
+        raise _UnreadableError(
             f"between its linear layers it computes none of {', '.join(PLAIN)}, plain or gated"
         )
     activation, gate_first = pairs[best]

@@ -31,12 +31,11 @@ def _equal_rounds(chunks: int, ranks: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule: torch's class, whether it takes several stages a rank, in which placement, and what it can split."""
+    """A schedule: torch's class, whether it takes several stages a rank, and in which placement."""
 
     make: Callable[..., Any]
     takes_list: bool
     is_v: bool
-    splits_backward: bool
     microbatches: Callable[[int, int, int], int]
     overlaps: bool = False  # whether a forward and a backward are one action
 
@@ -49,12 +48,12 @@ class Kind:
 
 SCHEDULES = MappingProxyType(
     {
-        "gpipe": Kind(ScheduleGPipe, False, False, False, _any_number),
-        "1f1b": Kind(Schedule1F1B, False, False, False, _one_a_stage),
-        "interleaved": Kind(ScheduleInterleaved1F1B, True, False, False, _equal_rounds),
-        "zero_bubble": Kind(ScheduleInterleavedZeroBubble, True, False, True, _equal_rounds),
-        "zero_bubble_v": Kind(ScheduleZBVZeroBubble, True, True, True, _any_number),
-        "dualpipe_v": Kind(ScheduleDualPipeV, True, True, True, _one_a_stage, overlaps=True),
+        "gpipe": Kind(ScheduleGPipe, False, False, _any_number),
+        "1f1b": Kind(Schedule1F1B, False, False, _one_a_stage),
+        "interleaved": Kind(ScheduleInterleaved1F1B, True, False, _equal_rounds),
+        "zero_bubble": Kind(ScheduleInterleavedZeroBubble, True, False, _equal_rounds),
+        "zero_bubble_v": Kind(ScheduleZBVZeroBubble, True, True, _any_number),
+        "dualpipe_v": Kind(ScheduleDualPipeV, True, True, _one_a_stage, overlaps=True),
     }
 )
 

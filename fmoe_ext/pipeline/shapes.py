@@ -1,19 +1,12 @@
-"""The layers of a decoder from its sizes, or measured, for the planner."""
+"""The layers of a decoder from its sizes, for the planner."""
 
 import json
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
-
-from fmoe_ext.layers import FMoE
-from fmoe_ext.pipeline.layers import layers_of
 from fmoe_ext.pipeline.plan import LayerPlan
-from fmoe_ext.pipeline.split import measure
-from fmoe_ext.pipeline.stage import Boundary
 
 # Our names, and those of configurations of Transformers, the first that is there counts.
 NAMES = MappingProxyType(
@@ -93,33 +86,6 @@ class Shape:
         return LayerPlan(
             dense * element, self.num_experts * expert * element, length * kept * element, flops, moved
         )
-
-
-def measure_layers(model: nn.Module, sample: Tensor, rounds: int = 3) -> list[LayerPlan]:
-    """The layers of a model as split() cuts it, run on a sample [B, *]; their FLOP are seconds of this machine's.
-
-    The plan of a real model takes them with Hardware(throughput=1.0, ...).
-    """
-    layers, rows = layers_of(model), len(sample)
-    costs, boundaries = measure(layers, sample, rounds)
-    plans: list[LayerPlan] = []
-    for layer, cost, boundary in zip(layers, costs, boundaries, strict=False):
-        moes = [m for m in layer.modules() if isinstance(m, FMoE)]
-        experts = sum(p.numel() * p.element_size() for m in moes for p in m.experts.parameters())
-        moved = sum(m.top_k * _bytes_of_row(boundary) for m in moes)
-        dense = cost.parameter_bytes - experts
-        kept = cost.activation_bytes / rows
-        if len(plans) == len(layers) - 1:
-            kept += _bytes_of_row(boundaries[-1])  # the loss keeps as much as it is given
-        plans.append(LayerPlan(dense, experts, kept, cost.seconds / rows, moved))
-    return plans
-
-
-def _bytes_of_row(boundary: Boundary) -> int:
-    return sum(
-        math.prod(shape) * dtype.itemsize
-        for shape, dtype in zip(boundary.shapes, boundary.dtypes, strict=True)
-    )
 
 
 def read_shape(model: str) -> Shape:

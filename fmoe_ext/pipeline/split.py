@@ -61,7 +61,7 @@ def split(
     """
     layers = layers_of(model)
     _check(layers, stages, sample, by, load)
-    costs, boundaries = measure(layers, sample, rounds if by in ("time", "load") else 0)
+    costs, boundaries = _measure(layers, sample, rounds if by in ("time", "load") else 0)
     if isinstance(by, str):
         names = {id(module): name for name, module in model.named_modules()}
         cut = balance_cost(_numbers(costs, layers, by, load or {}, names, param_scale), stages)
@@ -93,7 +93,7 @@ def _cut_into(
     return made
 
 
-def measure(
+def _measure(
     layers: Sequence[nn.Module], sample: Tensors, rounds: int = 3
 ) -> tuple[list[_LayerCost], list[Boundary]]:
     """The cost of each layer, run on a copy, and what travels into the first, between them and out of the last.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fmoe_ext.ep import expert_parallel_layers
 from fmoe_ext.ep.exchange import global_exchange
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.layers import expert_parallel_layers
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.finetune.streamed_models import WIDE, pack, pack_linear, save, with_adapters, write_gguf
 from tests.huggingface.huggingface_models import make_ids
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
 KINDS = ["mxfp4", "mxfp4 of GPT-OSS", "int4", "q4_k"]
 

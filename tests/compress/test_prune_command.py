@@ -29,9 +29,9 @@ def given(tmp_path):
     save(tmp_path / "model", **FEW)
     np.save(tmp_path / "ids.npy", ids().numpy())
     return [
-        *(str(tmp_path / "model"), "--tokens", str(tmp_path / "ids.npy"), "--seq-len", "20"),
-        *("-o", str(tmp_path / "out"), "--batch", "2"),
-    ]
+        str(tmp_path / "model"), "--tokens", str(tmp_path / "ids.npy"), "--seq-len", "20",
+        "-o", str(tmp_path / "out"), "--batch", "2",
+    ]  # fmt: skip
 
 
 def contents(folder):

@@ -10,7 +10,6 @@ from fmoe_ext.compress import prune
 from tests.finetune.streamed_models import WIDE, save, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
-pytest.importorskip("transformers")
 
 from tests.formats.test_gguf import llama_cpp_or_skip, of_transformers  # noqa: E402
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -10,6 +11,8 @@ from fmoe_ext import frozen, huggingface
 from fmoe_ext.finetune.streaming import pool
 from tests import packed_layouts
 from tests.huggingface.huggingface_models import make_ids, make_model
+
+transformers = pytest.importorskip("transformers")  # here for the tests that import this module
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CHANGES = {"num_hidden_layers": 5}
@@ -23,8 +26,6 @@ def save(folder, architecture="Qwen3MoeForCausalLM", dtype=torch.float64, **chan
 
 def resident(folder):
     """The model of a folder in memory, computed by fmoe_ext."""
-    import transformers
-
     return huggingface.use(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")).eval()
 
 
@@ -39,8 +40,7 @@ def streamed(folder, num_layers=2, adapters=0, **options):
 
 def with_adapters(model, rank=2, fuse=True, **options):
     """Adapters of PEFT on the experts, the same for every model of one architecture."""
-    import peft
-
+    peft = pytest.importorskip("peft")
     config = {"r": rank, "target_parameters": EXPERTS, "init_lora_weights": False} | options
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -53,8 +53,6 @@ def with_adapters(model, rank=2, fuse=True, **options):
 
 def train(model, folder, **options):
     """Trains by Transformers' Trainer -> (losses, the optimizer)."""
-    import transformers
-
     data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -121,8 +119,6 @@ def pack(folder, seed=0):
 
 def decoded(folder, dtype=torch.float32):
     """The model of a packed folder in memory, its experts decoded."""
-    import transformers
-
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (file,) = folder.glob("*.safetensors")
@@ -213,8 +209,6 @@ def write_gguf(folder, kind, others=None):
 
 def of_values(folder, values):
     """The model with these values in memory, in float32."""
-    import transformers
-
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config", None)
     stacked = {key: value for key, value in values.items() if ".experts." not in key}

@@ -10,9 +10,6 @@ from tests.checkpoint.test_adapter_repack import KINDS, made
 from tests.finetune.streamed_models import checkpoint_layers, pack, save, with_adapters
 from tests.huggingface.huggingface_models import make_ids
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 
 def on_lattice(source, format, dtype=torch.float32):
     model = with_adapters(fmoe_ext.stream(source, 2**30, dtype=dtype), fuse=False)

@@ -7,7 +7,6 @@ import fmoe_ext
 from tests.finetune.streamed_models import EXPERTS, resident, save, streamed, with_adapters
 from tests.huggingface.huggingface_models import make_ids, step
 
-pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 HONOURED = {

@@ -24,7 +24,6 @@ from tests.finetune.streamed_models import (
 from tests.huggingface.huggingface_models import make_ids, step
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ARCHITECTURES = {

@@ -11,9 +11,6 @@ from fmoe_ext.finetune.streaming.activations import ActivationFile
 from tests.finetune.streamed_models import checkpoint_layers, save, streamed, with_adapters
 from tests.huggingface.huggingface_models import make_ids, step
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 
 def trained(folder, **options):
     model = with_adapters(streamed(folder, 2, 10**6, **options)).train()

@@ -19,7 +19,6 @@ from fmoe_ext.huggingface import register
 from tests.finetune.streamed_models import pack, save, streamed
 from tests.huggingface.huggingface_models import make_ids
 
-pytest.importorskip("transformers")
 BIG = 2**30
 
 

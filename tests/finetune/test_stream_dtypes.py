@@ -22,7 +22,6 @@ from tests.finetune.streamed_models import (
 from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

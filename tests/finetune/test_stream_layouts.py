@@ -16,7 +16,6 @@ from tests.finetune.streamed_models import (
 from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
 COMMON = {
     **{"vocab_size": 61, "hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4},
     **{"q_lora_rank": 128, "max_position_embeddings": 64, "pad_token_id": 0},

@@ -25,7 +25,6 @@ from tests.finetune.test_stream_packed import error
 from tests.huggingface.huggingface_models import make_ids, step
 from tests.packed_layouts import CONFIGS
 
-pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 GGUF = ("q8_0", "q4_k", "q6_k", "q4_0", "q5_k", "iq4_nl", "iq4_xs")

@@ -19,8 +19,6 @@ from tests.finetune.streamed_models import (
 )
 from tests.huggingface.huggingface_models import make_ids, step
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
 MIB = 2**20
 UNLIMITED = 9223372036854771712
 

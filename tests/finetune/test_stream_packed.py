@@ -27,9 +27,6 @@ from tests.finetune.streamed_models import (
 from tests.huggingface.huggingface_models import make_ids, step
 from tests.packed_layouts import CONFIGS
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32}
 MODELS = {
     "Qwen3Moe": ("Qwen3MoeForCausalLM", SIZES),

@@ -17,8 +17,6 @@ from tests.finetune.streamed_models import (
 )
 from tests.huggingface.huggingface_models import make_ids, step
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
 # Qwen3-MoE has a gated activation inside the operator, GPT-OSS one of its own and biases, Mixtral fewer experts
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32}
 MODELS = {

@@ -32,12 +32,12 @@ LIMITS = ("DeepseekV4Config", "Glm5NextTextConfig", "HYV4Config", "MiniMaxM3VLTe
 SWIGLU_LIMIT = 0.02  # which the activations of these small models reach
 # One for each kind of layer and of refusal; the others are slow
 FAST = (
-    *("AriaTextForCausalLM", "Cohere2MoeForCausalLM", "DeepseekV4ForCausalLM", "Gemma4ForCausalLM"),
-    *("Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "JambaForCausalLM"),
-    *("KimiLinearForCausalLM", "LagunaForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
-    *("Mistral4ForCausalLM", "NemotronHForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
-    *("Qwen3_5MoeForConditionalGeneration", "ZayaForCausalLM"),
-)
+    "AriaTextForCausalLM", "Cohere2MoeForCausalLM", "DeepseekV4ForCausalLM", "Gemma4ForCausalLM",
+    "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "JambaForCausalLM",
+    "KimiLinearForCausalLM", "LagunaForCausalLM", "MiniMaxM3SparseForConditionalGeneration",
+    "Mistral4ForCausalLM", "NemotronHForCausalLM", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "ZayaForCausalLM",
+)  # fmt: skip
 # Classes of later versions that have no such small model
 _SIZES = "its class refuses the sizes of small models"
 _FLOAT32 = "its layers mix float32 into a model in float64"

@@ -13,9 +13,9 @@ from tests.huggingface.tiny_architectures import TINY
 
 MAPPINGS = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 EXPERTS = (
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts",
     "moe_num_routed_experts",
-)
+)  # fmt: skip
 CHOICES = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k")
 SIZES = {
     **TINY,

@@ -15,15 +15,15 @@ from tests.huggingface.tiny_architectures import architectures, tiny_model  # no
 
 # their files have split, merged or renamed tensors, infinities, positions that are not saved ...
 CONVERTED = (
-    *("HrmTextForCausalLM", "OlmoHybridForCausalLM", "GteForMaskedLM", "JinaEmbeddingsV3ForMaskedLM"),
-    *("NomicBertForMaskedLM", "FalconH1ForCausalLM", "MarianMTModel"),
-)
+    "HrmTextForCausalLM", "OlmoHybridForCausalLM", "GteForMaskedLM", "JinaEmbeddingsV3ForMaskedLM",
+    "NomicBertForMaskedLM", "FalconH1ForCausalLM", "MarianMTModel",
+)  # fmt: skip
 # ... or an activation without a name, or none in the configuration
 WITHOUT_A_NAME = (
-    *("ArceeForCausalLM", "NemotronForCausalLM", "ApertusForCausalLM", "PersimmonForCausalLM"),
-    *("Jais2ForCausalLM", "NanoChatForCausalLM", "BloomForCausalLM", "MptForCausalLM", "Lfm2ForCausalLM"),
+    "ArceeForCausalLM", "NemotronForCausalLM", "ApertusForCausalLM", "PersimmonForCausalLM",
+    "Jais2ForCausalLM", "NanoChatForCausalLM", "BloomForCausalLM", "MptForCausalLM", "Lfm2ForCausalLM",
     "OpenAIGPTLMHeadModel",
-)
+)  # fmt: skip
 
 
 def differences(model, folder):

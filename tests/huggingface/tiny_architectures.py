@@ -15,17 +15,17 @@ HIDDEN = (
     "hidden_dim",
 )
 LAYERS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
-    *("num_decoder_layers", "num_encoder_layers", "num_encoder_blocks"),
-)
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+    "num_decoder_layers", "num_encoder_layers", "num_encoder_blocks",
+)  # fmt: skip
 HEADS = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
-    *("decoder_attention_heads", "mamba_n_heads", "linear_num_value_heads"),
-)
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+    "decoder_attention_heads", "mamba_n_heads", "linear_num_value_heads",
+)  # fmt: skip
 LENGTHS = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
-    *("max_source_positions", "max_target_positions"),
-)
+    "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx",
+    "max_source_positions", "max_target_positions",
+)  # fmt: skip
 TINY = {
     **dict.fromkeys(WIDTHS, 32),
     **dict.fromkeys(HIDDEN, 40),

@@ -14,7 +14,7 @@ from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.pipeline.cli import main
 from fmoe_ext.pipeline.plan import GIB, LayerPlan, Layout, advice, estimate, plan
-from fmoe_ext.pipeline.shapes import Shape, left_out, measure_layers, read_shape
+from fmoe_ext.pipeline.shapes import Shape, left_out, read_shape
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
 SHAPE = Shape(d_model=32, num_layers=4, num_heads=4, d_hidden=64, vocabulary=256, num_experts=4, top_k=2)
@@ -92,13 +92,9 @@ def planned(layers, schedule, ep):
     ]
 
 
-@pytest.mark.parametrize("how", ["measured", "from its sizes"])
 @pytest.mark.parametrize(("schedule", "ep"), [("1f1b", 1), ("gpipe", 2)])
-def test_memory_of_runs(pool, schedule, ep, how):
-    if how == "measured":
-        layers = measure_layers(language_model(), torch.randint(256, (2, LENGTH)), rounds=1)
-    else:
-        layers = SHAPE.layers(LENGTH)
+def test_memory_of_runs(pool, schedule, ep):
+    layers = SHAPE.layers(LENGTH)
     found = pool.run(memory_of_step, schedule, ep, world_size=2 * ep)
     for stage, (parameters, activations) in enumerate(planned(layers, schedule, ep)):
         for held, kept in found[stage * ep : (stage + 1) * ep]:

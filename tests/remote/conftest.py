@@ -42,14 +42,14 @@ def start_etcd(folder, ports=None, host="127.0.0.1"):
         pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
     client, peer = ports or free_ports(2)
     command = [
-        *(binary, "--data-dir", str(folder), "--name", "test", "--unsafe-no-fsync"),
-        *("--listen-client-urls", f"http://{host}:{client}"),
-        *("--advertise-client-urls", f"http://{host}:{client}"),
-        *("--listen-peer-urls", f"http://127.0.0.1:{peer}"),
-        *("--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"),
-        *("--initial-cluster", f"test=http://127.0.0.1:{peer}"),
-        *("--logger", "zap", "--log-level", "error"),
-    ]
+        binary, "--data-dir", str(folder), "--name", "test", "--unsafe-no-fsync",
+        "--listen-client-urls", f"http://{host}:{client}",
+        "--advertise-client-urls", f"http://{host}:{client}",
+        "--listen-peer-urls", f"http://127.0.0.1:{peer}",
+        "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
+        "--initial-cluster", f"test=http://127.0.0.1:{peer}",
+        "--logger", "zap", "--log-level", "error",
+    ]  # fmt: skip
     command.remove("--unsafe-no-fsync")  # etcd 3.4 does not know it
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     endpoint = f"{host}:{client}"

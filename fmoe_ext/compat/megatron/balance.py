@@ -22,7 +22,7 @@ METRICS = MappingProxyType(
 )
 
 
-class Profile:
+class _Profile:
     """The figures of one process: figures[name of a metric][layer], None before the layer has run."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Profile:
         self.num_layers = 0
 
 
-PROFILE = Profile()  # what the functions here share, as in FastMoE
+PROFILE = _Profile()  # what the functions here share, as in FastMoE
 balance_dict = PROFILE.figures
 metrics = METRICS
 

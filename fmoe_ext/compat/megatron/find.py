@@ -49,7 +49,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
             parent=layer,
             attribute="mlp",
             dense=_read(layer.mlp, args),
-            wrap=as_megatron_mlp,
+            wrap=_as_megatron_mlp,
             finish=partial(reset_gate_hook, len(found)),
             moe_kwargs=arguments | {"gate_hook": generate_megatron_gate_hook(i, num_experts)},
         )
@@ -57,7 +57,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
     ]
 
 
-def as_megatron_mlp(moe: FMoETransformerMLP) -> FMoETransformerMLP:
+def _as_megatron_mlp(moe: FMoETransformerMLP) -> FMoETransformerMLP:
     """The layer, called as Megatron calls an MLP: its parameters keep the names that they have in FastMoE."""
     moe.register_forward_hook(_add_zero_bias)
     return moe

@@ -69,13 +69,13 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
     if getattr(args, "tensor_model_parallel_size", 1) > 1:
         arguments |= {
             "slice_group": mpu.get_tensor_model_parallel_group(),
-            "gate_group": stage_group(args),
+            "gate_group": _stage_group(args),
             "expert_dp_comm": EXPERTS_TAG if arguments["world_size"] > 1 else "gate",
         }
     return arguments
 
 
-def stage_group(args: Any) -> dist.ProcessGroup:
+def _stage_group(args: Any) -> dist.ProcessGroup:
     """A new group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
     world_size = dist.get_world_size()
     stage_size = world_size // getattr(args, "pipeline_model_parallel_size", 1)
@@ -90,7 +90,7 @@ def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
     """Groups of a DistributedGroupedDataParallel for fmoefied Megatron models; all ranks of the job call it."""
     args, mpu = get_args(), get_mpu()
     data_group = mpu.get_data_parallel_group()
-    groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": stage_group(args)}
+    groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": _stage_group(args)}
     if getattr(args, "tensor_model_parallel_size", 1) > 1:
         groups[f"{EXPERTS_TAG}_group"] = mpu.get_tensor_model_parallel_group()
     return groups

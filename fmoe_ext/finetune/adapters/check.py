@@ -29,7 +29,6 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
 
     base: adds what does not fit and, for each expert, the norm of its delta over that of its weight.
     """
-    key = (adapter.form, adapter.orientation, adapter.packing)
     problems = [*adapter.problems, *adapter.refused]
     notes = []
     if saved := [name for name in adapter.others if ".lora_" not in name]:
@@ -39,17 +38,9 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
     for name in ("orientation", "packing"):
         if getattr(adapter, name) == "undecidable":
             problems.append(f"the file does not show its {name}: say it by --{name}")
-    of_base = None
-    if base is not None:
-        try:
-            of_base = BaseExperts(base)
-            wrong = compare(adapter, of_base)
-        except CheckpointError as error:
-            wrong = [str(error)]
-        problems += wrong
-        of_base = None if wrong else of_base
+    of_base = None if base is None else _fitting_base(adapter, base, problems)
     rows = [_row(adapter, layer, role, problems) for layer, parts in adapter.layers.items() for role in parts]
-    evidence = adapter.evidence
+    evidence, key = adapter.evidence, (adapter.form, adapter.orientation, adapter.packing)
     report = {
         "adapter": str(adapter.folder),
         "base_model": adapter.config.get("base_model_name_or_path"),
@@ -67,6 +58,17 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
     if of_base is not None and not adapter.undecided:
         report["delta"] = _sizes(adapter, of_base)
     return report
+
+
+def _fitting_base(adapter: Adapter, base: Base, problems: list[str]) -> BaseExperts | None:
+    """The experts of a base; None, and what is wrong among the problems, if the adapter does not fit."""
+    try:
+        of_base = BaseExperts(base)
+        wrong = compare(adapter, of_base)
+    except CheckpointError as error:
+        wrong = [str(error)]
+    problems += wrong
+    return None if wrong else of_base
 
 
 def _row(adapter: Adapter, layer: str, role: str, problems: list[str]) -> dict[str, Any]:

@@ -147,11 +147,21 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--orientation", choices=("out_in", "in_out"), help="of lora_A, if the file does not show it"
     )
+    _add_check(commands, source)
+    _add_convert(commands, source)
+    _add_merge(commands, source)
+    return parser
+
+
+def _add_check(commands: Any, source: argparse.ArgumentParser) -> None:
     look = commands.add_parser("check", parents=[source], help="which layout, and what is wrong")
     look.add_argument("--base", help="folder of the model: compares shapes, prints the size of the delta")
     look.add_argument("--model", action="store_true", help="run the model with and without the adapter")
     look.add_argument("--scratch", help="folder for the merged model of --model, the system's by default")
     look.add_argument("--json", action="store_true", help="print everything, for each expert")
+
+
+def _add_convert(commands: Any, source: argparse.ArgumentParser) -> None:
     change = commands.add_parser("convert", parents=[source], help="the same adapter in another layout")
     change.add_argument("--to", required=True, choices=LAYOUTS)
     change.add_argument("--base", help="folder of the model, if the adapter does not say enough about it")
@@ -159,6 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         "--unchecked", action="store_true", help="do not ask the installed PEFT if it reads the same adapter"
     )
     change.add_argument("-o", "--out", required=True, help="folder to write")
+
+
+def _add_merge(commands: Any, source: argparse.ArgumentParser) -> None:
     join = commands.add_parser(
         "merge", parents=[source], help="add an adapter to its model, an expert at a time"
     )
@@ -191,4 +204,3 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument(
         "--force", action="store_true", help="write a result that errs more than leaving the adapter out"
     )
-    return parser

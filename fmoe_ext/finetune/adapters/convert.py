@@ -287,6 +287,16 @@ def _config(
     for parts in layers.values():
         for role, factors in parts.items():
             ranks.setdefault(leaves[role], set()).add((factors.rank, _alpha(adapter, factors)))
+    _write_ranks(config, ranks, layout, to)
+    if to in VERSIONS:
+        config["peft_version"] = VERSIONS[to]
+    return config
+
+
+def _write_ranks(
+    config: dict[str, Any], ranks: dict[str, set[tuple[int, float]]], layout: _Layout, to: str
+) -> None:
+    """Writes rank and alpha of each leaf, {leaf: {(rank, alpha)}}, into the patterns of a configuration."""
     if layout.one_rank and set().union(*ranks.values()) != {(config["r"], config["lora_alpha"])}:
         raise CheckpointError(
             f"{to} has one rank and one lora_alpha for all modules, but here they are {ranks}: use per-expert"
@@ -300,9 +310,6 @@ def _config(
             config["rank_pattern"] = {rf".*\.experts\..*{leaf}": rank, **config["rank_pattern"]}
         if alpha != config["lora_alpha"] or config["alpha_pattern"]:
             config["alpha_pattern"] = {rf".*\.experts\..*{leaf}": alpha, **config["alpha_pattern"]}
-    if to in VERSIONS:
-        config["peft_version"] = VERSIONS[to]
-    return config
 
 
 def _alpha(adapter: Adapter, factors: Factors) -> float:

@@ -6,34 +6,16 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-READ = frozenset(
-    {
-        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"),
-        *("target_modules", "target_parameters", "auto_mapping", "base_model_name_or_path", "peft_version"),
-    }
-)
+READ = frozenset((
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights",
+    "target_modules", "target_parameters", "auto_mapping", "base_model_name_or_path", "peft_version",
+))  # fmt: skip
 # Of training, of notes, or of what the tensors of the file show; the configs of an init_lora_weights belong to it.
-NO_EFFECT = frozenset(
-    {
-        *(
-            "task_type",
-            "revision",
-            "inference_mode",
-            "lora_dropout",
-            "exclude_modules",
-            "layers_to_transform",
-        ),
-        *("layers_pattern", "modules_to_save", "megatron_config", "megatron_core", "runtime_config"),
-        *(
-            "loftq_config",
-            "eva_config",
-            "corda_config",
-            "lora_ga_config",
-            "qalora_group_size",
-            "velora_config",
-        ),
-    }
-)
+NO_EFFECT = frozenset((
+    "task_type", "revision", "inference_mode", "lora_dropout", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "modules_to_save", "megatron_config", "megatron_core", "runtime_config",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "velora_config",
+))  # fmt: skip
 DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # of options whose default is not empty
 # Values of init_lora_weights that leave the base's weights as they are. Others subtract their first product.
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")

@@ -73,21 +73,26 @@ def repack(
     work = out.with_name(f".{out.name}.merging")
     with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"merging into {out}"):
         certificate = job.run(work, _digest(tokens), [seq_len, held_out])
-        beside = out.with_name(f"{out.name}.certificate.json")
-        worse = certificate["not_better"]
-        if worse and not force:
-            _write(beside, certificate)
-            raise CheckpointError(
-                f"{as_text(certificate)}\nthe result is not nearer to the merged weights than the model without the "
-                f"adapter ({', '.join(worse[:3])}): train with lora.fuse(quantize=), give more text, or merge into "
-                f"bfloat16. --force writes it. The certificate is {beside}"
-            )
-        beside.unlink(missing_ok=True)
-        _write(work / CERTIFICATE, certificate)
-        (work / JOB).unlink()
-        os.rename(work, out)
-        sync_folder(out.parent)
+        _publish(work, out, certificate, force)
     return certificate
+
+
+def _publish(work: Path, out: Path, certificate: dict[str, Any], force: bool) -> None:
+    """Moves a finished folder to `out`; CheckpointError if it is not better than no adapter, unless force."""
+    beside = out.with_name(f"{out.name}.certificate.json")
+    worse = certificate["not_better"]
+    if worse and not force:
+        _write(beside, certificate)
+        raise CheckpointError(
+            f"{as_text(certificate)}\nthe result is not nearer to the merged weights than the model without the "
+            f"adapter ({', '.join(worse[:3])}): train with lora.fuse(quantize=), give more text, or merge into "
+            f"bfloat16. --force writes it. The certificate is {beside}"
+        )
+    beside.unlink(missing_ok=True)
+    _write(work / CERTIFICATE, certificate)
+    (work / JOB).unlink()
+    os.rename(work, out)
+    sync_folder(out.parent)
 
 
 def as_text(certificate: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Leader: one term of one expert, which orders its updates; Members: the servers that this term waits for."""
+"""Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for."""
 
 import asyncio
 import logging

@@ -218,10 +218,6 @@ class Checkpoints:
         """Experts that have a file."""
         return sorted(name.removesuffix(SUFFIX) for name in self.files.names() if name.endswith(SUFFIX))
 
-    def set_aside_names(self) -> list[str]:
-        """Damaged files that were put aside."""
-        return sorted(name for name in self.files.names() if f"{SUFFIX}{DAMAGED}" in name)
-
     def _uid_in_header(self, name: str) -> str | None:
         """The uid that a file says it holds; None if that cannot be read, or is damaged."""
         for _ in range(2 * READS):  # a start that misses a renamed file begins its expert anew

@@ -114,6 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     protocol.allow_more_files()
     has_to_end = loop.end_signals()
     sys.setswitchinterval(0.001)  # the network's thread must not wait for the one that computes
+    server = _start(flags)
+    if isinstance(server, int):
+        return server
+    counted: dict[str, float] = {}
+    interval = flags.stats_report_interval
+    while not has_to_end(interval):
+        counted = _report(server, interval, counted)
+    return _end(server)
+
+
+def _start(flags: argparse.Namespace) -> Server | int:
+    """The server that the flags describe, started; the exit status, after a logged error, if it cannot start."""
     try:
         server = make_server(flags)
         server.start()
@@ -127,10 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("the server cannot start: %s", _describe(error))
         log.debug("it failed here", exc_info=True)
         return CANNOT
-    counted: dict[str, float] = {}
-    interval = flags.stats_report_interval
-    while not has_to_end(interval):
-        counted = _report(server, interval, counted)
+    return server
+
+
+def _end(server: Server) -> int:
+    """Hands over, saves and ends -> the exit status."""
     server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
         loop.run(server.placement.discovery.close(), 10)

@@ -1,4 +1,7 @@
-"""Muon for stacked experts: torch.optim.Muon, with every expert's matrix orthogonalised by itself, all at once."""
+"""Optimizers that know that a parameter may hold the matrices of many experts.
+
+Muon is torch.optim.Muon with every expert's matrix orthogonalised by itself, all at once.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,6 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fmoe_ext import ops
+
+__all__ = ["Muon", "orthogonalize"]
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
