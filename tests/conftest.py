@@ -69,8 +69,9 @@ text_of = functools.cache(Path.read_text)
 
 
 def pytest_collection_finish(session):
-    """Starts the server that pools fork their ranks from: it imports once what each rank would take seconds for."""
+    """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
     files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
+    files |= {item.path for item in session.items if "tests.forked" in text_of(item.path)}
     if session.config.option.collectonly or not files:
         return
     words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]
