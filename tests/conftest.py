@@ -58,6 +58,7 @@ def pytest_collection_modifyitems(config, items):
 # What ranks of a pool import, by a word of the test's file.
 OF_RANKS = {
     "": ("fmoe_ext.testing", "torch._dynamo"),  # optimizers import it
+    "compile": ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging"),
     "transformers": ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"),
     "megatron": (
         "megatron.core.models.gpt",
@@ -71,7 +72,7 @@ text_of = functools.cache(Path.read_text)
 def pytest_collection_finish(session):
     """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
     files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
-    files |= {item.path for item in session.items if "tests.forked" in text_of(item.path)}
+    files |= {item.path for item in session.items if "run_python" in text_of(item.path)}
     if session.config.option.collectonly or not files:
         return
     words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]

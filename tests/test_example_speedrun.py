@@ -3,13 +3,15 @@
 import importlib
 import json
 import math
-import subprocess
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.forked import run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/speedrun"
@@ -294,8 +296,16 @@ def test_figures_of_the_summary(example):
 
 
 def command(*options, check=True):
-    program = [sys.executable, str(EXAMPLE / "speedrun.py"), *map(str, options)]
-    return subprocess.run(program, capture_output=True, text=True, check=check, cwd=ROOT)
+    return run_file(EXAMPLE / "speedrun.py", *options, check=check)
+
+
+def run_file(path, *options, check=True):
+    program = f"import runpy; runpy.run_path({str(path)!r}, None, '__main__')"
+    done = run_python(
+        program, *options, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(EXAMPLE)}, timeout=600
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.long
@@ -328,8 +338,7 @@ def test_options_that_cannot_be():
 
 
 def test_seconds_of_the_parts_of_a_step():
-    program = [sys.executable, str(EXAMPLE / "parts.py"), "--size", "test", "--steps", "2"]
-    out = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    out = run_file(EXAMPLE / "parts.py", "--size", "test", "--steps", "2").stdout.splitlines()
     assert out[0].split()[1:6] == ["forward", "backward", "Muon", "AdamW", "step"] and len(out) == 5
     for line in out[1:]:
         *parts, step, ratio = map(float, line.split()[-6:])
@@ -338,8 +347,7 @@ def test_seconds_of_the_parts_of_a_step():
 
 def test_map_of_seconds_has_a_ratio_of_every_width_and_step(tmp_path):
     picture = tmp_path / "map.png"
-    program = [sys.executable, str(EXAMPLE / "parts.py"), "--map", str(picture), "--steps", "1"]
-    subprocess.run([*program, "--widths", "64", "--windows", "1"], check=True, stdout=subprocess.DEVNULL)
+    run_file(EXAMPLE / "parts.py", "--map", picture, "--steps", 1, "--widths", 64, "--windows", 1)
     found = json.loads(picture.with_suffix(".json").read_text())
     assert found["widths"] == [64] and found["tokens"] == [512]
     assert set(found["ratios"]) == {"grouped_mm", "ours", "fine"}
