@@ -61,6 +61,7 @@ OF_RANKS = {
     "compile": ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging"),
     "transformers": ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"),
     "megatron": (
+        "eager_megatron",
         "megatron.core.models.gpt",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
