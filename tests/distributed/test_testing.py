@@ -29,7 +29,8 @@ def misbehave(how):
         time.sleep(600)
 
 
-def test_results_and_failures():
+def test_results_and_failures(monkeypatch):
+    monkeypatch.setattr(testing, "GRACE", 0.5)
     before = set(multiprocessing.active_children())
     pool = DistributedPool(2)
     assert pool.run(rank_sum, 1) == [(0, 2, 3.0), (1, 2, 3.0)]
@@ -38,7 +39,7 @@ def test_results_and_failures():
     with pytest.raises(DistributedError, match="rank 1: the process ended with exit code -9"):
         pool.run(misbehave, "die", timeout=20)
     with pytest.raises(DistributedError, match="rank 1: did not finish in time"):
-        pool.run(misbehave, "hang", timeout=5)
+        pool.run(misbehave, "hang", timeout=3)
     assert run_distributed(rank_sum, 3, 0) == [(rank, 3, 3.0) for rank in range(3)]
     assert set(multiprocessing.active_children()) <= before
 

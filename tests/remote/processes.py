@@ -73,7 +73,7 @@ class Process:
 
 
 def main():
-    for module in (SERVER, DHT_NODE):
+    for module in (SERVER, DHT_NODE, "torch._dynamo"):  # optimizers import it
         importlib.import_module(module)
     codes = {}
     for line in sys.stdin:
