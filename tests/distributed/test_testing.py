@@ -61,6 +61,18 @@ def test_ranks_have_the_environment_of_their_start(monkeypatch):
         assert run_distributed(environment_of, 2, "FMOE_TEST_VALUE") == [(value, value)] * 2
 
 
+def policies():
+    """Of this rank's threads, gloo's too."""
+    dist.barrier()
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
+def test_threads_of_ranks_do_not_preempt_each_other():
+    """gloo's thread spun while the one that its message was for could not run: four times the processor time."""
+    assert run_distributed(policies, 2) == [{os.SCHED_BATCH}] * 2
+
+
 def start_sleeper(manager):
     """The id of a process that outlives its parent if nobody ends it."""
     if manager:
