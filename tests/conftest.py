@@ -6,6 +6,7 @@ torch     grouped_gemm and expert_mlp run what FMOE_GPU_KERNELS=torch takes on a
 """
 
 import functools
+import gc
 import multiprocessing.forkserver
 import os
 from contextlib import nullcontext
@@ -74,6 +75,7 @@ def pytest_collection_finish(session):
     """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
     files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
     files |= {item.path for item in session.items if "run_python" in text_of(item.path)}
+    gc.freeze()  # modules and tests stay: a collection need not look at a million objects
     if session.config.option.collectonly or not files:
         return
     words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]

@@ -1,6 +1,7 @@
 """Python programs as processes of their own, forked from the server of the pools, which has imported torch once."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -35,6 +36,7 @@ def run_python(code, *arguments, cwd=None, env=None, timeout=120.0):
 
 def _run(code, arguments, cwd, env, streams):
     atexit._clear()  # the server's
+    gc.freeze()
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
