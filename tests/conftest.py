@@ -34,6 +34,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # processes of a parallel run share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that tests start too
     if torch.cuda.is_available():
         torch._inductor.config.compile_threads = 1  # Triton's compile workers would outlive the run
     if config.getoption("--device") == "cuda" and not config.option.collectonly:
