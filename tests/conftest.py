@@ -75,7 +75,7 @@ text_of = functools.cache(Path.read_text)
 def pytest_collection_finish(session):
     """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
     files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
-    files |= {item.path for item in session.items if "run_python" in text_of(item.path)}
+    files |= {item.path for item in session.items if "tests.forked" in text_of(item.path)}
     gc.freeze()  # modules and tests stay: a collection need not look at a million objects
     if session.config.option.collectonly or not files:
         return

@@ -34,6 +34,14 @@ def run_python(code, *arguments, cwd=None, env=None, timeout=120.0):
         return subprocess.CompletedProcess(code, process.exitcode, *texts)
 
 
+def run_file(path, *arguments, **options):
+    """run_python() of a program's file."""
+    program = (
+        f"import os, runpy, sys; path = sys.argv[0] = {str(path)!r}; sys.path[0] = os.path.dirname(path);"
+    )
+    return run_python(program + "runpy.run_path(path, None, '__main__')", *arguments, **options)
+
+
 def _run(code, arguments, cwd, env, streams):
     atexit._clear()  # the server's
     gc.freeze()

@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.forked import run_python
+from tests.forked import run_file
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/speedrun"
@@ -296,14 +295,11 @@ def test_figures_of_the_summary(example):
 
 
 def command(*options, check=True):
-    return run_file(EXAMPLE / "speedrun.py", *options, check=check)
+    return run(EXAMPLE / "speedrun.py", *options, check=check)
 
 
-def run_file(path, *options, check=True):
-    program = f"import runpy; runpy.run_path({str(path)!r}, None, '__main__')"
-    done = run_python(
-        program, *options, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(EXAMPLE)}, timeout=600
-    )
+def run(path, *options, check=True):
+    done = run_file(path, *options, cwd=ROOT, timeout=600)
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -338,7 +334,7 @@ def test_options_that_cannot_be():
 
 
 def test_seconds_of_the_parts_of_a_step():
-    out = run_file(EXAMPLE / "parts.py", "--size", "test", "--steps", "2").stdout.splitlines()
+    out = run(EXAMPLE / "parts.py", "--size", "test", "--steps", "2").stdout.splitlines()
     assert out[0].split()[1:6] == ["forward", "backward", "Muon", "AdamW", "step"] and len(out) == 5
     for line in out[1:]:
         *parts, step, ratio = map(float, line.split()[-6:])
@@ -347,7 +343,7 @@ def test_seconds_of_the_parts_of_a_step():
 
 def test_map_of_seconds_has_a_ratio_of_every_width_and_step(tmp_path):
     picture = tmp_path / "map.png"
-    run_file(EXAMPLE / "parts.py", "--map", picture, "--steps", 1, "--widths", 64, "--windows", 1)
+    run(EXAMPLE / "parts.py", "--map", picture, "--steps", 1, "--widths", 64, "--windows", 1)
     found = json.loads(picture.with_suffix(".json").read_text())
     assert found["widths"] == [64] and found["tokens"] == [512]
     assert set(found["ratios"]) == {"grouped_mm", "ours", "fine"}

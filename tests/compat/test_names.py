@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fmoe_ext
-from tests import forked
+from tests.forked import run_python as run_forked
 
 # What FastMoE's programs import: module: {name: parameters, or methods: parameters, or None for a value}.
 EMPTY = inspect.Parameter.empty
@@ -222,7 +222,7 @@ def test_every_module_is_importable_by_both_names_after_install():
 
 def run_python(code):
     environment = os.environ | {"PYTHONPATH": str(Path(fmoe_ext.__file__).parents[1])}
-    return forked.run_python(textwrap.dedent(code), env=environment)
+    return run_forked(textwrap.dedent(code), env=environment)
 
 
 def test_unchanged_program_runs_after_install():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_python
+from tests.forked import run_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -43,8 +43,5 @@ def test_comparison_that_fails_is_the_exit_status(tmp_path):
 
 
 def test_model_needs_a_text(tmp_path):
-    program = (
-        f"import runpy; runpy.run_path({str(ROOT / 'examples/finetune/finetune.py')!r}, None, '__main__')"
-    )
-    result = run_python(program, "--model", "folder", cwd=tmp_path)
+    result = run_file(ROOT / "examples/finetune/finetune.py", "--model", "folder", cwd=tmp_path)
     assert result.returncode == 2 and "--model needs --text FILE" in result.stderr
