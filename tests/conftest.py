@@ -74,15 +74,16 @@ text_of = functools.cache(Path.read_text)
 
 def pytest_collection_finish(session):
     """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
-    files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
-    files |= {item.path for item in session.items if "tests.forked" in text_of(item.path)}
     gc.freeze()  # modules and tests stay: a collection need not look at a million objects
+    of_pools = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
+    files = of_pools | {item.path for item in session.items if "tests.forked" in text_of(item.path)}
     if session.config.option.collectonly or not files:
         return
     words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]
     server = multiprocessing.forkserver
     server.set_forkserver_preload([module for word in words for module in OF_RANKS[word]])
-    server.ensure_running()
+    if of_pools:
+        server.ensure_running()
 
 
 @pytest.fixture
