@@ -203,7 +203,8 @@ def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> 
     tempfile.tempdir = folder
     os.putenv("TMPDIR", folder)  # of the processes that this one starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
-    if hasattr(os, "SCHED_BATCH"):  # else gloo's thread keeps preempting the one that its message is for
+    with contextlib.suppress(AttributeError, OSError):  # Linux, where a sandbox allows it
+        # else gloo's thread preempts the one that its message is for, and spins
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
