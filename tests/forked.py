@@ -16,7 +16,7 @@ from fmoe_ext import _env
 
 
 def run_python(code, *arguments, cwd=None, env=None, timeout=120.0):
-    """What subprocess.run([sys.executable, "-c", code, *arguments]) returns, with the text of both streams.
+    """Return what subprocess.run([sys.executable, "-c", code, *arguments]) does, with the text of both streams.
 
     fmoe_ext and torch are imported already: a program that is about their import needs a new interpreter.
     """
