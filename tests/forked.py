@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-from fmoe_ext import _env
-
 
 def run_python(code, *arguments, cwd=None, env=None, timeout=120.0):
     """Return what subprocess.run([sys.executable, "-c", code, *arguments]) does, with the text of both streams.
@@ -48,7 +46,8 @@ def _run(code, arguments, cwd, env, streams):
     for number, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
-    _env.replace(env)
+    os.environ.clear()
+    os.environ.update(env)
     torch.set_num_threads(1)
     sys.argv = ["-c", *arguments]
     sys.path[:0] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
