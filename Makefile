@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
-# The many programs that tests start would each compile the package again without bytecode.
-TEST   := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 2 --dist worksteal --durations=15
+# The many programs that tests start would each compile the package again without bytecode. Three workers on two
+# cores: many tests wait, for a lease to end or for a disk.
+TEST   := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 3 --dist worksteal --durations=15
 # ninja, ruff and clang-format come from the virtual environment
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 

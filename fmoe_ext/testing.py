@@ -1,6 +1,7 @@
 """Tools to compare numbers with a float64 truth, for tests, benchmarks and users of custom layers."""
 
 import contextlib
+import gc
 import multiprocessing.connection
 import os
 import signal
@@ -197,10 +198,14 @@ def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool
 
 def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # what the server imported stays, and pages that are only read stay shared with it
     _env.replace(environment)  # the server's is as old as the first pool
     tempfile.tempdir = folder
     os.putenv("TMPDIR", folder)  # of the processes that this one starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
+    with contextlib.suppress(AttributeError, OSError):  # Linux, where a sandbox allows it
+        # else gloo's thread preempts the one that its message is for, and spins
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send("ready")

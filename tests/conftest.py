@@ -6,6 +6,7 @@ torch     grouped_gemm and expert_mlp run what FMOE_GPU_KERNELS=torch takes on a
 """
 
 import functools
+import gc
 import multiprocessing.forkserver
 import os
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # processes of a parallel run share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that tests start too
     if torch.cuda.is_available():
         torch._inductor.config.compile_threads = 1  # Triton's compile workers would outlive the run
     if config.getoption("--device") == "cuda" and not config.option.collectonly:
@@ -58,8 +60,10 @@ def pytest_collection_modifyitems(config, items):
 # What ranks of a pool import, by a word of the test's file.
 OF_RANKS = {
     "": ("fmoe_ext.testing", "torch._dynamo"),  # optimizers import it
+    "compile": ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging"),
     "transformers": ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"),
     "megatron": (
+        "eager_megatron",
         "megatron.core.models.gpt",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
@@ -69,14 +73,17 @@ text_of = functools.cache(Path.read_text)
 
 
 def pytest_collection_finish(session):
-    """Starts the server that pools fork their ranks from: it imports once what each rank would take seconds for."""
-    files = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
+    """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
+    gc.freeze()  # modules and tests stay: a collection need not look at a million objects
+    of_pools = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
+    files = of_pools | {item.path for item in session.items if "tests.forked" in text_of(item.path)}
     if session.config.option.collectonly or not files:
         return
     words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]
     server = multiprocessing.forkserver
     server.set_forkserver_preload([module for word in words for module in OF_RANKS[word]])
-    server.ensure_running()
+    if of_pools:
+        server.ensure_running()
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import html.parser
 import json
 import re
 import struct
-import subprocess
-import sys
 import zlib
 
 import pytest
@@ -18,6 +16,7 @@ from fmoe_ext.balance.html import png
 from fmoe_ext.balance.page import render
 from fmoe_ext.balance.report import summarize_logs
 from fmoe_ext.gates import ExpertChoiceGate, SwitchGate, UniformGate
+from tests.forked import run_python
 
 D, T = 6, 20
 
@@ -362,8 +361,8 @@ def test_log_of_too_many_experts_is_refused(tmp_path):
 def test_command_line(tmp_path):
     write_run(tmp_path / "log")
     (tmp_path / "vocabulary.json").write_text('{"word": 7}')
-    command = [sys.executable, "-m", "fmoe_ext.balance", "report", "log", "--vocabulary", "vocabulary.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    program = "import runpy; runpy.run_module('fmoe_ext.balance', None, '__main__', True)"
+    done = run_python(program, "report", "log", "--vocabulary", "vocabulary.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "word 75%" in (tmp_path / "choices.html").read_text()
     (tmp_path / "log").write_bytes((tmp_path / "log").read_bytes()[:-3])

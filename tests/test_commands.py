@@ -18,6 +18,7 @@ from fmoe_ext.audit.cases import AuditError, Layout, parse_layout
 from fmoe_ext.audit.cli import main as audit
 from fmoe_ext.gpu.cli import main as gpu
 from fmoe_ext.planning.simulate import read_loads
+from tests.forked import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 # fmoe_ext/_cli.py by itself: a process that need not import torch
@@ -78,10 +79,12 @@ def test_info_with_arguments_is_refused(capsys):
     assert "unrecognized arguments: unknown" in capsys.readouterr().err
 
 
-def command(*arguments, setup="", cwd=ROOT, **env):
-    """`fmoe arguments` in a process of its own, after some lines of Python."""
+def command(*arguments, setup="", cwd=ROOT):
+    """`fmoe arguments` in a process of its own; after some lines of Python, in a new interpreter."""
     program = f"{setup}\nimport fmoe_ext_command; fmoe_ext_command.main({list(arguments)!r})"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if not setup:
+        return run_python(program, cwd=cwd, env=env)
     return subprocess.run(
         [sys.executable, "-c", program], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
     )

@@ -3,13 +3,14 @@
 import importlib
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.forked import run_file
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/speedrun"
@@ -294,8 +295,13 @@ def test_figures_of_the_summary(example):
 
 
 def command(*options, check=True):
-    program = [sys.executable, str(EXAMPLE / "speedrun.py"), *map(str, options)]
-    return subprocess.run(program, capture_output=True, text=True, check=check, cwd=ROOT)
+    return run(EXAMPLE / "speedrun.py", *options, check=check)
+
+
+def run(path, *options, check=True):
+    done = run_file(path, *options, cwd=ROOT, timeout=600)
+    assert not check or done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.long
@@ -328,8 +334,7 @@ def test_options_that_cannot_be():
 
 
 def test_seconds_of_the_parts_of_a_step():
-    program = [sys.executable, str(EXAMPLE / "parts.py"), "--size", "test", "--steps", "2"]
-    out = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    out = run(EXAMPLE / "parts.py", "--size", "test", "--steps", "2").stdout.splitlines()
     assert out[0].split()[1:6] == ["forward", "backward", "Muon", "AdamW", "step"] and len(out) == 5
     for line in out[1:]:
         *parts, step, ratio = map(float, line.split()[-6:])
@@ -338,8 +343,7 @@ def test_seconds_of_the_parts_of_a_step():
 
 def test_map_of_seconds_has_a_ratio_of_every_width_and_step(tmp_path):
     picture = tmp_path / "map.png"
-    program = [sys.executable, str(EXAMPLE / "parts.py"), "--map", str(picture), "--steps", "1"]
-    subprocess.run([*program, "--widths", "64", "--windows", "1"], check=True, stdout=subprocess.DEVNULL)
+    run(EXAMPLE / "parts.py", "--map", picture, "--steps", 1, "--widths", 64, "--windows", 1)
     found = json.loads(picture.with_suffix(".json").read_text())
     assert found["widths"] == [64] and found["tokens"] == [512]
     assert set(found["ratios"]) == {"grouped_mm", "ours", "fine"}

@@ -1,8 +1,6 @@
 """save() and load() in one process: bitwise, complete or absent, one clear error for everything that does not fit."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, SigmoidGate, checkpoint
 from fmoe_ext.checkpoint import CheckpointError
+from tests.forked import run_python
 
 D, H, E = 6, 5, 4
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,13 +288,7 @@ def die_at(fatal):
 def test_killed_at_any_moment(tmp_path):
     code = f"from test_save_load import save_and_die; save_and_die({str(tmp_path)!r})"
     folders = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": folders},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(code, env={**os.environ, "PYTHONPATH": folders}, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 20, done.stdout
 

@@ -3,7 +3,6 @@
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from fmoe_ext import checkpoint
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, locked
+from tests.forked import run_python
 
 PAIRS = 20
 
@@ -60,13 +60,7 @@ def test_two_savers(tmp_path, export):
         "import sys; from pathlib import Path; from test_savers_and_disks import pairs_of_savers; "
         f"pairs_of_savers(Path({str(tmp_path)!r}), {export})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(script, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,14 +3,13 @@
 import importlib
 import inspect
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import fmoe_ext
+from tests.forked import run_python as run_forked
 
 # What FastMoE's programs import: module: {name: parameters, or methods: parameters, or None for a value}.
 EMPTY = inspect.Parameter.empty
@@ -223,9 +222,7 @@ def test_every_module_is_importable_by_both_names_after_install():
 
 def run_python(code):
     environment = os.environ | {"PYTHONPATH": str(Path(fmoe_ext.__file__).parents[1])}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True
-    )
+    return run_forked(textwrap.dedent(code), env=environment)
 
 
 def test_unchanged_program_runs_after_install():

@@ -1,7 +1,5 @@
 """Other exchanges, numbers of tokens and kinds of layers over ranks, compiled; and what is refused there."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from compiled_steps import LAYOUTS, D, Graphs, Layout, largest_difference, make,
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.ep.static import check_max_rows
 from fmoe_ext.testing import DistributedError
+from tests.forked import run_python
 
 OTHERS = ("overlap", "token", "token, static", "node", "auto", "shadowed", "shared and latent")
 
@@ -45,10 +44,7 @@ def test_second_step_compiles_nothing():
             train(LAYOUTS["one rank"], gate, graphs, (5, 5))
             print(gate, graphs.count)
     """
-    here = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=120
-    )
+    done = run_python(program, cwd=Path(__file__).parent)
     assert done.stdout == "softmax 1\nnaive 1\n", done.stderr
 
 

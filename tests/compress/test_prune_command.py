@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fmoe_ext.compress.cli import main
 from tests.finetune.streamed_models import resident, save
+from tests.forked import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = {"num_hidden_layers": 2}
@@ -114,20 +113,7 @@ def test_killed_call_goes_on_to_the_same_bytes(given, tmp_path, capsys):
 
     outs = {"reading part 5": "a", "held-out sequence 2": "b", "writing": "c"}
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            KILLED,
-            json.dumps([(at, to(out)) for at, out in outs.items()]),
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(KILLED, json.dumps([(at, to(out)) for at, out in outs.items()]), env=env, timeout=300)
     assert done.stdout.split() == [str(-signal.SIGKILL)] * 3, done.stderr
     assert main(to("whole")) == 0
     capsys.readouterr()

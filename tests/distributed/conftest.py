@@ -1,3 +1,4 @@
+import eager_megatron  # noqa: F401
 import pytest
 
 from fmoe_ext.testing import DistributedPool

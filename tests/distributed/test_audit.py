@@ -13,6 +13,7 @@ from audit_shared import PLAIN, clip_without_experts, first_difference, unreduce
 from torch import nn
 
 import fmoe_ext
+from fmoe_ext import testing
 from fmoe_ext.audit import AuditError, Layout, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +89,8 @@ def test_finds_an_optimizer_that_misses_parameters(pool):
     assert "the optimizer misses blocks.0.mlp.gate.gate.weight" in str(report)
 
 
-def test_audit_error_of_one_rank_is_reported(pool):
+def test_audit_error_of_one_rank_is_reported(pool, monkeypatch):
+    monkeypatch.setattr(testing, "GRACE", 0.5)  # seconds until the other one is ended, which waits
     recipe = replace(models.RECIPE, build=models.raises_on_last_rank)
     report = audited(pool, recipe, layouts=["1", "dp2"], timeout=5.0)
     (failure,) = report.failures

@@ -101,16 +101,25 @@ def test_expert_tensor_parallelism_of_gated_experts(pool):
     assert_equal_training(pool, one_process, 4, {"tp": 2, "etp": 2, "ep": 2}, **options)
 
 
-def test_latent_experts(pool):
+def all_in_one(quick, *others):
+    """Layouts of a test: one that combines what the others have one at a time."""
+    return pytest.mark.parametrize(
+        "names", [(quick,), pytest.param(others, marks=pytest.mark.long)], ids=["combined", "others"]
+    )
+
+
+@all_in_one("etp2 ep2 sequence parallel", "tp2", "ep2", "tp2 ep2 sequence parallel")
+def test_latent_experts(pool, names):
     """Projections beside the gate: gradients of tensor-parallel slices, of sequence parallelism, over experts."""
     run = functools.partial(train, latent_size=4)
     one_process = pool.run(run, {}, None, world_size=1, timeout=TIMEOUT)[0]
     assert "decoder.layers.mlp.moe.latent.narrow.weight [0]" in one_process[2]
-    for layout in ("tp2", "ep2", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel"):
+    for layout in names:
         assert_equal_training(pool, one_process, *LAYOUTS[layout], latent_size=4)
 
 
-def test_balance_loss_of_each_sequence(pool):
+@all_in_one("tp2 ep2 sequence parallel", "tp2", "ep2", "etp2 ep2 sequence parallel")
+def test_balance_loss_of_each_sequence(pool, names):
     """Also of sequences that sequence parallelism cuts, whose parts lie on several ranks."""
     fields = {"moe_router_load_balancing_type": "seq_aux_loss"}
     run = functools.partial(train, gate=None)
@@ -118,7 +127,7 @@ def test_balance_loss_of_each_sequence(pool):
     plain = pool.run(run, {}, None, world_size=1, timeout=TIMEOUT)[0]
     gate = next(name for name in plain[2] if "gate.gate.weight" in name)
     assert (one_process[2][gate] - plain[2][gate]).abs().max() > 1e-9  # it is another loss
-    for layout in ("ep2", "tp2", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel"):
+    for layout in names:
         num_ranks, sizes = LAYOUTS[layout]
         assert_equal_training(pool, one_process, num_ranks, sizes | fields, gate=None)
 

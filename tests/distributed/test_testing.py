@@ -29,7 +29,8 @@ def misbehave(how):
         time.sleep(600)
 
 
-def test_results_and_failures():
+def test_results_and_failures(monkeypatch):
+    monkeypatch.setattr(testing, "GRACE", 0.5)
     before = set(multiprocessing.active_children())
     pool = DistributedPool(2)
     assert pool.run(rank_sum, 1) == [(0, 2, 3.0), (1, 2, 3.0)]
@@ -38,7 +39,7 @@ def test_results_and_failures():
     with pytest.raises(DistributedError, match="rank 1: the process ended with exit code -9"):
         pool.run(misbehave, "die", timeout=20)
     with pytest.raises(DistributedError, match="rank 1: did not finish in time"):
-        pool.run(misbehave, "hang", timeout=5)
+        pool.run(misbehave, "hang", timeout=3)
     assert run_distributed(rank_sum, 3, 0) == [(rank, 3, 3.0) for rank in range(3)]
     assert set(multiprocessing.active_children()) <= before
 
@@ -58,6 +59,18 @@ def test_ranks_have_the_environment_of_their_start(monkeypatch):
     for value in ("one", "two"):
         monkeypatch.setenv("FMOE_TEST_VALUE", value)
         assert run_distributed(environment_of, 2, "FMOE_TEST_VALUE") == [(value, value)] * 2
+
+
+def policies():
+    """Of this rank's threads, gloo's too."""
+    dist.barrier()
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
+def test_threads_of_ranks_do_not_preempt_each_other():
+    """gloo's thread spun while the one that its message was for could not run: four times the processor time."""
+    assert run_distributed(policies, 2) == [{os.SCHED_BATCH}] * 2
 
 
 def start_sleeper(manager):

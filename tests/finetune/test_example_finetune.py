@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_file
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("matplotlib")
@@ -41,5 +43,5 @@ def test_comparison_that_fails_is_the_exit_status(tmp_path):
 
 
 def test_model_needs_a_text(tmp_path):
-    result = run(tmp_path, "--model", "folder")
+    result = run_file(ROOT / "examples/finetune/finetune.py", "--model", "folder", cwd=tmp_path)
     assert result.returncode == 2 and "--model needs --text FILE" in result.stderr

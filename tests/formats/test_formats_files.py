@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext import fmoefy
 from fmoe_ext.checkpoint import CheckpointError
+from tests.forked import run_python
 from tests.formats.test_formats import (
     HEADS,
     assert_equal_logits,
@@ -68,13 +69,8 @@ fmoe_ext.export(llama(), sys.argv[1], "mixtral")
 def test_killed(tmp_path):
     """Nothing is at the place of a killed export; the next one removes what it left and writes."""
     root = Path(__file__).parent.parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "out")],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=300,
-        capture_output=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = run_python(KILLED, tmp_path / "out", env={**os.environ, "PYTHONPATH": str(root)}, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.*.tmp"))) == 1
     fmoe_ext.export(llama(), tmp_path / "out", "mixtral")
     assert [f.name for f in tmp_path.iterdir() if not f.name.endswith(".lock")] == ["out"]

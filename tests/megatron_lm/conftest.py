@@ -1,5 +1,6 @@
 import sys
 
+import eager_megatron  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist

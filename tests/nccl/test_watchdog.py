@@ -1,6 +1,9 @@
 """The NCCL communicator when its peers are gone, on the CPU: csrc/nccl over a fake NCCL and CUDA driver (fake/)."""
 
+import fcntl
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import emu_build  # it knows where cuda.h is
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -40,22 +44,34 @@ def new(timeout):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder():
+    """Both libraries, built once into build/nccl_fake for these sources."""
     if reason := emu_build.missing():
         pytest.skip(f"the communicator cannot be built: {reason}")
     from torch.utils import cpp_extension
 
-    folder = tmp_path_factory.mktemp("nccl")
-    common = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{HERE / 'fake'}"]
-    common += ["-isystem", str(emu_build.cuda_include())]
-    library = folder / "libcuda.so.1"
-    build = [*common, str(HERE / "fake" / "fake.cpp"), "-Wl,-soname,libcuda.so.1", "-o", str(library)]
-    subprocess.run(build, check=True)
+    fake, nccl = HERE / "fake", ROOT / "csrc" / "nccl"
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    source = str(ROOT / "csrc" / "nccl" / "communicator.cpp")
+    common = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{fake}"]
+    common += ["-isystem", str(emu_build.cuda_include())]
     flags = ["-fvisibility=hidden", *(f"-isystem{path}" for path in includes)]
-    subprocess.run([*common, *flags, source, "-ldl", "-o", str(folder / "_C_nccl.so")], check=True)
-    return folder
+    texts = [path.read_bytes() for path in sorted((*fake.iterdir(), *nccl.iterdir()))]
+    digest = hashlib.sha256(repr((torch.__version__, common, flags, texts)).encode()).hexdigest()[:16]
+    built = ROOT / "build" / "nccl_fake" / digest
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with (built.parent.parent / "nccl_fake.lock").open(
+        "w"
+    ) as lock:  # every worker of pytest-xdist comes here
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (built / "_C_nccl.so").exists():
+            shutil.rmtree(built.parent)
+            built.mkdir(parents=True)
+            library = [str(fake / "fake.cpp"), "-Wl,-soname,libcuda.so.1", "-o", str(built / "libcuda.so.1")]
+            subprocess.run([*common, *library], check=True)
+            module = [str(nccl / "communicator.cpp"), "-ldl", "-o", str(built / "unfinished.so")]
+            subprocess.run([*common, *flags, *module], check=True)
+            (built / "unfinished.so").rename(built / "_C_nccl.so")
+    return built
 
 
 def run(folder, script):

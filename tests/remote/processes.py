@@ -6,6 +6,7 @@ the end of its input.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -73,8 +74,9 @@ class Process:
 
 
 def main():
-    for module in (SERVER, DHT_NODE):
+    for module in (SERVER, DHT_NODE, "torch._dynamo"):  # optimizers import it
         importlib.import_module(module)
+    gc.freeze()
     codes = {}
     for line in sys.stdin:
         question = json.loads(line)

@@ -95,6 +95,7 @@ def test_slow_disk_delays_no_call_and_is_said(start_server, tmp_path):
     saves = len(list((tmp_path / "ckpt").glob("*.safetensors")))
     step(expert, 3)
     assert saves == len(list((tmp_path / "ckpt").glob("*.safetensors"))) == 0  # three calls while it wrote
+    (tmp_path / "seconds").write_text("0")
     assert process.end(seconds=60) == 0
     assert Checkpoints(tmp_path / "ckpt").load("expert.0").meta["version"] == "3"
 

@@ -192,20 +192,20 @@ def count_leases_by_the_clock_on_the_wall(patch):
     patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
 
 
-MUTANTS = {
-    order_by_version: ["cut", "stop", "kill"],
-    keep_the_wait_of_an_earlier_vacancy: ["stop"],
-    answer_before_confirming: ["kill_leaders"],
-    step_without_log: ["pause_etcd", "cut", "slow_down"],
-    idle_members_never_lead: ["pause_etcd", "lose_messages"],
-    fall_back_with_the_registry: ["restore_etcd", "stop"],
-    die_in_silence: ["strange_errors"],
-    make_what_followers_refuse: ["slow_down"],
-    count_no_loss: ["kill"],
-    count_by_version_alone: None,
-    accept_damaged_files: ["lose_power"],
-    share_a_folder: ["start_twice"],
-    stop_saving_at_the_first_failure: ["bad_disk"],
-    trust_names_of_files: ["misname"],
-    count_leases_by_the_clock_on_the_wall: ["pause"],
+MUTANTS = {  # mutant: (faults, the first seed that finds it)
+    order_by_version: (["cut", "stop", "kill"], 30),
+    keep_the_wait_of_an_earlier_vacancy: (["stop"], 4),
+    answer_before_confirming: (["kill_leaders"], 72),
+    step_without_log: (["pause_etcd", "cut", "slow_down"], 66),
+    idle_members_never_lead: (["pause_etcd", "lose_messages"], 1),
+    fall_back_with_the_registry: (["restore_etcd", "stop"], 8),
+    die_in_silence: (["strange_errors"], 3),
+    make_what_followers_refuse: (["slow_down"], 11),
+    count_no_loss: (["kill"], 1),
+    count_by_version_alone: (None, 143),
+    accept_damaged_files: (["lose_power"], 3),
+    share_a_folder: (["start_twice"], 0),
+    stop_saving_at_the_first_failure: (["bad_disk"], 6),
+    trust_names_of_files: (["misname"], 36),
+    count_leases_by_the_clock_on_the_wall: (["pause"], 30),
 }

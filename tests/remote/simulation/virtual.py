@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import inspect
 
 PROCESS = contextvars.ContextVar("process", default=None)
 
@@ -104,5 +105,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             for task in left:
                 task.cancel()
             self.run_until_complete(asyncio.wait(left, timeout=1.0))
+        for task in self.tasks:  # a process that was killed had not begun it
+            if inspect.getcoroutinestate(task.get_coro()) == inspect.CORO_CREATED:
+                task.get_coro().close()
         self.tasks.clear()
         self.close()
