@@ -32,10 +32,16 @@ METHODS = (
     "_compute",
     "expert_fn",
 )
-OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor")
+OPTIONS = (
+    *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
+    *("norm_eps", "biased"),
+)
 USUAL = (
     MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise
-        {"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None}
+        {
+            **{"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None},
+            **{"norm_eps": 0, "biased": "scores"},
+        }
     )
 )
 _USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known family
@@ -56,7 +62,7 @@ def routing_of(layer: FMoE) -> dict[str, Any]:
     """{"gate": its class, those of OPTIONS that it has, "activation" of the experts} of a layer."""
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
-    plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float))}
+    plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float, str))}
     return {"gate": type(gate).__name__, **plain, **_activation_of(layer.experts)}
 
 
@@ -234,8 +240,13 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
     facts = family.facts_of(said) if family else {name: said.get(key) for name, key in keys.items()}
+    scale = facts.pop("output_scale", 1)
     for name, layer in layers:
         where, options = name or "(root)", routing_of(layer)
+        if getattr(layer, "output_scale", 1) != scale:
+            raise CheckpointError(
+                f"config.json of the model multiplies the output of {where} by {scale}: read it with import_model()"
+            )
         if activation is not None and options.get("activation", activation) != activation:
             raise CheckpointError(
                 f"the experts of {where} have the activation {options['activation']}, but by config.json of "

@@ -166,8 +166,9 @@ def _converted(
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     gate = family.in_modules.gate
     found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
-    if found is None or found[1] != values.keys():
-        left = values.keys() - (set() if found is None else found[1])
+    kept = {key for key in values if family.norm and key.startswith(f"{family.norm}.")}
+    if found is None or found[1] != values.keys() - kept:
+        left = values.keys() - kept - (set() if found is None else found[1])
         raise CheckpointError(
             f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
         )
@@ -195,6 +196,12 @@ def _converted(
             layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
     _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
     layer.mark_parallel_comm("dp")
+    if family.norm:
+        setattr(layer, family.norm, getattr(block, family.norm))
+        layer.register_forward_hook(functools.partial(_normed, name=family.norm))
+    if "output_scale" in facts:
+        layer.output_scale = facts["output_scale"]
+        layer.register_forward_hook(_scaled)
     if family.returns_scores:
         layer.register_forward_hook(_with_scores)
     if family.in_modules.table:
@@ -245,6 +252,15 @@ class _TokenIds:
 def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:
     """The pair that the decoder layer expects of its MLP: it drops the router's scores."""
     return out, None
+
+
+def _normed(layer: nn.Module, args: Any, out: Tensor, *, name: str) -> Tensor:
+    normed: Tensor = getattr(layer, name)(out)
+    return normed
+
+
+def _scaled(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * layer.output_scale
 
 
 def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -> Any:

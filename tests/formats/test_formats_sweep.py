@@ -25,7 +25,7 @@ from tests.huggingface.moe_architectures import architectures, tiny_model  # noq
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
 # What the defaults of Transformers leave out, or our layers do not compute
 CHANGES = {
-    "Cohere2MoeConfig": {"shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
+    "Cohere2MoeConfig": {"num_shared_experts": 1},  # chosen and shared experts are averaged
     "FlintConfig": {"mlp_only_layers": [0]},
 }
 LIMITS = ("DeepseekV4Config", "Glm5NextTextConfig", "HYV4Config", "MiniMaxM3VLTextConfig")
@@ -150,13 +150,8 @@ def test_table_of_architectures_is_in_the_docs():
 @pytest.mark.parametrize(
     ("name", "config", "changes", "says"),
     [
-        (
-            "Cohere2MoeForCausalLM",
-            "Cohere2MoeConfig",
-            {"shared_expert_combination_strategy": "average"},
-            "average",
-        ),
         ("LagunaForCausalLM", "LagunaConfig", {"moe_router_logit_softcapping": 3.0}, "softcapping=3.0"),
+        ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {"use_expert_bias": False}, "use_expert_bias=False"),
         ("AXK2ForCausalLM", "AXK2Config", {"n_group": 2, "topk_group": 1}, "n_group=2.*score 0"),
         ("DeepseekV4ForCausalLM", "DeepseekV4Config", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid"),
     ],
@@ -168,7 +163,17 @@ def test_option_that_our_layers_lack_is_refused_by_name(name, config, changes, s
         fmoe_ext.import_model(model_of(name))
 
 
-@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "NemotronHForCausalLM", "MiniMaxM3VLForCausalLM"])
+def test_shared_experts_may_be_added_instead_of_averaged(tmp_path, monkeypatch):
+    averaged = logits(model_of("Cohere2MoeForCausalLM"))
+    values = {**CHANGES["Cohere2MoeConfig"], "shared_expert_combination_strategy": "sum"}
+    monkeypatch.setitem(CHANGES, "Cohere2MoeConfig", values)
+    assert (logits(model_of("Cohere2MoeForCausalLM")) - averaged).abs().max() > 1e-3 * averaged.abs().max()
+    there_and_back("Cohere2MoeForCausalLM", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepseekV4ForCausalLM", "AXK1ForCausalLM", "NemotronHForCausalLM", "MiniMaxM3VLForCausalLM"]
+)
 def test_gradients_of_an_imported_model(name):
     """Gradients of the experts and of all other parameters are those of Transformers."""
     theirs = model_of(name)

@@ -13,7 +13,6 @@ _OF_INKLING_2 = "its experts bound gate and up by tanh"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "axk1": "its MoE layer ends with a norm of its own, post_mlp_layernorm",
         "diffusion_gemma_text": _OF_GEMMA,
         "dots3_note_text": "the tower for its images has experts too, by another router",
         "ernie4_5_vl_moe_text": "each layer has two gates and two sets of experts, for text and for images",
@@ -21,8 +20,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "inkling_text": "its router weighs the shared experts together with the chosen ones",
         "inkling2_loop_text": _OF_INKLING_2,
         "inkling2_text": _OF_INKLING_2,
-        "kolibri1": "its router adds the bias to the logits, not to the scores",
-        "lfm2_moe": "its router divides the weights by their sum and 1e-6 more",
         "muse_spark_text": "a norm follows each of its experts",
         "openai_privacy_filter": "its router divides the weights by top_k, and it labels tokens",
         "phimoe": "its router is SparseMixer, which masks the logits anew for each choice",
