@@ -12,13 +12,22 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTMAX, UNCLAMPED, Family, Numbers
+from fmoe_ext.checkpoint.families.family import (
+    CLAMPED,
+    LIMITED,
+    SOFTCAPPED,
+    SOFTMAX,
+    UNCLAMPED,
+    Family,
+    Numbers,
+)
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.experts import (
     ClampedSwiGLU,
     FusedExperts,
     GatedActivation,
     SharedExperts,
+    SoftcappedSwiGLU,
     activation_name,
 )
 from fmoe_ext.layers import FMoE
@@ -72,6 +81,9 @@ def _activation_of(experts: Any) -> dict[str, Any]:
         activation = ClampedSwiGLU()
     if isinstance(activation, ClampedSwiGLU):
         return {"activation": CLAMPED, "swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit}
+    if isinstance(activation, SoftcappedSwiGLU):
+        caps = {"gate_softcap": activation.gate_softcap, "up_softcap": activation.up_softcap}
+        return {"activation": SOFTCAPPED, **caps}
     if activation is None:
         return {}
     is_silu = type(activation) is GatedActivation and activation_name(activation.activation) == "silu"
@@ -227,7 +239,7 @@ def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[s
 
 def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
     """Our name of the experts' activation; config.json's own for one that we do not have."""
-    if family.activations in ((CLAMPED,), (LIMITED,)):
+    if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]
     ours = {theirs: name for name, theirs in hidden_acts(family).items()}
     said_act = said.get(family.activation_key, "silu")

@@ -46,6 +46,20 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
     return out
 
 
+def as_in_modules(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of a model's files under the names that they have in its modules; experts keep the files' shapes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    own = model.state_dict().keys()
+    return {
+        name if name in own else rename_source_key(name, renamings, [])[0]: tensor
+        for name, tensor in tensors.items()
+    }
+
+
 class _Group:
     """The tensors of modules that one converter turns into tensors of files."""
 

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +14,17 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.refused import REFUSED
 from tests.formats.format_models import without_float32
+from tests.formats.test_formats import trainer
 from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface import moe_architectures  # noqa: E402
-from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
+from tests.huggingface.moe_architectures import architectures, said_in_docs, tiny_model  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
 # What the defaults of Transformers leave out, or our layers do not compute
 CHANGES = {
     "Cohere2MoeConfig": {"num_shared_experts": 1},  # chosen and shared experts are averaged
-    "FlintConfig": {"mlp_only_layers": [0]},
 }
 LIMITS = ("DeepseekV4Config", "Glm5NextTextConfig", "HYV4Config", "MiniMaxM3VLTextConfig")
 SWIGLU_LIMIT = 0.02  # which the activations of these small models reach
@@ -40,17 +38,10 @@ FAST = (
 )
 # Classes of later versions that have no such small model
 _SIZES = "its class refuses the sizes of small models"
-_FLOAT32 = "its layers mix float32 into a model in float64"
 UNTRIED = {
     "Dots3NoteForCausalLM": _SIZES,
     "Dots3NoteForConditionalGeneration": _SIZES,
-    "HYV4VLForConditionalGeneration": _SIZES,
-    "Inkling2ForCausalLM": _FLOAT32,
-    "Inkling2ForConditionalGeneration": _SIZES,
-    "Inkling2LoopForCausalLM": _FLOAT32,
-    "Inkling2LoopForConditionalGeneration": _SIZES,
 }
-VERSION = "5.20.2"  # of the table in docs/formats.md
 
 
 def model_of(name):
@@ -142,9 +133,44 @@ def table():
 
 
 def test_table_of_architectures_is_in_the_docs():
-    if transformers.__version__ != VERSION:
-        pytest.skip(f"docs/formats.md has the classes of Transformers {VERSION}")
-    assert table() in DOCS.read_text(), table()
+    said = said_in_docs("Imported architectures")
+    reasons = {kind: f"refused: {reason}" for kind, reason in REFUSED.items()}
+    found = {name: reasons.get(type_of(name), "equal") for name in architectures()}
+    assert not {n: text for n, text in found.items() if said.get(n) != text}, f"paste:\n{table()}"
+
+
+def test_experts_that_compute_nothing_are_refused_by_name():
+    config = transformers.LongcatFlashConfig(num_hidden_layers=1, num_layers=1, n_routed_experts=4)
+    with torch.device("meta"):
+        model = transformers.LongcatFlashForCausalLM(config)
+    with pytest.raises(CheckpointError, match=r"compute nothing.*Transformers alone"):
+        fmoe_ext.import_model(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Lfm2MoeForCausalLM",
+        *(
+            pytest.param(f"{n}ForCausalLM", marks=pytest.mark.slow)
+            for n in ("AXK1", "KimiLinear", "NemotronH")
+        ),
+    ],
+)
+def test_trainer_resumes_an_imported_model(name, tmp_path):
+    """Stopped after two steps and resumed by another process's model: the weights of four steps, bitwise."""
+    pytest.importorskip("accelerate")
+    whole, first, second = (fmoe_ext.import_model(model_of(name)) for _ in range(3))
+    trainer(whole, tmp_path / "whole", 4).train()
+    trainer(first, tmp_path / "parts", 4).train()
+    with torch.no_grad():
+        for p in second.parameters():
+            p.zero_()
+    trainer(second, tmp_path / "parts", 4).train(resume_from_checkpoint=str(tmp_path / "parts/checkpoint-2"))
+    expected, got = whole.state_dict(), second.state_dict()
+    before = fmoe_ext.import_model(model_of(name)).state_dict()
+    assert any(not torch.equal(before[k], expected[k]) for k in expected)
+    assert expected.keys() == got.keys() and all(torch.equal(expected[k], got[k]) for k in expected)
 
 
 @pytest.mark.parametrize(

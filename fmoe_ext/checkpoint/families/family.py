@@ -17,6 +17,7 @@ W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
 SOFTMAX = ("NaiveGate", "SoftmaxGate")
 CLAMPED = "clamped_swiglu"
 LIMITED = "limited_swiglu"  # experts.GatedActivation(silu, limit)
+SOFTCAPPED = "softcapped_swiglu"  # experts.SoftcappedSwiGLU
 UNCLAMPED = tuple(name for name in GATED_ACTIVATIONS if name != CLAMPED)
 UNGATED = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
 

@@ -9,7 +9,6 @@ from types import MappingProxyType
 _OF_GEMMA = (
     "its router sees the tokens before the norm that its experts see behind it, and scales each expert"
 )
-_OF_INKLING_2 = "its experts bound gate and up by tanh"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -18,11 +17,12 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "ernie4_5_vl_moe_text": "each layer has two gates and two sets of experts, for text and for images",
         "gemma4_text": _OF_GEMMA,
         "inkling_text": "its router weighs the shared experts together with the chosen ones",
-        "inkling2_loop_text": _OF_INKLING_2,
-        "inkling2_text": _OF_INKLING_2,
+        "longcat_flash": "some of its experts compute nothing",
         "muse_spark_text": "a norm follows each of its experts",
         "openai_privacy_filter": "its router divides the weights by top_k, and it labels tokens",
         "phimoe": "its router is SparseMixer, which masks the logits anew for each choice",
         "zaya": "its router is an MLP with a state that passes from layer to layer, and a choice of no expert",
     }
 )
+# Those of them whose experts Transformers computes alone
+NOT_USED = ("longcat_flash",)
