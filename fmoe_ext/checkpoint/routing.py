@@ -223,7 +223,7 @@ def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if family is None:
         return {}
     facts = family.facts_of(said)
-    options = {name: facts[name] for name in OPTIONS if name in facts}
+    options = {name: facts[name] for name in (*OPTIONS, "output_scale") if name in facts}
     return {
         "gate": facts.get("gate", family.gates[-1]),
         **options,

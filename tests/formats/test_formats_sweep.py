@@ -216,3 +216,12 @@ def test_gradients_of_an_imported_model(name):
             grad = theirs.get_submodule(key).experts.down_proj.grad
             assert grad.any()
             assert (layer.experts.h4toh.weight.grad - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+
+
+def test_conversion_of_files_that_halve_the_output_is_refused(tmp_path):
+    """A checkpoint of tensors cannot say it; a layer that is built by hand would compute twice as much."""
+    from fmoe_ext.checkpoint.convert import read
+
+    model_of("Cohere2MoeForCausalLM").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"multiplies the output of each MoE layer by 0\.5"):
+        read(tmp_path)
