@@ -129,6 +129,8 @@ def _facts(layer: Any) -> dict[str, Any]:
     routing = routing_of(layer)
     if routing.get("num_groups") == 1:
         routing.pop("group_best", None)
+    if routing.get("biased") == USUAL["biased"]:
+        del routing["biased"]  # which a gate with a table lacks
     return {
         "num_experts": layer.num_experts,
         "d_hidden": layer.experts.h4toh.weight.shape[2],
