@@ -119,6 +119,26 @@ class GatedActivation(nn.Module):
         return f"GatedActivation({self.activation}{clamp}{f', offset={self.offset}' if self.offset else ''})"
 
 
+class SoftcappedSwiGLU(nn.Module):
+    """SwiGLU of Inkling 2, both factors bounded by tanh: x [..., 2H], gate before up -> [..., H].
+
+    Equivalent to: cap(gate, gate_softcap) * sigmoid(gate) * cap(up, up_softcap), with cap(x, c) = c * tanh(x / c).
+    """
+
+    is_gated = True
+
+    def __init__(self, gate_softcap: float, up_softcap: float) -> None:
+        super().__init__()
+        if not min(gate_softcap, up_softcap) > 0:
+            raise ValueError(f"softcaps must be positive, but got {gate_softcap} and {up_softcap}")
+        self.gate_softcap, self.up_softcap = gate_softcap, up_softcap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        bounded = (gate / self.gate_softcap).tanh() * self.gate_softcap * gate.sigmoid()
+        return (bounded * (up / self.up_softcap).tanh() * self.up_softcap).to(x.dtype)
+
+
 def _clamped_glu_options(activation: Any) -> tuple[float, float, float] | None:
     """(alpha, limit, offset) with which ops.clamped_glu computes an activation; None if it computes another."""
     if type(activation) is ClampedSwiGLU:

@@ -98,6 +98,11 @@ def _routing(files: Sequence[Path]) -> dict[str, Any]:
 def _routing_of_folder(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Facts about the gates of every layer from config.json; none for a file and for unknown models."""
     options = routing_of_config(huggingface.model_config(path))
+    if "output_scale" in options:
+        raise CheckpointError(
+            f"{path}/config.json multiplies the output of each MoE layer by {options['output_scale']}, which a "
+            "converted checkpoint cannot say: read it with import_model()"
+        )
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {name: options for name in layers} if options else {}
 

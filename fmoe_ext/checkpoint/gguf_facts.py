@@ -15,6 +15,11 @@ ROUTING = (
 )
 
 
+def gating_of(family: Family) -> int:
+    """expert_gating_func of a family's router."""
+    return GATING["sigmoid" if family.gates[-1] == "SigmoidGate" else "softmax"]
+
+
 def facts(config: Any, family: Family) -> Facts:
     """Metadata that llama.cpp needs beside the tensors of a model: {key behind the architecture: value}."""
     architecture = family.gguf
@@ -84,7 +89,7 @@ def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
     first: Any = getattr(config, "first_k_dense_replace", None)
     first = getattr(config, "moe_layer_start_index", 0) if first is None else first
     found: Facts = {
-        "expert_gating_func": GATING["sigmoid" if family.gates[-1] == "SigmoidGate" else "softmax"],
+        "expert_gating_func": gating_of(family),
         "expert_weights_norm": bool(said["normalize"]),
         "expert_weights_scale": float(said.get("scale", 1)),
         "expert_shared_count": shared,

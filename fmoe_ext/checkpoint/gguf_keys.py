@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family
-from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts
+from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
 
@@ -100,12 +100,13 @@ YARN = MappingProxyType(
 def family_of(path: Path, fields: Fields) -> Family:
     """The family of a file's architecture; CheckpointError for one that is not read."""
     architecture = fields.get("general.architecture")
-    families = {family.gguf.name: family for family in FAMILIES.values() if family.gguf}
-    if architecture not in families:
-        raise CheckpointError(
-            f"{path}: GGUF is read for {', '.join(families)}, but this model is {architecture}"
-        )
-    family = families[architecture]
+    families = [family for family in FAMILIES.values() if family.gguf]
+    found = [family for family in families if family.gguf and family.gguf.name == architecture]
+    if not found:
+        known = ", ".join(dict.fromkeys(family.gguf.name for family in families if family.gguf))
+        raise CheckpointError(f"{path}: GGUF is read for {known}, but this model is {architecture}")
+    gating = fields.get(f"{architecture}.expert_gating_func")
+    family = next((family for family in found if gating_of(family) == gating), found[-1])
     for key in family.gguf.needs if family.gguf else ():
         if f"{architecture}.{key}" not in fields:
             raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
@@ -226,7 +227,7 @@ def routing_table() -> str:
         if family.gguf and family.gguf.says_routing:
             known = sorted({*ROUTING, *family.gguf.keys, *family.gguf.multipliers})
             compared, needs = (", ".join(f"`{key}`" for key in keys) for keys in (known, family.gguf.needs))
-            rows.append(f"| `{family.gguf.name}` | {compared} | {needs or 'none more'} |")
+            rows.append(f"| `{family.gguf.name}` ({family.name}) | {compared} | {needs or 'none more'} |")
     return "\n".join(rows)
 
 

@@ -12,13 +12,22 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTMAX, UNCLAMPED, Family, Numbers
+from fmoe_ext.checkpoint.families.family import (
+    CLAMPED,
+    LIMITED,
+    SOFTCAPPED,
+    SOFTMAX,
+    UNCLAMPED,
+    Family,
+    Numbers,
+)
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.experts import (
     ClampedSwiGLU,
     FusedExperts,
     GatedActivation,
     SharedExperts,
+    SoftcappedSwiGLU,
     activation_name,
 )
 from fmoe_ext.layers import FMoE
@@ -32,10 +41,16 @@ METHODS = (
     "_compute",
     "expert_fn",
 )
-OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor")
+OPTIONS = (
+    *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
+    *("norm_eps", "biased"),
+)
 USUAL = (
     MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise
-        {"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None}
+        {
+            **{"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None},
+            **{"norm_eps": 0, "biased": "scores"},
+        }
     )
 )
 _USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known family
@@ -56,7 +71,7 @@ def routing_of(layer: FMoE) -> dict[str, Any]:
     """{"gate": its class, those of OPTIONS that it has, "activation" of the experts} of a layer."""
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
-    plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float))}
+    plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float, str))}
     return {"gate": type(gate).__name__, **plain, **_activation_of(layer.experts)}
 
 
@@ -66,6 +81,9 @@ def _activation_of(experts: Any) -> dict[str, Any]:
         activation = ClampedSwiGLU()
     if isinstance(activation, ClampedSwiGLU):
         return {"activation": CLAMPED, "swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit}
+    if isinstance(activation, SoftcappedSwiGLU):
+        caps = {"gate_softcap": activation.gate_softcap, "up_softcap": activation.up_softcap}
+        return {"activation": SOFTCAPPED, **caps}
     if activation is None:
         return {}
     is_silu = type(activation) is GatedActivation and activation_name(activation.activation) == "silu"
@@ -111,6 +129,8 @@ def _facts(layer: Any) -> dict[str, Any]:
     routing = routing_of(layer)
     if routing.get("num_groups") == 1:
         routing.pop("group_best", None)
+    if routing.get("biased") == USUAL["biased"]:
+        del routing["biased"]  # which a gate with a table lacks
     return {
         "num_experts": layer.num_experts,
         "d_hidden": layer.experts.h4toh.weight.shape[2],
@@ -205,7 +225,7 @@ def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if family is None:
         return {}
     facts = family.facts_of(said)
-    options = {name: facts[name] for name in OPTIONS if name in facts}
+    options = {name: facts[name] for name in (*OPTIONS, "output_scale") if name in facts}
     return {
         "gate": facts.get("gate", family.gates[-1]),
         **options,
@@ -221,7 +241,7 @@ def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[s
 
 def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
     """Our name of the experts' activation; config.json's own for one that we do not have."""
-    if family.activations in ((CLAMPED,), (LIMITED,)):
+    if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]
     ours = {theirs: name for name, theirs in hidden_acts(family).items()}
     said_act = said.get(family.activation_key, "silu")
@@ -234,8 +254,13 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
     facts = family.facts_of(said) if family else {name: said.get(key) for name, key in keys.items()}
+    scale = facts.pop("output_scale", 1)
     for name, layer in layers:
         where, options = name or "(root)", routing_of(layer)
+        if getattr(layer, "output_scale", 1) != scale:
+            raise CheckpointError(
+                f"config.json of the model multiplies the output of {where} by {scale}: read it with import_model()"
+            )
         if activation is not None and options.get("activation", activation) != activation:
             raise CheckpointError(
                 f"the experts of {where} have the activation {options['activation']}, but by config.json of "

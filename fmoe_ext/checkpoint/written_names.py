@@ -18,6 +18,7 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
     model: on the meta device or not. A tensor of one expert reads that expert alone.
     Equivalent to: transformers.core_model_loading.revert_weight_conversion(model, tensors).
     """
+    from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         PrefixChange,
@@ -31,19 +32,36 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
     reverse = [e.reverse_transform() for e in reversed(mapping) if not isinstance(e, PrefixChange)]
     renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    is_renamed_last = hasattr(core_model_loading, "apply_renamings")  # behind the converters, since 5.24
+    before, behind = ([], renamings) if is_renamed_last else (renamings, [])
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     out: dict[str, StoredTensor] = {}
     groups: dict[str, _Group] = {}
     for name in sorted(tensors, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        renamed, pattern = rename_source_key(name, before, converters, reverse=True)
         if pattern is None:
-            out[renamed] = tensors[name]
+            out[rename_source_key(renamed, behind, [], reverse=True)[0]] = tensors[name]
         else:
             group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
             group.sources[name] = pattern, tensors[name]
     for group in groups.values():
-        out |= group.tensors()
+        found = group.tensors().items()
+        out |= {rename_source_key(name, behind, [], reverse=True)[0]: tensor for name, tensor in found}
     return out
+
+
+def as_in_modules(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of a model's files under the names that they have in its modules; experts keep the files' shapes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    own = model.state_dict().keys()
+    return {
+        name if name in own else rename_source_key(name, renamings, [])[0]: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 class _Group:

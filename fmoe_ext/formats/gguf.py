@@ -35,12 +35,13 @@ def check_writable(family: Family, config: Any) -> Gguf:
             f"gguf is written for {known}, but this model is {family.name}: export it as that, then run "
             "llama.cpp's convert_hf_to_gguf.py on the folder"
         )
+    routing = family.facts_of(config.to_dict())
     is_fixed = not architecture.says_routing
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": config.hidden_act != "silu",
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
-        "n_group": (getattr(config, "n_group", None) or 1) > 1 and not architecture.is_latent,
+        "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "sliding_window": getattr(config, "sliding_window", None)

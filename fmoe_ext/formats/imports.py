@@ -15,8 +15,8 @@ from fmoe_ext import gates
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, Family
-from fmoe_ext.checkpoint.families.refused import REFUSED
+from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
+from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_huggingface
 from fmoe_ext.checkpoint.layouts import (
@@ -36,7 +36,8 @@ from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_ac
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
-from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts
+from fmoe_ext.checkpoint.written_names import as_in_modules
+from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
 from fmoe_ext.formats.writing import plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
@@ -129,9 +130,15 @@ def _family_of(config: dict[str, Any]) -> Family:
         kind = config["model_type"]
         reason = REFUSED.get(kind)
         known = f": import_model() knows {', '.join(FAMILIES)}"
+        way_out = (
+            "Transformers alone computes it"
+            if kind in NOT_USED
+            else "huggingface.use(model) computes its experts and leaves the rest to Transformers, save_pretrained "
+            "included"
+        )
         raise CheckpointError(
             f"{kind} is not imported, {f'for {reason}' if reason else f'a model type that is not known{known}'}. "
-            "huggingface.use(model) computes its experts and leaves the rest to Transformers, save_pretrained included"
+            f"{way_out}"
         )
     for key, value in family.unsupported.items():
         if config.get(key, value) != value:
@@ -154,7 +161,7 @@ def _turn_off_router_logits(config: Any) -> None:
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Lets load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
     if prefix == "" and is_huggingface(state_dict):
-        converted = from_huggingface(state_dict, model.state_dict().keys())
+        converted = from_huggingface(as_in_modules(model, state_dict), model.state_dict().keys())
         state_dict.clear()
         state_dict |= converted
 
@@ -166,8 +173,9 @@ def _converted(
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     gate = family.in_modules.gate
     found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
-    if found is None or found[1] != values.keys():
-        left = values.keys() - (set() if found is None else found[1])
+    kept = {key for key in values if family.norm and key.startswith(f"{family.norm}.")}
+    if found is None or found[1] != values.keys() - kept:
+        left = values.keys() - kept - (set() if found is None else found[1])
         raise CheckpointError(
             f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
         )
@@ -175,6 +183,12 @@ def _converted(
     layer = _layer_of(tensors, family, facts, activation)
     _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
     layer.mark_parallel_comm("dp")
+    if family.norm:
+        setattr(layer, family.norm, getattr(block, family.norm))
+        layer.register_forward_hook(functools.partial(_normed, name=family.norm))
+    if "output_scale" in facts:
+        layer.output_scale = facts["output_scale"]
+        layer.register_forward_hook(functools.partial(_scaled, scale=facts["output_scale"]))
     if family.returns_scores:
         layer.register_forward_hook(_with_scores)
     if family.in_modules.table:
@@ -255,12 +269,23 @@ def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None
     return out, None
 
 
+def _normed(layer: nn.Module, args: Any, out: Tensor, *, name: str) -> Tensor:
+    normed: Tensor = getattr(layer, name)(out)
+    return normed
+
+
+def _scaled(layer: nn.Module, args: Any, out: Tensor, *, scale: float) -> Tensor:
+    return out * scale
+
+
 def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -> Any:
     name = activation_of_config(family, config)
     if name == CLAMPED:
         return ClampedSwiGLU(facts["swiglu_alpha"], facts["swiglu_limit"])
     if name == LIMITED:
         return GatedActivation(F.silu, facts["swiglu_limit"])
+    if name == SOFTCAPPED:
+        return SoftcappedSwiGLU(facts["gate_softcap"], facts["up_softcap"])
     known = hidden_acts(family)
     if name not in known or name not in family.activations:
         raise CheckpointError(

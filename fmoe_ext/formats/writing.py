@@ -214,7 +214,7 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
     dense = tuple(i for i in range(_num_layers(values)) if i not in moe_layers)
     moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
     theirs = hidden_acts(family).get(facts.get("activation", ""))
-    if theirs is not None:
+    if theirs is not None and family.activation_key:
         moe[family.activation_key] = theirs
         if dense and family.layers is not as_configured and values.get("hidden_act") != theirs:
             raise CheckpointError(

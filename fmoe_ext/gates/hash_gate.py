@@ -2,7 +2,6 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.gates.base_gate import weights_of
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.tokens import current_batch
 
@@ -82,7 +81,7 @@ class HashGate(ScoredGate):
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx = self.choose(lambda: self._look_up(logits.shape[0]))
-        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+        return topk_idx, self.weigh(logits, topk_idx)
 
     def _look_up(self, num_tokens: int) -> torch.Tensor:
         batch = current_batch()

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.step import is_counted
 
@@ -111,7 +111,7 @@ class QuantileGate(ScoredGate):
             next_best = biased.gather(1, ranked[:, self.top_k :])
             self._count(scores - next_best)
         topk_idx = self.choose(lambda: ranked[:, : self.top_k].contiguous())
-        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+        return topk_idx, self.weigh(logits, topk_idx)
 
     def _count(self, lead: torch.Tensor) -> None:
         """Add the quantiles of lead [T, E]."""

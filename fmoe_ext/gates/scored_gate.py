@@ -14,7 +14,7 @@ from fmoe_ext.gates.naive_gate import with_noise
 class ScoredGate(BalancedGate):
     """Base class of SoftmaxGate, SigmoidGate, SinkhornGate and UniformGate; subclasses name their score.
 
-    * normalize divides the K weights by their sum, scale multiplies them afterwards;
+    * normalize divides the K weights by their sum (and norm_eps more), scale multiplies them afterwards;
     * balance_loss, balance_weight, seq_len, z_weight, ranks: BalancedGate;
     * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen; a group ranks
       by the sum of its group_best best scores, whose default each gate takes from its model (gates/groups.py);
@@ -37,6 +37,7 @@ class ScoredGate(BalancedGate):
         gate_bias: bool = True,
         *,
         scale: float = 1.0,
+        norm_eps: float = 0.0,
         num_groups: int = 1,
         topk_groups: int = 1,
         group_best: int | None = None,
@@ -49,11 +50,14 @@ class ScoredGate(BalancedGate):
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias, **options)
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, but got {scale}")
+        if not 0 <= norm_eps < math.inf:
+            raise ValueError(f"norm_eps must not be negative, but got {norm_eps}")
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter must be in [0, 1), but got {jitter}")
         check_capacity(capacity_factor, drop_policy)
         self._check_groups(num_groups, topk_groups)
         self.scale = scale
+        self.norm_eps = norm_eps
         self.num_groups = num_groups
         self.topk_groups = topk_groups
         self.group_best = self._default_group_best() if group_best is None else group_best
@@ -100,6 +104,8 @@ class ScoredGate(BalancedGate):
 
     @property
     def weights_vary(self) -> str | None:
+        if self.normalize and self.norm_eps > 0:
+            return f"it divides them by their sum and norm_eps={self.norm_eps} more; 0 adds nothing"
         return self._why_it_drops() or super().weights_vary
 
     @property
@@ -122,15 +128,22 @@ class ScoredGate(BalancedGate):
         return self._select(logits, None)
 
     def _select(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        options = (self.score, self.normalize, self.scale)
         groups = Groups(self.num_groups, self.topk_groups, self.group_best)
-        if groups.fit_topk_gate(self.score, biased=bias is not None):
+        if self.norm_eps == 0 and groups.fit_topk_gate(self.score, biased=bias is not None):
             counts: dict[str, Any] = {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
+            options = (self.score, self.normalize, self.scale)
             return self.topk(logits, self.top_k, *options, bias=bias, **counts)
         topk_idx = self.choose(
             lambda: groups.choose(logits.detach(), self.top_k, self.score, self.normalize, bias)
         )
-        return topk_idx, weights_of(logits, topk_idx, *options)
+        return topk_idx, self.weigh(logits, topk_idx)
+
+    def weigh(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+        """The weights [T, K] of choices [T, K], by the score, normalize, norm_eps and scale of this gate."""
+        if not self.normalize or self.norm_eps == 0:
+            return weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+        scores = weights_of(logits, topk_idx, self.score, normalize=False)
+        return scores / (scores.sum(-1, keepdim=True) + self.norm_eps) * self.scale
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Random numbers in the place of logits [T, E], with random_logits=True."""
@@ -185,7 +198,7 @@ class UniformGate(ScoredGate):
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx = self.choose(lambda: self._deal(logits))
-        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+        return topk_idx, self.weigh(logits, topk_idx)
 
     def _deal(self, logits: torch.Tensor) -> torch.Tensor:
         turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)

@@ -26,6 +26,7 @@ class SigmoidGate(ScoredGate):
 
     DeepSeek-V3: top_k=8, num_groups=8, topk_groups=4, scale=2.5 (`routed_scaling_factor`), balance_loss="sequence",
     balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: the same with one group. bias_update_speed=0: no bias.
+    biased="logits" adds the bias to the logits instead of the scores, without groups (Kolibri).
     A group ranks by the sum of its top_k // topk_groups best biased scores. The balance losses count the top_k of the
     scores without the bias and without groups, as equation 18 of the DeepSeek-V3 report and Megatron do. Other
     arguments: ScoredGate.
@@ -57,6 +58,7 @@ class SigmoidGate(ScoredGate):
         gate_bias: bool = True,
         *,
         bias_update_speed: float = 1e-3,
+        biased: str = "scores",
         balance_loss: str | Mapping[str, float] | None = None,
         **options: Any,
     ) -> None:
@@ -65,7 +67,12 @@ class SigmoidGate(ScoredGate):
         )
         if not bias_update_speed >= 0:
             raise ValueError(f"bias_update_speed must not be negative, but got {bias_update_speed}")
+        if biased not in ("scores", "logits"):
+            raise ValueError(f'biased must be "scores" or "logits", but got {biased!r}')
+        if biased == "logits" and self.topk_groups < self.num_groups:
+            raise ValueError(f'biased="logits" ranks no groups, but num_groups is {self.num_groups}')
         self.bias_update_speed = bias_update_speed
+        self.biased = biased
         self.register_buffer("expert_bias", torch.zeros(self.num_experts))
         self.register_buffer("pending_load", torch.zeros(self.num_experts, dtype=torch.int64))
         self._forwards_since_update = 0
@@ -105,6 +112,12 @@ class SigmoidGate(ScoredGate):
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights
+
+    def _select(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.biased == "scores" or bias is None:
+            return super()._select(logits, bias)
+        topk_idx = self.choose(lambda: ops.topk_gate(logits.detach() + bias, self.top_k)[0])
+        return topk_idx, self.weigh(logits, topk_idx)
 
     def _notice_missing_updates(self, num_choices: int) -> None:
         self._forwards_since_update += 1

@@ -4,7 +4,6 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import weights_of
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.ops.balanced_shares import balanced_shares, balanced_shares_traced
 
@@ -18,7 +17,7 @@ class SinkhornGate(ScoredGate):
     top_k of the logits. The weights are those of the unscaled logits: the sigmoid for top_k=1, else the softmax over
     all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks; in
     a compiled graph all rounds are one operator.
-    Arguments: ScoredGate without normalize and groups.
+    Arguments: ScoredGate without normalize, norm_eps and groups.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class SinkhornGate(ScoredGate):
         balance_loss: str | Mapping[str, float] | None = None,
         **options: Any,
     ) -> None:
-        for name in ("normalize", "num_groups", "topk_groups", "group_best"):
+        for name in ("normalize", "norm_eps", "num_groups", "topk_groups", "group_best"):
             if name in options:
                 raise ValueError(f"SinkhornGate has no {name}, but got {name}={options[name]!r}")
         options |= {"balance_loss": balance_loss, "normalize": False}
@@ -49,7 +48,7 @@ class SinkhornGate(ScoredGate):
         if not self.training:
             return self.topk(logits, self.top_k, self.score, self.normalize, self.scale)
         topk_idx = self.choose(lambda: ops.topk_gate(self._shares(logits.detach()), self.top_k)[0])
-        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+        return topk_idx, self.weigh(logits, topk_idx)
 
     def _shares(self, logits: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +14,17 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.refused import REFUSED
 from tests.formats.format_models import without_float32
+from tests.formats.test_formats import trainer
 from tests.huggingface.huggingface_models import make_ids
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface import moe_architectures  # noqa: E402
-from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
+from tests.huggingface.moe_architectures import architectures, said_in_docs, tiny_model  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
 # What the defaults of Transformers leave out, or our layers do not compute
 CHANGES = {
-    "Cohere2MoeConfig": {"shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
-    "FlintConfig": {"mlp_only_layers": [0]},
+    "Cohere2MoeConfig": {"num_shared_experts": 1},  # chosen and shared experts are averaged
 }
 LIMITS = ("DeepseekV4Config", "Glm5NextTextConfig", "HYV4Config", "MiniMaxM3VLTextConfig")
 SWIGLU_LIMIT = 0.02  # which the activations of these small models reach
@@ -40,17 +38,10 @@ FAST = (
 )  # fmt: skip
 # Classes of later versions that have no such small model
 _SIZES = "its class refuses the sizes of small models"
-_FLOAT32 = "its layers mix float32 into a model in float64"
 UNTRIED = {
     "Dots3NoteForCausalLM": _SIZES,
     "Dots3NoteForConditionalGeneration": _SIZES,
-    "HYV4VLForConditionalGeneration": _SIZES,
-    "Inkling2ForCausalLM": _FLOAT32,
-    "Inkling2ForConditionalGeneration": _SIZES,
-    "Inkling2LoopForCausalLM": _FLOAT32,
-    "Inkling2LoopForConditionalGeneration": _SIZES,
 }
-VERSION = "5.20.2"  # of the table in docs/formats.md
 
 
 def model_of(name):
@@ -142,21 +133,51 @@ def table():
 
 
 def test_table_of_architectures_is_in_the_docs():
-    if transformers.__version__ != VERSION:
-        pytest.skip(f"docs/formats.md has the classes of Transformers {VERSION}")
-    assert table() in DOCS.read_text(), table()
+    said = said_in_docs("Imported architectures")
+    reasons = {kind: f"refused: {reason}" for kind, reason in REFUSED.items()}
+    found = {name: reasons.get(type_of(name), "equal") for name in architectures()}
+    assert not {n: text for n, text in found.items() if said.get(n) != text}, f"paste:\n{table()}"
+
+
+def test_experts_that_compute_nothing_are_refused_by_name():
+    config = transformers.LongcatFlashConfig(num_hidden_layers=1, num_layers=1, n_routed_experts=4)
+    with torch.device("meta"):
+        model = transformers.LongcatFlashForCausalLM(config)
+    with pytest.raises(CheckpointError, match=r"compute nothing.*Transformers alone"):
+        fmoe_ext.import_model(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Lfm2MoeForCausalLM",
+        *(
+            pytest.param(f"{n}ForCausalLM", marks=pytest.mark.slow)
+            for n in ("AXK1", "KimiLinear", "NemotronH")
+        ),
+    ],
+)
+def test_trainer_resumes_an_imported_model(name, tmp_path):
+    """Stopped after two steps and resumed by another process's model: the weights of four steps, bitwise."""
+    pytest.importorskip("accelerate")
+    whole, first, second = (fmoe_ext.import_model(model_of(name)) for _ in range(3))
+    trainer(whole, tmp_path / "whole", 4).train()
+    trainer(first, tmp_path / "parts", 4).train()
+    with torch.no_grad():
+        for p in second.parameters():
+            p.zero_()
+    trainer(second, tmp_path / "parts", 4).train(resume_from_checkpoint=str(tmp_path / "parts/checkpoint-2"))
+    expected, got = whole.state_dict(), second.state_dict()
+    before = fmoe_ext.import_model(model_of(name)).state_dict()
+    assert any(not torch.equal(before[k], expected[k]) for k in expected)
+    assert expected.keys() == got.keys() and all(torch.equal(expected[k], got[k]) for k in expected)
 
 
 @pytest.mark.parametrize(
     ("name", "config", "changes", "says"),
     [
-        (
-            "Cohere2MoeForCausalLM",
-            "Cohere2MoeConfig",
-            {"shared_expert_combination_strategy": "average"},
-            "average",
-        ),
         ("LagunaForCausalLM", "LagunaConfig", {"moe_router_logit_softcapping": 3.0}, "softcapping=3.0"),
+        ("Lfm2MoeForCausalLM", "Lfm2MoeConfig", {"use_expert_bias": False}, "use_expert_bias=False"),
         ("AXK2ForCausalLM", "AXK2Config", {"n_group": 2, "topk_group": 1}, "n_group=2.*score 0"),
         ("DeepseekV4ForCausalLM", "DeepseekV4Config", {"scoring_func": "sigmoid"}, "scoring_func=sigmoid"),
     ],
@@ -168,7 +189,17 @@ def test_option_that_our_layers_lack_is_refused_by_name(name, config, changes, s
         fmoe_ext.import_model(model_of(name))
 
 
-@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "NemotronHForCausalLM", "MiniMaxM3VLForCausalLM"])
+def test_shared_experts_may_be_added_instead_of_averaged(tmp_path, monkeypatch):
+    averaged = logits(model_of("Cohere2MoeForCausalLM"))
+    values = {**CHANGES["Cohere2MoeConfig"], "shared_expert_combination_strategy": "sum"}
+    monkeypatch.setitem(CHANGES, "Cohere2MoeConfig", values)
+    assert (logits(model_of("Cohere2MoeForCausalLM")) - averaged).abs().max() > 1e-3 * averaged.abs().max()
+    there_and_back("Cohere2MoeForCausalLM", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepseekV4ForCausalLM", "AXK1ForCausalLM", "NemotronHForCausalLM", "MiniMaxM3VLForCausalLM"]
+)
 def test_gradients_of_an_imported_model(name):
     """Gradients of the experts and of all other parameters are those of Transformers."""
     theirs = model_of(name)
@@ -185,3 +216,12 @@ def test_gradients_of_an_imported_model(name):
             grad = theirs.get_submodule(key).experts.down_proj.grad
             assert grad.any()
             assert (layer.experts.h4toh.weight.grad - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+
+
+def test_conversion_of_files_that_halve_the_output_is_refused(tmp_path):
+    """A checkpoint of tensors cannot say it; a layer that is built by hand would compute twice as much."""
+    from fmoe_ext.checkpoint.convert import read
+
+    model_of("Cohere2MoeForCausalLM").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"multiplies the output of each MoE layer by 0\.5"):
+        read(tmp_path)

@@ -80,6 +80,7 @@ GGUF = {
 
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
+    "deepseek_v2": ("deepseek_v2", "deepseek2", MODELS["deepseek_v2, no groups"]),
     "deepseek_v3": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3, one group"]),
     "deepseek_v3, groups": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3"]),
     "dots1": ("dots1", "dots1", {**MODELS["dots1"], **ONE_GROUP, "num_key_value_heads": 4}),
@@ -129,12 +130,15 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
     assert types["blk.1.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(
-        CheckpointError, match=r"gguf is written for deepseek_v3, .* but this model is gpt_oss"
+        CheckpointError, match=r"gguf is written for deepseek_v2, .* but this model is gpt_oss"
     ):
         fmoe_ext.export(fmoe_ext.import_model(make("gpt_oss", **MODELS["gpt_oss"])), tmp_path / "out", "gguf")
     sizes = {**MODELS["qwen3_moe"], "norm_topk_prob": False, "mlp_only_layers": []}
     with pytest.raises(CheckpointError, match="norm_topk_prob=False has no place in GGUF's qwen3moe"):
         fmoe_ext.export(fmoe_ext.import_model(make("qwen3_moe", **sizes)), tmp_path / "out", "gguf")
+    with pytest.raises(CheckpointError, match="n_group=4 has no place in GGUF's deepseek2"):
+        model = fmoe_ext.import_model(make("deepseek_v2", **MODELS["deepseek_v2"]))
+        fmoe_ext.export(model, tmp_path / "out", "gguf")
     grouped = {**MODELS["olmoe"], "clip_qkv": None, "num_key_value_heads": 2}
     with pytest.raises(CheckpointError, match="num_key_value_heads=2 has no place in GGUF's olmoe"):
         fmoe_ext.export(fmoe_ext.import_model(make("olmoe", **grouped)), tmp_path / "out", "gguf")

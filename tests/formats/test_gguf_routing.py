@@ -25,7 +25,13 @@ from tests.formats.test_gguf_keys import (
 pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
-NAMES = (*WRITTEN, "glm4_moe, biases", "ernie4_5_moe, none shared", "deepseek_v3, queries whole")
+NAMES = (
+    *WRITTEN,
+    "deepseek_v2, queries whole",
+    "glm4_moe, biases",
+    "ernie4_5_moe, none shared",
+    "deepseek_v3, queries whole",
+)
 MORE = {
     "glm4_moe, biases": (
         *("glm4_moe", "glm4moe"),
@@ -34,6 +40,10 @@ MORE = {
     "ernie4_5_moe, none shared": (
         *("ernie4_5_moe", "ernie4_5-moe"),
         {**MODELS["ernie4_5_moe, none shared"], "tie_word_embeddings": False},
+    ),
+    "deepseek_v2, queries whole": (
+        *("deepseek_v2", "deepseek2"),
+        {**MODELS["deepseek_v2, no groups"], "q_lora_rank": None, "v_head_dim": 12},
     ),
     "deepseek_v3, queries whole": (
         *("deepseek_v3", "deepseek2"),
@@ -45,17 +55,21 @@ OF_DEEPSEEK = {
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+OF_LATENT = {
+    **OF_DEEPSEEK,
+    "attention.key_length_mla": "qk_head_dim",
+    "attention.value_length_mla": "v_head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
 ARCHITECTURES = {
     "glm4_moe": OF_DEEPSEEK,
+    "deepseek_v2": OF_LATENT,
     "deepseek_v3": {
-        **OF_DEEPSEEK,
+        **OF_LATENT,
         "expert_group_count": "n_group",
         "expert_group_used_count": "topk_group",
-        "attention.key_length_mla": "qk_head_dim",
-        "attention.value_length_mla": "v_head_dim",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.q_lora_rank": "q_lora_rank",
-        "rope.dimension_count": "qk_rope_head_dim",
     },
     "minimax_m2": {},
     "ernie4_5_moe": {
@@ -162,10 +176,24 @@ def test_every_key_is_computed_with_or_harmless_or_refused(name, files, tmp_path
         del attributes["attention.head_count_kv"], attributes["attention.key_length"]
         del attributes["attention.value_length"]
     names = [key for key in gguf_keys.names() if key.startswith("{arch}")]
+    if name.startswith("deepseek"):  # which says which of them it is, below
+        names.remove("{arch}.expert_gating_func")
     if family.gguf.is_partial:  # below
         names.remove("{arch}.rope.dimension_count")
     kinds = sweep(plain, arch, names, attributes | ARCHITECTURES[name])
     assert kinds["refused"] > 200 and kinds["harmless"] > 5 and kinds["computed"] >= 3, kinds
+
+
+def test_score_says_which_deepseek_a_file_has(files, tmp_path):
+    _, arch, original = files("deepseek_v3")
+    key = f"{arch}.expert_gating_func"
+    bias = [t.name for t in gguf.GGUFReader(original).tensors if t.name.endswith("exp_probs_b.bias")]
+    file = rewritten(original, tmp_path / "model.gguf", {key: 1})
+    with pytest.raises(CheckpointError, match=rf"{bias[0]} has no name in Transformers"):
+        streamed(file)  # DeepSeek-V2 has no bias
+    file = rewritten(original, tmp_path / "model.gguf", {key: 3})
+    with pytest.raises(CheckpointError, match=f"{key} is 3, but the model is computed with 2"):
+        streamed(file)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
@@ -178,9 +206,10 @@ def test_part_of_a_head_that_is_rotated(name, files, tmp_path):
         torch.testing.assert_close(logits(streamed(file)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_yarn_of_latent_attention(files, tmp_path):
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_yarn_of_latent_attention(name, files, tmp_path):
     """With mscale, in the queries' scale alone: as Transformers and as llama.cpp."""
-    model, arch, original = files("deepseek_v3")
+    model, arch, original = files(name)
     said = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_log_multiplier": 0.07}
     keys = {f"{arch}.rope.scaling.{key}": value for key, value in said.items()}
     file = rewritten(original, tmp_path / "model.gguf", keys)

@@ -82,6 +82,43 @@ def test_sigmoid_gate_is_deepseek_v3(top_k, options, group_best):
     assert changed > 20, "the bias must matter in this test"
 
 
+@pytest.mark.parametrize("options", [{}, {"num_groups": 4, "topk_groups": 2, "group_best": 2}])
+def test_norm_eps_is_added_to_the_sum_of_the_weights(options):
+    gate, plain = (make(SigmoidGate, 3, scale=2.0, norm_eps=eps, **options) for eps in (0.5, 0.0))
+    chosen, weights = gate(tokens())
+    scores = logits_of(gate, tokens()).sigmoid().gather(1, chosen)
+    torch.testing.assert_close(weights, 2 * scores / (scores.sum(1, keepdim=True) + 0.5))
+    assert torch.equal(chosen, plain(tokens())[0])
+    assert plain.weights_vary is None and "norm_eps=0.5" in gate.weights_vary
+
+
+def test_bias_of_logits_moves_choices_past_any_score():
+    """Scores are at most 1, logits are not: a bias decides otherwise than one that is added to the scores."""
+    gate = make(SigmoidGate, 3, biased="logits", norm_eps=1e-6)
+    gate.expert_bias.copy_(torch.linspace(-0.5, 0.5, E))
+    x = 4 * tokens(200)
+    chosen, weights = gate(x)
+    logits = logits_of(gate, x)
+    assert torch.equal(chosen, (logits + gate.expert_bias).topk(3).indices)
+    scores = logits.sigmoid().gather(1, chosen)
+    torch.testing.assert_close(weights, scores / (scores.sum(1, keepdim=True) + 1e-6))
+    gate.biased = "scores"
+    assert not torch.equal(chosen, gate(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"norm_eps": -1.0}, "norm_eps must not be negative"),
+        ({"biased": "weights"}, 'biased must be "scores" or "logits"'),
+        ({"biased": "logits", "num_groups": 2, "topk_groups": 1}, "num_groups is 2"),
+    ],
+)
+def test_options_that_a_gate_does_not_compute_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        make(SigmoidGate, 1, **options)
+
+
 def test_biased_softmax_gate_is_ernie_4_5():
     """The bias moves the choice; the weights are the softmax of the chosen, divided by their sum."""
     gate = make(BiasedSoftmaxGate, top_k=3)

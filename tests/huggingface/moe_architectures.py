@@ -35,7 +35,7 @@ SIZES = {
     **{"enable_moe_block": True, "num_global_key_value_heads": 2, "swa_num_attention_heads": 4},
     **{"swa_num_key_value_heads": 2, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 0},
     **{"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_latent_size": 16, "depth": 1},
-    **{"projector_hidden_size": 32, "out_hidden_size": 32},
+    **{"projector_hidden_size": 32, "out_hidden_size": 32, "unpadded_vocab_size": 61},
     **{"attn_layer_period": 2, "attn_layer_offset": 1, "moe_hidden_size": 16, "linear_conv_kernel_dim": 4},
 }
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")
@@ -70,6 +70,12 @@ CHANGES = {
         **{"num_hidden_layers": 4, "layer_types": None, "mlp_layer_types": None, "indexer_types": None},
         **{"linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2, "index_topk": 8},
     },
+    "FlintConfig": {"mlp_only_layers": [0]},
+    "HYV4VLTextConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
+    "Inkling2VisionConfig": {"text_hidden_size": 32},
+    "Inkling2LoopVisionConfig": {"text_hidden_size": 32},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
     "Qwen4ExpTextConfig": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
@@ -139,6 +145,18 @@ def tiny_model(name, dtype=torch.float64):
 def skip_without(name):
     if not hasattr(transformers, name):
         pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+
+
+def said_in_docs(section):
+    """{class or architecture: its row} of the table in a section of docs/formats.md."""
+    page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
+    lines = page.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines()
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in lines
+        if line.startswith(("| equal |", "| refused: ", "| not "))
+    ]
+    return {name: text for text, names in rows for name in names.split(", ")}
 
 
 def outcomes(outcome, folder):

@@ -2,7 +2,6 @@
 
 from types import MappingProxyType
 
-from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values, kinds_of_layers
 
 GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
@@ -10,14 +9,11 @@ GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
 
 def _read(values: Values) -> Values:
     """Softmax is over the chosen logits, so that its weights have the sum 1 in any case."""
-    if values.get("num_shared_experts") and values["shared_expert_combination_strategy"] != "sum":
-        raise CheckpointError(
-            f"config.shared_expert_combination_strategy={values['shared_expert_combination_strategy']!r} halves the "
-            "sum of chosen and shared experts, which our layers do not compute: only 'sum' is"
-        )
+    averages = values.get("num_shared_experts") and values["shared_expert_combination_strategy"] == "average"
     gate = GATES[values["expert_selection_fn"]]
     normalize = values["norm_topk_prob"] if gate == "SigmoidGate" else True
-    return {**values, "gate": gate, "norm_topk_prob": normalize}
+    scale = {"output_scale": 0.5} if averages else {}
+    return {**values, "gate": gate, "norm_topk_prob": normalize, **scale}
 
 
 def _extra(values: Values, facts: Values) -> Values:

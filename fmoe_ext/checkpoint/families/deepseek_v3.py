@@ -5,8 +5,10 @@ from types import MappingProxyType
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import (
+    DEEPSEEK2,
     DENSE_NAMES,
-    LATENT_NAMES,
+    GGUF_KEYS,
+    GGUF_MISSING,
     LIMITED,
     PROJECTIONS,
     SHARED_NAMES,
@@ -29,19 +31,6 @@ def _no_groups(values: Values) -> Values:
     return {**values, "n_group": 1, "topk_group": 1}
 
 
-GGUF_KEYS = MappingProxyType(
-    {
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_weights_scale": "routed_scaling_factor",
-    }
-)
-GGUF_MISSING = MappingProxyType(
-    {
-        **{"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
-        **{"n_group": 1, "topk_group": 1},
-    }
-)
-
 FAMILY = Family(
     name="deepseek_v3",
     holds=("deepseek_v3",),
@@ -61,26 +50,11 @@ FAMILY = Family(
     },
     fixed={"group_best": 2},
     layers=first_dense,
-    gguf=Gguf(
-        "deepseek2",
-        None,
-        names={**SHARED_NAMES, **DENSE_NAMES, **LATENT_NAMES},
-        is_latent=True,
-        keys={
-            **GGUF_KEYS,
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "attention.head_count_kv": "",
-            "attention.key_length": "",
-            "attention.key_length_mla": "qk_head_dim",
-            "attention.value_length_mla": "v_head_dim",
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "attention.q_lora_rank": "q_lora_rank",
-            "rope.dimension_count": "qk_rope_head_dim",
-        },
-        missing={**GGUF_MISSING, "q_lora_rank": None, "num_mtp_layers": 0},
+    gguf=replace(
+        DEEPSEEK2,
+        keys={**DEEPSEEK2.keys, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        missing={**DEEPSEEK2.missing, "num_mtp_layers": 0},
         leaves_out_heads=True,
-        needs=("expert_gating_func", "attention.key_length_mla", "rope.dimension_count"),
     ),
 )
 
@@ -118,6 +92,7 @@ HUNYUAN_4 = replace(
 )
 
 VARIANTS = (
+    FAMILY.variant("axk1", norm="post_mlp_layernorm", layers=kinds_of_layers),  # A.X-K1
     FAMILY.variant("axk2", layers=kinds_of_layers, read=_no_groups),  # A.X-K2
     FAMILY.variant("bailing_hybrid", config=KIMI, layers=kinds_of_layers),  # Ling and Ring
     FAMILY.variant(  # without shared experts

@@ -17,6 +17,7 @@ W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
 SOFTMAX = ("NaiveGate", "SoftmaxGate")
 CLAMPED = "clamped_swiglu"
 LIMITED = "limited_swiglu"  # experts.GatedActivation(silu, limit)
+SOFTCAPPED = "softcapped_swiglu"  # experts.SoftcappedSwiGLU
 UNCLAMPED = tuple(name for name in GATED_ACTIVATIONS if name != CLAMPED)
 UNGATED = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
 
@@ -107,6 +108,37 @@ LATENT_NAMES = MappingProxyType(
         "self_attn.kv_a_layernorm.": "attn_kv_a_norm.",
     }
 )
+GGUF_KEYS = MappingProxyType(
+    {
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_scale": "routed_scaling_factor",
+    }
+)
+GGUF_MISSING = MappingProxyType(
+    {
+        **{"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+        **{"n_group": 1, "topk_group": 1},
+    }
+)
+# DeepSeek-V2 and V3, of which expert_gating_func says which
+DEEPSEEK2 = Gguf(
+    "deepseek2",
+    None,
+    names={**SHARED_NAMES, **DENSE_NAMES, **LATENT_NAMES},
+    is_latent=True,
+    keys={
+        **GGUF_KEYS,
+        "attention.head_count_kv": "",
+        "attention.key_length": "",
+        "attention.key_length_mla": "qk_head_dim",
+        "attention.value_length_mla": "v_head_dim",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.q_lora_rank": "q_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+    },
+    missing={**GGUF_MISSING, "q_lora_rank": None},
+    needs=("expert_gating_func", "attention.key_length_mla", "rope.dimension_count"),
+)
 
 
 def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
@@ -155,16 +187,17 @@ class Family:
     name: the model type. holds: model types whose layers, MLPs aside, compute the same from the same configuration.
     files, modules: the tensors in its safetensors files, and in Transformers' modules (None: the same names, with the
     experts stacked). gates: our gates that compute what its router does; import_model builds the last, unless facts
-    name another, and HashGate for a layer with a table. activation_key: key of config.json. shared_activation: of the
-    shared experts, where the others have another one.
+    name another, and HashGate for a layer with a table. activation_key: key of config.json, "" where it is silu in any
+    case. shared_activation: of the shared experts, where the others have another one.
     config: {fact of a layer: its key in config.json}. Facts are num_experts, d_hidden, top_k, shared (hidden units of
     the shared experts), num_shared (the same divided by d_hidden), and the options of gates and activations.
     fixed: facts that config.json cannot change. defaults: values of keys that config.json may lack.
     unsupported: {key of config.json: the only value that our layers compute}.
     layers: what config.json says about the numbers of the MoE and of the dense layers. extra: further values of
     config.json, from the values of the model's own configuration and the facts. read: the values of config.json, its
-    special cases resolved. fewest_shared: smallest number of shared experts. returns_scores: the MLP returns a pair, of
-    which the decoder layer ignores the second part.
+    special cases resolved; it may add "gate" and "output_scale". fewest_shared: smallest number of shared experts.
+    norm: name of a norm at the end of the layer. returns_scores: the MLP returns a pair, of which the decoder layer
+    ignores the second part.
     """
 
     name: str
@@ -184,6 +217,7 @@ class Family:
     extra: Callable[[Values, Values], Values] = nothing_more
     read: Callable[[Values], Values] = _as_it_is
     fewest_shared: int = 1
+    norm: str = ""
     returns_scores: bool = False
     gguf: Gguf | None = None
 
@@ -201,5 +235,7 @@ class Family:
     def facts_of(self, config: Values) -> dict[str, Any]:
         """{fact: value} that the values of config.json say, and those that the family fixes."""
         said = self.read({**self.defaults, **{k: v for k, v in config.items() if v is not None}})
-        gate = {"gate": said["gate"]} if "gate" in said else {}  # which read() has put there
-        return gate | {fact: said[key] for fact, key in self.config.items() if key in said} | dict(self.fixed)
+        added = {name: said[name] for name in ("gate", "output_scale") if name in said}  # by read()
+        return (
+            added | {fact: said[key] for fact, key in self.config.items() if key in said} | dict(self.fixed)
+        )

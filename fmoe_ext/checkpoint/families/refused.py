@@ -9,23 +9,20 @@ from types import MappingProxyType
 _OF_GEMMA = (
     "its router sees the tokens before the norm that its experts see behind it, and scales each expert"
 )
-_OF_INKLING_2 = "its experts bound gate and up by tanh"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "axk1": "its MoE layer ends with a norm of its own, post_mlp_layernorm",
         "diffusion_gemma_text": _OF_GEMMA,
         "dots3_note_text": "the tower for its images has experts too, by another router",
         "ernie4_5_vl_moe_text": "each layer has two gates and two sets of experts, for text and for images",
         "gemma4_text": _OF_GEMMA,
         "inkling_text": "its router weighs the shared experts together with the chosen ones",
-        "inkling2_loop_text": _OF_INKLING_2,
-        "inkling2_text": _OF_INKLING_2,
-        "kolibri1": "its router adds the bias to the logits, not to the scores",
-        "lfm2_moe": "its router divides the weights by their sum and 1e-6 more",
+        "longcat_flash": "some of its experts compute nothing",
         "muse_spark_text": "a norm follows each of its experts",
         "openai_privacy_filter": "its router divides the weights by top_k, and it labels tokens",
         "phimoe": "its router is SparseMixer, which masks the logits anew for each choice",
         "zaya": "its router is an MLP with a state that passes from layer to layer, and a choice of no expert",
     }
 )
+# Those of them whose experts Transformers computes alone
+NOT_USED = ("longcat_flash",)
