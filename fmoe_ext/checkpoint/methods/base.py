@@ -159,16 +159,11 @@ def settings(base: Base) -> Config:
     return {"quant_method": "modelopt", **details} if isinstance(details, dict) else {}
 
 
-class _Factors(NamedTuple):
-    """Makes the factors [rows, 2] of all rows of the one number of a matrix, which is at a place of them."""
-
-    rows: int
-    place: int
-
-    def __call__(self, whole: Array) -> Array:
-        factors = np.ones((self.rows, 2), np.float32)
-        factors[:, self.place] = whole.reshape(())
-        return factors
+def _factors(whole: Array, rows: int, place: int) -> Array:
+    """The factors [rows, 2] of all rows, of the one number of a matrix; place: of it beside a 1."""
+    factors = np.ones((rows, 2), np.float32)
+    factors[:, place] = whole.reshape(())
+    return factors
 
 
 NVFP4_BLOCK = 16
@@ -183,7 +178,7 @@ def nvfp4(base: Base, names: tuple[str, str, str], shape: tuple[int, int], is_di
     if columns % (2 * NVFP4_BLOCK):
         return None
     data, scale, whole = names
-    turn = Turn(_Factors(rows, int(is_divisor)), base.tensors[whole].shape, "f4")
+    turn = Turn(lambda number: _factors(number, rows, int(is_divisor)), base.tensors[whole].shape, "f4")
     pieces = {
         "data": Piece(data, (rows, columns // 2), torch.uint8),
         "scale": Piece(scale, (rows, columns // NVFP4_BLOCK), torch.float8_e4m3fn),

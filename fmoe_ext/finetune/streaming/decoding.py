@@ -161,8 +161,10 @@ def attention(
             scale = options.get("scaling") or query.shape[3] ** -0.5
             rows = None if mask is None else mask[:, 0, 0]
             return decode.attend(query, key, value, rows, scale), None
-    given = (query, key, value, attention_mask)
+    dtype = query.dtype
     if is_slow(query):
-        given = tuple(t.float() if t is not None and t.dtype == query.dtype else t for t in given)
-    out, _ = sdpa_attention_forward(module, *given, **options)
-    return out.to(query.dtype), None
+        query, key, value = query.float(), key.float(), value.float()
+        if attention_mask is not None and attention_mask.dtype == dtype:
+            attention_mask = attention_mask.float()
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return out.to(dtype), None

@@ -9,9 +9,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 Shape: TypeAlias = tuple[int, int, int]
-Tensors: TypeAlias = (
-    tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-)
+Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
+WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,9 +53,7 @@ class Format:
     block: int  # columns that quantize() packs together
     check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
     decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
-    pack: Callable[
-        [torch.Tensor], Tensors
-    ]  # of float32 [E, out, in] -> data, scale, and zero where there is one
+    pack: Callable[[torch.Tensor], Tensors | WithZero]  # of float32 [E, out, in]
     # uint8 [E, out, bytes of a row] -> data
     of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
     # of parts packed apart

@@ -12,7 +12,7 @@ from fmoe_ext.frozen.formats.base import (
     Format,
     Packed,
     Shape,
-    Tensors,
+    WithZero,
     nibbles,
     pairs,
     require,
@@ -43,7 +43,7 @@ def _decode(q: Packed) -> torch.Tensor:
     return (values.unflatten(-1, (-1, SCALED)) * step[..., None]).flatten(-2)
 
 
-def _pack(weight: torch.Tensor) -> Tensors:
+def _pack(weight: torch.Tensor) -> WithZero:
     blocks = weight.unflatten(2, (-1, SCALED))
     largest = blocks.abs().amax(-1)
     factor = largest.amax((1, 2), keepdim=True) / (E2M1_MAX * E4M3_MAX)
