@@ -64,11 +64,18 @@ class FrozenWeight {
     const bool in_step = !packing_.interleaved && !zero_words_ && !has_squares();
     const uint8_t* data = out[0].data;
     const char* scale = out[0].scale;
+    const float* factors = out[0].factors;
     for (int64_t j = 1; j < n; ++j) {
       if (in_step)
-        out[j] = {
-            format_, scale_type_, data += row_bytes_, sizes_[2], scale += scale_row_bytes_, group_, nullptr,
-            0};
+        out[j] = {format_,
+                  scale_type_,
+                  data += row_bytes_,
+                  sizes_[2],
+                  scale += scale_row_bytes_,
+                  group_,
+                  nullptr,
+                  0,
+                  factors ? factors += 2 : nullptr};
       else
         row(expert, first + j, out[j]);
     }
@@ -84,6 +91,7 @@ class FrozenWeight {
     out.scale = nullptr;
     out.zero = nullptr;
     out.zero_shift = 0;
+    out.factors = factors_ ? factors_ + 2 * line : nullptr;
     if (scale_bytes_) {
       out.scale =
           scale_bytes_ + (has_squares() ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;
@@ -107,7 +115,7 @@ class FrozenWeight {
     return row / part_rows_ * blocks(part_rows_) + row % part_rows_ / kBlock;
   }
 
-  static gemm::ScaleType scale_type_of(const Tensor& t) {
+  gemm::ScaleType scale_type_of(const Tensor& t) const {
     switch (t.scalar_type()) {
       case ScalarType::Float:
         return gemm::ScaleType::float32;
@@ -116,7 +124,8 @@ class FrozenWeight {
       case ScalarType::Half:
         return gemm::ScaleType::float16;
       case ScalarType::Byte:
-        return gemm::ScaleType::e8m0;
+        return layout().scale_types[0] == gemm::ScaleType::e4m3 ? gemm::ScaleType::e4m3
+                                                                : gemm::ScaleType::e8m0;
       default:
         return gemm::ScaleType::none;
     }
@@ -166,8 +175,8 @@ class FrozenWeight {
   }
   void check_packed() {
     using gemm::Scaled;
-    STD_TORCH_CHECK(!packing_.zero || layout().may_have_zero, name_, "_zero must be None for format ",
-                    packing_.format);
+    STD_TORCH_CHECK(!packing_.zero || layout().third != gemm::Third::none, name_,
+                    "_zero must be None for format ", packing_.format);
     if (layout().scaled != Scaled::inside)
       check_scale();
     else
@@ -180,7 +189,7 @@ class FrozenWeight {
       case Scaled::inside:
         break;
       case Scaled::block:
-        group_ = layout().block_columns;
+        group_ = layout().block_columns / layout().scales_of_block;
         check_scale_shape(sizes_[1], sizes_[2] / group_);
         break;
       case Scaled::group:
@@ -191,7 +200,10 @@ class FrozenWeight {
         check_squares();
         break;
     }
-    if (packing_.zero) check_zero(*packing_.zero);
+    if (layout().third == gemm::Third::factors)
+      check_factors();
+    else if (packing_.zero)
+      check_zero(*packing_.zero);
   }
   // Asking a tensor for its address costs as much as a short row.
   void find_rows() {
@@ -203,7 +215,11 @@ class FrozenWeight {
       scale_rows_ =
           packing_.scale->numel() / std::max<int64_t>(packing_.scale->size(0) * packing_.scale->size(-1), 1);
     }
-    if (packing_.zero) zero_words_ = static_cast<const int32_t*>(packing_.zero->const_data_ptr());
+    if (!packing_.zero) return;
+    if (layout().third == gemm::Third::factors)
+      factors_ = static_cast<const float*>(packing_.zero->const_data_ptr());
+    else
+      zero_words_ = static_cast<const int32_t*>(packing_.zero->const_data_ptr());
   }
   void check_zero(const Tensor& zero) const {
     check_cpu(zero, name_);
@@ -212,6 +228,17 @@ class FrozenWeight {
                         zero.size(1) == words && zero.size(2) == groups,
                     name_, "_zero must be int32 [", sizes_[0], ", ", words, ", ", groups, "], but got ",
                     dtype_text(zero), " ", shape_text(zero));
+  }
+
+  void check_factors() const {
+    STD_TORCH_CHECK(packing_.zero, name_, "_zero must be given: format ", packing_.format,
+                    " has two factors of each row there");
+    const Tensor& t = *packing_.zero;
+    check_cpu(t, name_);
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 3 && t.size(0) == sizes_[0] &&
+                        t.size(1) == sizes_[1] && t.size(2) == 2,
+                    name_, "_zero must be float32 [", sizes_[0], ", ", sizes_[1], ", 2], but got ",
+                    dtype_text(t), " ", shape_text(t));
   }
 
   Tensor data_;
@@ -224,6 +251,7 @@ class FrozenWeight {
   const uint8_t* bytes_ = nullptr;
   const char* scale_bytes_ = nullptr;
   const int32_t* zero_words_ = nullptr;
+  const float* factors_ = nullptr;
   int64_t row_bytes_ = 0, scale_rows_ = 0, scale_row_bytes_ = 0, part_rows_ = 1;
 };
 

@@ -53,6 +53,8 @@ ON_KERNELS = (
     "mxfp8-quantized",
     "modelopt MXFP8",
     "mxfp8",
+    "nvfp4-pack-quantized",
+    "modelopt NVFP4",
 )
 
 

@@ -10,6 +10,15 @@
 template <PackedFormat format>
 struct Decoder;
 
+// 16 bytes of codes of E2M1: twice the values of the first 16 columns, and of the others.
+inline void twice_e2m1(B16 bytes, B16& first, B16& second) {
+  const B16 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+  B16 low, high;
+  alternate(bytes, low, high);
+  first = look_up(table, low);
+  second = look_up(table, high);
+}
+
 template <>
 struct Decoder<PackedFormat::mxfp4> {
   static constexpr int kGroups = 1;
@@ -22,10 +31,35 @@ struct Decoder<PackedFormat::mxfp4> {
     bytes = load_bytes<B16>(row.data + 16 * b);
   }
   Decoded group(int) const {
-    const B16 twice = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
     B16 first, second;
-    alternate(bytes, first, second);
-    return scaled(look_up(twice, first), look_up(twice, second), half_scale);
+    twice_e2m1(bytes, first, second);
+    return scaled(first, second, half_scale);
+  }
+};
+
+template <>
+struct Decoder<PackedFormat::nvfp4> {
+  static constexpr int kGroups = 1;
+  const PackedRow& row;
+  float scales[2] = {};  // of 16 columns each
+  B16 bytes = {};
+
+  __attribute__((always_inline)) void open(int64_t b) {
+    for (int half = 0; half < 2; ++half)
+      scales[half] = e4m3(row.scale[2 * b + half]) * row.factors[0] / row.factors[1];
+    bytes = load_bytes<B16>(row.data + 16 * b);
+  }
+  Decoded group(int) const {
+    B16 twice[2];
+    twice_e2m1(bytes, twice[0], twice[1]);
+    Decoded d;
+    for (int half = 0; half < 2; ++half) {
+      VF* part = d.part + half * (kParts / 2);
+      widen_signed(twice[half], part);
+      // the first is exact, and half of a scale need not be
+      for (int i = 0; i < kParts / 2; ++i) part[i] = part[i] * 0.5f * scales[half];
+    }
+    return d;
   }
 };
 
@@ -33,10 +67,7 @@ struct Decoder<PackedFormat::mxfp4> {
 inline Decoded small_e4m3(const B16 (&bytes)[2]) {
   Decoded d;
   for (int half = 0; half < 2; ++half) {
-    // As float16 the exponent is too small by 8; its conversion also makes subnormal numbers right.
-    const H16 wide = __builtin_convertvector(bytes[half], H16);
-    const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
-    const H16 bits = magnitude | (wide & 0x80) << 8 | nan;
+    const H16 bits = halves_of_e4m3(bytes[half]);
     for (int i = 0; i < kParts / 2; ++i)
       d.part[half * (kParts / 2) + i] = widen_half(load_bytes<VH>((const char*)&bits + i * sizeof(VH)));
   }
@@ -122,8 +153,8 @@ struct Decoder<PackedFormat::q8_0> {
   Decoded group(int) const { return scaled(bytes[0], bytes[1], scale); }
 };
 
-template <>
-struct Decoder<PackedFormat::q4_0> {
+// A block of 32 columns: a scale in float16, and 16 bytes of codes.
+struct HalfAndCodes {
   static constexpr int kGroups = 1;
   const PackedRow& row;
   float scale = 0;
@@ -133,6 +164,10 @@ struct Decoder<PackedFormat::q4_0> {
     scale = half_at(row.data + 18 * b);
     bytes = load_bytes<B16>(row.data + 18 * b + 2);
   }
+};
+
+template <>
+struct Decoder<PackedFormat::q4_0> : HalfAndCodes {
   Decoded group(int) const { return scaled((bytes & 15) - 8, (bytes >> 4) - 8, scale); }
 };
 
@@ -269,16 +304,7 @@ inline Decoded iq4(B16 bytes, float scale) {
 }
 
 template <>
-struct Decoder<PackedFormat::iq4_nl> {
-  static constexpr int kGroups = 1;
-  const PackedRow& row;
-  float scale = 0;
-  B16 bytes = {};
-
-  __attribute__((always_inline)) void open(int64_t b) {
-    scale = half_at(row.data + 18 * b);
-    bytes = load_bytes<B16>(row.data + 18 * b + 2);
-  }
+struct Decoder<PackedFormat::iq4_nl> : HalfAndCodes {
   Decoded group(int) const { return iq4(bytes, scale); }
 };
 
@@ -330,6 +356,8 @@ inline void with_format(PackedFormat format, const Body& body) {
       return body(std::integral_constant<PackedFormat, PackedFormat::iq4_xs>{});
     case PackedFormat::mxfp8:
       return body(std::integral_constant<PackedFormat, PackedFormat::mxfp8>{});
+    case PackedFormat::nvfp4:
+      return body(std::integral_constant<PackedFormat, PackedFormat::nvfp4>{});
     case PackedFormat::none:
       return;
   }

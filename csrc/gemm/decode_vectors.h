@@ -79,6 +79,14 @@ inline void widen_signed(B16 bytes, VF* out) {
 #endif
 }
 
+// 16 bytes of E4M3 as float16, divided by 256: the exponent is too small by 8. A conversion of float16 makes
+// subnormal numbers right too.
+inline H16 halves_of_e4m3(B16 bytes) {
+  const H16 wide = __builtin_convertvector(bytes, H16);
+  const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
+  return magnitude | (wide & 0x80) << 8 | nan;
+}
+
 inline Decoded scaled(B16 first, B16 second, float scale) {
   Decoded d;
   widen_signed(first, d.part);
@@ -120,6 +128,12 @@ inline float scale_at(const PackedRow& row, int64_t i) {
 // 2^(e - 127): 2^-127 is subnormal, and 255 is NaN.
 inline float e8m0(uint8_t e) {
   return float_of(e == 0 ? 0x400000u : e == 255 ? 0x7fc00000u : uint32_t(e) << 23);
+}
+
+inline float e4m3(uint8_t e) {
+  const uint16_t magnitude = (e & 0x7f) << 7;
+  const uint16_t half = magnitude | (e & 0x80) << 8 | (magnitude == 0x3f80 ? 0x7c00 : 0);
+  return 256.f * half_at((const uint8_t*)&half);
 }
 
 // The low four bits of 16 bytes, then the high ones, as they alternate.

@@ -19,34 +19,43 @@ enum class PackedFormat : int64_t {
   q5_k,
   iq4_nl,
   iq4_xs,
-  mxfp8
+  mxfp8,
+  nvfp4
 };
-constexpr int64_t kNumPackedFormats = 13;
+constexpr int64_t kNumPackedFormats = 14;
 
-enum class ScaleType { none, float32, bfloat16, float16, e8m0 };
+enum class ScaleType { none, float32, bfloat16, float16, e8m0, e4m3 };
 
 // What one scale is for.
 enum class Scaled {
   inside,  // a format whose blocks hold their scales
-  block,   // a block
+  block,   // a block, or an equal part of one
   group,   // some multiple of 32 columns of a row
   square,  // kScaledSquare rows x columns; the matrix may be of several parts
 };
 constexpr int64_t kScaledSquare = 128;
+
+// What the third tensor of a weight is.
+enum class Third {
+  none,
+  zero_points,  // int32, four bits each of eight rows in a word; may be left out
+  factors,      // float32, two for each row
+};
 
 // How the bytes and the scales of a format lie.
 struct PackedLayout {
   int64_t block_bytes, block_columns;  // of a row, which has whole blocks
   Scaled scaled;
   ScaleType scale_types[3];  // those allowed
-  bool may_have_zero = false;
+  Third third = Third::none;
+  int64_t scales_of_block = 1;
 };
 
 constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
     {},
     {16, 32, Scaled::block, {ScaleType::e8m0}},
     {1, 1, Scaled::square, {ScaleType::float32, ScaleType::bfloat16}},
-    {1, 2, Scaled::group, {ScaleType::float32, ScaleType::bfloat16, ScaleType::float16}, true},
+    {1, 2, Scaled::group, {ScaleType::float32, ScaleType::bfloat16, ScaleType::float16}, Third::zero_points},
     {34, 32, Scaled::inside, {}},
     {144, 256, Scaled::inside, {}},
     {210, 256, Scaled::inside, {}},
@@ -56,6 +65,7 @@ constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
     {18, 32, Scaled::inside, {}},
     {136, 256, Scaled::inside, {}},
     {32, 32, Scaled::block, {ScaleType::e8m0}},
+    {16, 32, Scaled::block, {ScaleType::e4m3}, Third::factors, 2},
 };
 constexpr const PackedLayout& layout_of(PackedFormat format) {
   return kPackedLayouts[static_cast<int64_t>(format)];
@@ -67,10 +77,11 @@ struct PackedRow {
   ScaleType scale_type;
   const uint8_t* data;  // null is a row of zeros
   int64_t columns;
-  const char* scale;    // the first of the row
-  int64_t group;        // columns of one scale, a multiple of 32
-  const int32_t* zero;  // int4: the words with the zero point of each group of this row, or null for 8
-  int zero_shift;       // of this row in a word
+  const char* scale;     // the first of the row
+  int64_t group;         // columns of one scale: a multiple of 32, or 16 for nvfp4
+  const int32_t* zero;   // int4: the words with the zero point of each group of this row, or null for 8
+  int zero_shift;        // of this row in a word
+  const float* factors;  // nvfp4: what its scales are multiplied by, and what they are divided by after that
 };
 
 // Columns of A that share a scale when they are rounded to 8 bits; 0 for formats without such products.

@@ -65,12 +65,6 @@ inline VF dot_pairs(__m512i x, __m512i values, VF sum) {
 inline __m512i load_pairs(const void* p) { return load_bytes<__m512i>(p); }
 inline __m512i words_of(const void* bytes) { return _mm512_cvtepu8_epi16(load_bytes<__m256i>(bytes)); }
 
-// The scale of block b in the lower half, that of the next one in the upper.
-inline VF scales_of_two(const float* scales) {
-  const VI halves = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
-  return (VF)_mm512_permutexvar_ps((__m512i)halves, (__m512)load(scales));
-}
-
 // Products that are added in turn to several sums, so that none waits for the one before.
 template <int M>
 struct SumsInTurn {
@@ -119,17 +113,22 @@ __attribute__((always_inline)) inline void add_alternating(const PackedRow& row,
                                                            int64_t columns, const PairsOfA& a,
                                                            SumsInTurn<M>& sums, VF (&total)[M]) {
   constexpr bool is_int4 = format == PackedFormat::int4, is_nf4 = format == PackedFormat::nf4;
+  constexpr int kScales = format == PackedFormat::nvfp4 ? 2 : 1;  // of a block
   const __m512i table = load_pairs(is_int4 ? &kAroundZeroPairs : is_nf4 ? &kQuantilePairs : &kE2M1Pairs);
   const __m512i rests = load_pairs(&kQuantileRests);
   const __m512i quarters = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-  alignas(64) float scales[kMostBlocks + 2 * W], zeros[is_int4 ? kMostBlocks + 2 * W : 1];
+  const __m512i eighths = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  alignas(64) float scales[kScales * kMostBlocks + 2 * W], zeros[is_int4 ? kMostBlocks + 2 * W : 1];
   const int64_t blocks = columns / kGroup;
   const bool has_zeros = is_int4 && row.zero;
   load_scales_of_blocks(row, begin / kGroup, blocks, scales, has_zeros ? zeros : nullptr);
-  store(scales + blocks, VF{});
+  store(scales + kScales * blocks, VF{});
   const auto add = [&](int64_t b, __m512i words, auto turn) __attribute__((always_inline)) {
-    const VF scale =
-        (VF)_mm512_permutevar_ps(_mm512_broadcast_f32x4(load_bytes<__m128>(scales + b)), quarters);
+    VF scale;
+    if constexpr (kScales == 2)
+      scale = (VF)_mm512_permutexvar_ps(eighths, (__m512)load(scales + 2 * b));
+    else
+      scale = (VF)_mm512_permutevar_ps(_mm512_broadcast_f32x4(load_bytes<__m128>(scales + b)), quarters);
     const __m512i codes[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8),
                               _mm512_srli_epi16(words, 12)};
     __m512i values[4];

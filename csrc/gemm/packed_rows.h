@@ -39,7 +39,8 @@ inline void multiply_row(const PackedRow& row, int64_t begin, int64_t columns, c
 // Formats of four bits that look up both halves of 16 bytes: the even columns and the odd ones of a group, so
 // the columns of A are in that order too.
 constexpr bool alternates(PackedFormat format) {
-  return format == PackedFormat::mxfp4 || format == PackedFormat::int4 || format == PackedFormat::nf4;
+  return format == PackedFormat::mxfp4 || format == PackedFormat::nvfp4 || format == PackedFormat::int4 ||
+         format == PackedFormat::nf4;
 }
 
 // Scales [first, first + n) of a row, n rounded up to a multiple of 16.
@@ -51,6 +52,10 @@ inline void load_scales(const PackedRow& row, int64_t first, int64_t n, float* o
       const VI e = (VI)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, row.scale + first + i));
       const VI bits = e == 0 ? VI{} + 0x400000 : e == 255 ? VI{} + 0x7fc00000 : e << 23;
       store(out + i, (VF)bits);
+    } else if (row.scale_type == ScaleType::e4m3) {
+      const __mmask16 there = left < W ? (1u << left) - 1 : 0xffff;
+      const B16 bytes = (B16)_mm_maskz_loadu_epi8(there, row.scale + first + i);
+      store(out + i, 256.f * widen_half(halves_of_e4m3(bytes)));
     } else if (row.scale_type == ScaleType::float32) {
       store(out + i, load_n((const float*)row.scale + first + i, left));
     } else if (row.scale_type == ScaleType::float16) {
@@ -61,9 +66,16 @@ inline void load_scales(const PackedRow& row, int64_t first, int64_t n, float* o
   }
 }
 
-// The scale, and in zeros (or null) the zero point, of each block of 32 columns; up to 16 more are written.
+// The scale, and in zeros (or null) the zero point, of each block of 32 columns, or the scales of both halves
+// of each; up to 16 more are written.
 inline void load_scales_of_blocks(const PackedRow& row, int64_t first, int64_t blocks, float* scales,
                                   float* zeros) {
+  if (row.factors) {
+    load_scales(row, 2 * first, 2 * blocks, scales);
+    for (int64_t i = 0; i < 2 * blocks; i += W)
+      store(scales + i, load(scales + i) * row.factors[0] / row.factors[1]);
+    return;
+  }
   const int64_t per = row.group / kGroup;
   if (per == 1) load_scales(row, first, blocks, scales);
   if (per == 1 && !zeros) return;
@@ -77,14 +89,21 @@ inline void load_scales_of_blocks(const PackedRow& row, int64_t first, int64_t b
   }
 }
 
+// The scale of block b in the lower half, that of the next one in the upper.
+inline VF scales_of_two(const float* scales) {
+  const VI halves = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+  return (VF)_mm512_permutexvar_ps((__m512i)halves, (__m512)load(scales));
+}
+
 template <PackedFormat format, int M>
 inline void multiply_alternating(const PackedRow& row, int64_t begin, int64_t columns, const float* a,
                                  int64_t stride, VF (&total)[M]) {
+  constexpr int kScales = format == PackedFormat::nvfp4 ? 2 : 1;  // of a block
   constexpr bool is_int4 = format == PackedFormat::int4, high_first = format == PackedFormat::nf4;
   constexpr int kAhead = M == 1 ? 2 : 1;  // groups at once, with sums of their own
   const VF table = is_int4 ? load(kCounting) : load(high_first ? kQuantiles : kE2M1);
   constexpr int kBlocks = kPackedDepth / kGroup;
-  alignas(64) float scales[kBlocks + W], zeros[is_int4 ? kBlocks + W : 1];
+  alignas(64) float scales[kScales * kBlocks + W], zeros[is_int4 ? kBlocks + W : 1];
   const int64_t blocks = columns / kGroup;
   load_scales_of_blocks(row, begin / kGroup, blocks, scales, is_int4 ? zeros : nullptr);
   VF sum[M][2 * kAhead] = {};
@@ -99,8 +118,9 @@ inline void multiply_alternating(const PackedRow& row, int64_t begin, int64_t co
       even -= zero;
       odd -= zero;
     }
-    even *= scales[b];
-    odd *= scales[b];
+    const VF scale = kScales == 2 ? scales_of_two(scales + 2 * b) : broadcast(scales[b]);
+    even *= scale;
+    odd *= scale;
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
       const float* x = a + m * stride + b * kGroup;

@@ -111,7 +111,7 @@ def _joinable(found: Found) -> Matrices | None:
     if [len(m) for m in matrices] != [len(m) for m in found]:
         return None
     first = matrices[0][0]
-    is_split = "zero" in first.pieces and len(matrices[0]) > 1 and first.shape[0] % 8
+    is_split = len(matrices[0]) > 1 and first.shape[0] % 8 and first.zeros_share_words
     is_one = all(m.format == first.format for of_expert in matrices for m in of_expert)
     return matrices if is_one and not is_split else None
 

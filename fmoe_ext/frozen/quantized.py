@@ -16,7 +16,8 @@ INTEGERS = 64  # added to the number of a format for operators, as in csrc/froze
 class Quantized:
     """A weight [E, out, in] of all experts, packed as its file has it. The first dimension of each tensor is E.
 
-    format: a name in FORMATS, which says what data, scale and zero are; None where a format lacks one of them.
+    format: a name in FORMATS, which says what data, scale and zero are; None where a format lacks one of them. zero:
+    zero points of int4; of nvfp4 the factors of its scales.
     interleaved: the rows are gate, up, gate, up, ..., as GPT-OSS has them. Operators then take b1 and lora1.b in that
     order too, and compute with all gates before all ups.
     int8_activations: for q8_0 and q4_k on the CPU, rows that the weight multiplies may be rounded to 8 bits and the
@@ -96,7 +97,7 @@ class Quantized:
     def packing(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
         """scale, zero, number of the format, interleaved: what operators take beside rows()."""
         scale = self.scale
-        if scale is not None and scale.dtype == torch.float8_e8m0fnu:
+        if scale is not None and scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
             scale = scale.view(torch.uint8)
         number = self.kind.number
         if self.int8_activations and self.data.device.type == "cpu" and not torch.is_grad_enabled():

@@ -8,9 +8,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "gemm/isa.h"
+#include "packed_rows.h"
 
 namespace {
 
@@ -229,6 +231,47 @@ void check_activations(const Set& s, const Set& portable) {
     }
 }
 
+// A packed weight: every set decodes to the bits of the portable one, and products are those of the values.
+void check_packed(const Set& s, const Set& portable, PackedFormat format) {
+  constexpr int64_t kColumns = 512;
+  const Kernels& kernels = *s.kernels;
+  const char* name = kFormatNames[static_cast<int64_t>(format)];
+  std::vector<std::unique_ptr<RandomRow>> stored;
+  std::vector<PackedRow> columns;
+  std::vector<Bytes> values;
+  const Kernels& wide = *portable_kernels().float64;
+  for (int64_t j = 0; j < kernels.nr; ++j) {
+    stored.push_back(std::make_unique<RandomRow>(format, kColumns, j));
+    columns.push_back(stored.back()->row());
+    values.push_back(zeros(kFloat64, kColumns));
+    wide.decode(columns[j], 0, kColumns, Elements(values[j]));
+    for (const int64_t begin : {0, 32, 256}) {
+      Bytes got = zeros(s.type, kColumns), wanted = got;
+      kernels.decode(columns[j], begin, kColumns - begin, Elements(got));
+      portable.kernels->decode(columns[j], begin, kColumns - begin, Elements(wanted));
+      if (std::memcmp(got.data(), wanted.data(), (kColumns - begin) * bytes_of(s.type)) == 0) continue;
+      std::printf("%s %s: %s decodes to other bits than the portable set\n", s.name, kTypeNames[s.type],
+                  name);
+      std::exit(1);
+    }
+  }
+  for (int64_t m = 1; m <= kernels.packed_rows; ++m) {
+    const Bytes a = random(s.operand(), m * kColumns);
+    Bytes tile = zeros(s.acc(), m * kernels.nr);
+    kernels.multiply_packed(m, kColumns, Elements(a), kColumns, columns.data(), 1, Elements(tile));
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t j = 0; j < kernels.nr; ++j) {
+        double sum = 0, size = 0;
+        for (int64_t i = 0; i < kColumns; ++i) {
+          const double product = get(s.operand(), a, r * kColumns + i) * get(kFloat64, values[j], i);
+          sum += product;
+          size += std::fabs(product);
+        }
+        check(s, name, get(s.acc(), tile, r * kernels.nr + j) / size, sum / size, 1e-6);
+      }
+  }
+}
+
 void check_all(const Set& s, const Set& portable) {
   num_checks = 0;
   for (const int64_t k : {1, 2, 3, 4, 5, 8, 31, 64, 513, 1030})
@@ -236,6 +279,7 @@ void check_all(const Set& s, const Set& portable) {
   for (int64_t n = 1; n <= s.kernels->nr; ++n) check_stores(s, n);
   for (const int64_t n : {1, 3, 4, 7, 8, 37}) check_sums(s, n);
   check_activations(s, portable);
+  for (int64_t f = 1; f < kNumPackedFormats; ++f) check_packed(s, portable, static_cast<PackedFormat>(f));
   std::printf("%s %s: %lld values are right\n", s.name, kTypeNames[s.type], (long long)num_checks);
 }
 

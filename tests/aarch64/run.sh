@@ -31,7 +31,7 @@ test_kernels() {
   mkdir -p "$folder/kernels"
   for file in csrc/gemm/{portable,neon,neon_bf16}.cpp tests/aarch64/kernels.cpp; do
     objects+=("$folder/kernels/$(basename "$file").o")
-    $cross-g++-12 -std=c++20 -O3 -fno-math-errno -fno-trapping-math -Icsrc -I"$include" -c "$file" -o "${objects[-1]}"
+    $cross-g++-12 -std=c++20 -O3 -fno-math-errno -fno-trapping-math -Icsrc -Itests/aarch64 -I"$include" -c "$file" -o "${objects[-1]}"
   done
   $cross-g++-12 -static "${objects[@]}" -o "$folder/kernels/test"
   qemu-aarch64 -cpu max "$folder/kernels/test"

@@ -67,8 +67,8 @@ def test_experts_have_the_values_of_the_packing(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_decoded_experts_are_rounded_once(dtype, tmp_path):
-    tensors, values = tensors_of("nvfp4-pack-quantized")
-    layer, _ = packed_layer(save(tmp_path, tensors, CONFIGS["nvfp4-pack-quantized"]), PATH)
+    tensors, values = tensors_of("float-quantized channel")
+    layer, _ = packed_layer(save(tmp_path, tensors, CONFIGS["float-quantized channel"]), PATH)
     w1, _ = read(layer.cast(dtype), [1])
     assert torch.equal(w1[0], torch.cat((values[1, "gate_proj"], values[1, "up_proj"])).to(dtype))
 

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.finetune.streaming import reader
+from fmoe_ext.finetune.streaming import reader, sixteen_bits
+from fmoe_ext.testing import assert_close
 from tests.finetune.streamed_models import (
     WIDE,
     bytes_of_adapters,
@@ -119,3 +120,30 @@ def test_dtype_that_is_no_float_is_refused_by_name(tmp_path):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"dtype must be one of torch.float64, .* but got torch.int8"):
         fmoe_ext.stream(folder, 2**40, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_ours_where_torch_is_slow_at_sixteen_bits(tmp_path, dtype, monkeypatch):
+    folder = save(tmp_path, dtype=dtype, num_hidden_layers=2, attention_bias=True)
+    truth = gradients(with_adapters(in_memory(folder, torch.float64)))
+    plain = with_adapters(in_memory(folder, dtype))
+    ours = with_adapters(streamed(folder, 2, 4 * bytes_of_adapters(plain)))
+    expected = gradients(plain)
+    monkeypatch.setattr(sixteen_bits, "fast_bfloat16", lambda: False)
+    linear, attention = torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention
+    dtypes = []
+
+    def seen(function):
+        def call(x, *rest, **options):
+            dtypes.append(x.dtype)
+            return function(x, *rest, **options)
+
+        return call
+
+    monkeypatch.setattr(torch.nn.functional, "linear", seen(linear))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen(attention))
+    found = gradients(ours)
+    assert dtypes and set(dtypes) == {torch.float32}
+    for name, gradient in found.items():
+        assert gradient.norm() > 0
+        assert_close(gradient, truth[name], expected[name])

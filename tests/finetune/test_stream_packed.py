@@ -171,7 +171,9 @@ def test_gguf_file_in_int8_generates_and_trains_near_its_values(tmp_path, kind):
     )  # exact where gradients are recorded
 
 
-@pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "modelopt NVFP4", "DeepSeek-V4 FP4", "mxfp8"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4-pack-quantized", "modelopt NVFP4", "nvfp4-pack-quantized", "DeepSeek-V4 FP4", "mxfp8"]
+)
 def test_folder_of_small_blocks_equals_its_values(tmp_path, name):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
     values = pack_linear(folder, name, published_packings)

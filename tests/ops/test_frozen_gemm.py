@@ -180,7 +180,7 @@ def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
         ({3: torch.zeros(2, 37)}, "bias must have the dtype of x"),
         ({4: None}, "weight_scale must be given"),
         ({4: None, 6: 0}, "weight_format must be of a packed format, not 0: grouped_gemm"),
-        ({6: 60}, r"weight_format must be in \[0, 13\), a number in frozen.FORMATS, but got 60"),
+        ({6: 60}, r"weight_format must be in \[0, 14\), a number in frozen.FORMATS, but got 60"),
     ],
 )
 def test_operator_refuses(changes, message):

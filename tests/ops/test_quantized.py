@@ -47,6 +47,10 @@ def packed(name, E, out, width, seed=0):
         data = torch.randn(E, out, width, generator=generator).to(torch.float8_e4m3fn)
         exponent = torch.randint(120, 124, (E, out, width // 32), dtype=torch.uint8, generator=generator)
         return Quantized(name, data, exponent)
+    if name == "nvfp4":
+        scale = (torch.rand(E, out, width // 16, generator=generator) + 0.5).to(torch.float8_e4m3fn)
+        factors = torch.stack((scales(E, out), 4 + torch.rand(E, out, generator=generator)), -1)
+        return Quantized(name, random_bytes(E, out, width // 2, seed=seed), scale, factors)
     if name == "fp8_block":
         data = torch.randn(E, out, width, generator=generator).to(torch.float8_e4m3fn)
         return Quantized(name, data, scales(E, -(-out // 128), -(-width // 128)))
@@ -328,6 +332,7 @@ def test_few_long_rows_err_by_rounding_alone(isa, name, dtype):
 
 
 BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
+NVFP4_SCALE = torch.ones(2, 4, 4).to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +358,14 @@ BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
         (("iq4_xs", BYTES), "a row of iq4_xs must be whole blocks of 136 bytes, but got 32 bytes"),
         (("mxfp8", BYTES.view(torch.float8_e4m3fn), BYTES[..., :2]), r"scale must have shape \[2, 4, 1\]"),
         (("mxfp8", BYTES[..., :8].view(torch.float8_e4m3fn), BYTES[..., :1]), "whole blocks of 32 columns"),
+        (("nvfp4", BYTES), "nvfp4 needs scale"),
+        (("nvfp4", BYTES, NVFP4_SCALE), "nvfp4 needs zero: data uint8"),
+        (
+            ("nvfp4", BYTES[..., :8], NVFP4_SCALE, torch.ones(2, 4, 2)),
+            "whole blocks of 32 columns, but got 16",
+        ),
+        (("nvfp4", BYTES, NVFP4_SCALE[..., :2], torch.ones(2, 4, 2)), r"scale must have shape \[2, 4, 4\]"),
+        (("nvfp4", BYTES, NVFP4_SCALE, torch.ones(2, 4, 1)), r"zero must have shape \[2, 4, 2\]"),
         (("nf4", BYTES, torch.ones(2, 3, 1)), r"scale must have shape \[2, 4, 1\]"),
         (("nf4", BYTES, torch.ones(3, 4, 1)), "scale must be of 2 experts"),
         (("q8_0", torch.zeros(2, 3, 34, dtype=torch.uint8), None, None, True), "must be an even number"),
@@ -366,7 +379,7 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"w2_format": 99}, r"w2_format must be in \[0, 13\), a number in frozen.FORMATS, but got 99"),
+        ({"w2_format": 99}, r"w2_format must be in \[0, 14\), a number in frozen.FORMATS, but got 99"),
         ({"w1_scale": None}, "w1_scale must be given: format 1 has scales"),
         ({"w1_scale": torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
         ({"w1_scale": torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),
@@ -398,6 +411,44 @@ def test_mxfp8_has_the_values_of_torch_for_every_code_and_exponent(isa):
         for rows in (1, 20):
             found = frozen.frozen_gemm(torch.eye(32)[:rows], one)[0]
             assert torch.equal(found, one.dequantize()[0, :, 0]), (e, rows)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_nvfp4_has_the_values_of_the_library_for_every_scale_and_code(isa, divides):
+    scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.arange(16, dtype=torch.uint8)
+    data = (codes[::2] | codes[1::2] << 4).repeat(256, 2)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((values, -values))
+    # the last one makes scales subnormal, which a half of them could not be
+    for whole in (0.0123, 3.7e5, 1.0, 1.7e-38):
+        whole = torch.tensor(1 / whole if divides else whole)
+        step = scale.float() / whole if divides else scale.float() * whole
+        expected = (values * step[:, None]).repeat(1, 2)
+        factors = torch.stack(
+            (torch.ones(256), whole.expand(256)) if divides else (whole.expand(256), torch.ones(256)), -1
+        )
+        weight = Quantized("nvfp4", data[None], scale[None, :, None].expand(1, 256, 2), factors[None])
+        torch.testing.assert_close(weight.dequantize()[0], expected, rtol=0, atol=0, equal_nan=True)
+        finite = step.isfinite()
+        rows = Quantized("nvfp4", *(t[:, finite] for t in (weight.data, weight.scale, weight.zero)))
+        for m in (1, 5, 32):
+            found = frozen.frozen_gemm(torch.eye(32)[:m], rows)
+            assert torch.equal(found, expected[finite].T[:m]), (whole, m)
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        (None, "w1_zero must be given: format 13 has two factors of each row"),
+        (torch.ones(2, 512, 3), r"w1_zero must be float32 \[2, 512, 2\], but got Float \[2, 512, 3\]"),
+        (torch.ones(2, 512, 2).double(), r"w1_zero must be float32 \[2, 512, 2\], but got Double"),
+    ],
+)
+def test_operator_refuses_factors_that_do_not_fit(zero, message):
+    arguments, _, _ = frozen_call("nvfp4", w1_zero=zero)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fmoe_ext.frozen_mlp(*arguments)
 
 
 def test_interleaved_rows_of_w2_are_refused():

@@ -75,6 +75,11 @@ class Matrix(NamedTuple):
         """False if blocks cross rows, as those of nf4 may: then it is packed as a single row."""
         return self.pieces["data"].shape[0] == self.shape[0]
 
+    @property
+    def zeros_share_words(self) -> bool:
+        """True if a word has the zero points of several rows."""
+        return "zero" in self.pieces and self.pieces["zero"].shape[0] < self.shape[0]
+
     def decode(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
         """Its values, read now from the tensors of a folder."""
         return self.packed(tensors).dequantize(dtype).view(self.shape)
@@ -152,6 +157,34 @@ def settings(base: Base) -> Config:
         return {}
     details = read_json(inside(base.folder, beside.name)).get("quantization")
     return {"quant_method": "modelopt", **details} if isinstance(details, dict) else {}
+
+
+def _factors(whole: Array, rows: int, place: int) -> Array:
+    """The factors [rows, 2] of all rows, of the one number of a matrix; place: of it beside a 1."""
+    factors = np.ones((rows, 2), np.float32)
+    factors[:, place] = whole.reshape(())
+    return factors
+
+
+NVFP4_BLOCK = 16
+
+
+def nvfp4(base: Base, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool) -> Matrix | None:
+    """The matrix of codes, scales and the number of the whole matrix; None for rows that no operator takes.
+
+    is_divisor: scales are divided by that number, not multiplied.
+    """
+    rows, columns = shape
+    if columns % (2 * NVFP4_BLOCK):
+        return None
+    data, scale, whole = names
+    turn = Turn(lambda number: _factors(number, rows, int(is_divisor)), base.tensors[whole].shape, "f4")
+    pieces = {
+        "data": Piece(data, (rows, columns // 2), torch.uint8),
+        "scale": Piece(scale, (rows, columns // NVFP4_BLOCK), torch.float8_e4m3fn),
+        "zero": Piece(whole, (rows, 2), torch.float32, turn),
+    }
+    return Matrix("nvfp4", shape, pieces)
 
 
 def read_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -10,11 +10,13 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods.base import (
+    NVFP4_BLOCK,
     Config,
     Kind,
     Matrix,
     Piece,
     is_usual,
+    nvfp4,
     refuse,
     settings,
     stored,
@@ -50,7 +52,6 @@ WEIGHTS = frozenset(
         "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
     ]
 )  # fmt: skip
-NVFP4_BLOCK = 16
 PACKED, PLAIN = ".weight_packed", ".weight"
 
 
@@ -115,7 +116,9 @@ def _fp4(base: Base, stem: str) -> Matrix | Decoded:
     def values(data: torch.Tensor, scale: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return scaled(fp4(data), scale.float() / whole.float(), 1, NVFP4_BLOCK)
 
-    return Decoded("nvfp4-pack-quantized", (rows, columns), (name, scale, whole), values)
+    names, shape = (name, scale, whole), (rows, columns)
+    packed = nvfp4(base, names, shape, True) if base.tensors[whole].dtype == torch.float32 else None
+    return packed or Decoded("nvfp4-pack-quantized", shape, names, values)
 
 
 def _integers(base: Base, stem: str) -> Matrix | Decoded:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods.base import Config, Kind, Matrix, refuse, stored, tensor_of
+from fmoe_ext.checkpoint.methods.base import (
+    NVFP4_BLOCK,
+    Config,
+    Kind,
+    Matrix,
+    nvfp4,
+    refuse,
+    stored,
+    tensor_of,
+)
 from fmoe_ext.checkpoint.methods.decoded import Decoded, fp4, scaled
 from fmoe_ext.checkpoint.methods.fp8 import EXPONENTS, fp8_values, is_mxfp8, mxfp8
 from fmoe_ext.checkpoint.model_folder import Base
@@ -15,7 +24,6 @@ KNOWN = """
     quantized_layers
 """
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
-NVFP4_BLOCK = 16
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,7 +70,7 @@ def _matrix(base: Base, stem: str) -> Matrix | Decoded:
     return Decoded("FP8", (rows, width), (name, scale), fp8_values(*block))
 
 
-def _nvfp4(base: Base, names: tuple[str, str, str], rows: int, columns: int) -> Decoded:
+def _nvfp4(base: Base, names: tuple[str, str, str], rows: int, columns: int) -> Matrix | Decoded:
     for name, expected, dtype in (
         (names[1], ((rows, columns // NVFP4_BLOCK),), torch.float8_e4m3fn),
         (names[2], ((), (1,)), torch.float32),
@@ -77,7 +85,7 @@ def _nvfp4(base: Base, names: tuple[str, str, str], rows: int, columns: int) -> 
     def values(data: torch.Tensor, scale: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return scaled(fp4(data), scale.float() * whole.float(), 1, NVFP4_BLOCK)
 
-    return Decoded("NVFP4", (rows, columns), names, values)
+    return nvfp4(base, names, (rows, columns), False) or Decoded("NVFP4", (rows, columns), names, values)
 
 
 MODELOPT = Kind(

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext.finetune.streaming import sixteen_bits
 from fmoe_ext.finetune.streaming.packed_linear import GATES
+from fmoe_ext.finetune.streaming.sixteen_bits import SIXTEEN_BITS, is_slow
 from fmoe_ext.frozen import decode
 
 NAME = "fmoe_sdpa"
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MOST = 1 << 16  # elements of new tokens whose norms one thread computes
 
 
@@ -34,6 +35,7 @@ def use(model: Any) -> None:
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
+    sixteen_bits.use(model)
     for path, module in model.named_modules():
         cls: Any = type(module)
         derived = _derived(cls, is_gate=path.endswith(GATES))
@@ -128,24 +130,27 @@ def _rotary(theirs: Any) -> Any:
 
 
 class _Functional:
-    """torch.nn.functional, but linear() of one row is our product."""
+    """torch.nn.functional, but linear() of one row, and of 16 bits where torch is slow, is our product."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(nn.functional, name)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         is_row = bias is None and x.numel() == x.shape[-1] and x.dtype == weight.dtype
-        return (
-            decode.linear(x, weight)
-            if is_row and decode.is_wanted(x)
-            else nn.functional.linear(x, weight, bias)
-        )
+        if is_row and decode.is_wanted(x):
+            return decode.linear(x, weight)
+        if is_slow(x) and x.dtype == weight.dtype:
+            return sixteen_bits.linear(x, weight, bias)
+        return nn.functional.linear(x, weight, bias)
 
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Transformers' sdpa_attention_forward; one query in bfloat16 or float16 is computed in float32 and rounded."""
+    """Transformers' sdpa_attention_forward.
+
+    One query of 16 bits, and more of them where torch multiplies these slowly, are computed in float32 and rounded.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if query.shape[2] == 1 and query.dtype in SIXTEEN_BITS and decode.is_wanted(query):
@@ -156,5 +161,10 @@ def attention(
             scale = options.get("scaling") or query.shape[3] ** -0.5
             rows = None if mask is None else mask[:, 0, 0]
             return decode.attend(query, key, value, rows, scale), None
+    dtype = query.dtype
+    if is_slow(query):
+        query, key, value = query.float(), key.float(), value.float()
+        if attention_mask is not None and attention_mask.dtype == dtype:
+            attention_mask = attention_mask.float()
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return out, None
+    return out.to(dtype), None

@@ -10,10 +10,14 @@ from fmoe_ext.frozen.formats.int4 import INT4
 from fmoe_ext.frozen.formats.mxfp4 import MXFP4
 from fmoe_ext.frozen.formats.mxfp8 import MXFP8
 from fmoe_ext.frozen.formats.nf4 import NF4
+from fmoe_ext.frozen.formats.nvfp4 import NVFP4
 
 GGUF = MappingProxyType({**LINEAR, **IQ4})
 FORMATS = MappingProxyType(
-    {"mxfp4": MXFP4, "fp8_block": FP8_BLOCKS, "int4": INT4, **GGUF, "nf4": NF4, "mxfp8": MXFP8}
+    {
+        **{"mxfp4": MXFP4, "fp8_block": FP8_BLOCKS, "int4": INT4, **GGUF, "nf4": NF4, "mxfp8": MXFP8},
+        "nvfp4": NVFP4,
+    }
 )
 
 __all__ = ["FORMATS", "GGUF", "Format"]

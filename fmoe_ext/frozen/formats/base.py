@@ -10,6 +10,7 @@ import torch
 
 Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
+WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,11 +49,11 @@ class Format:
 
     number: int  # in csrc/gemm/packed.h
     tensors: str  # shapes of data, scale and zero
-    bits: float  # of a weight, scales included
+    bits: float  # of a weight, scales included; not what a whole row has
     block: int  # columns that quantize() packs together
     check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
     decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
-    pack: Callable[[torch.Tensor], Tensors]  # of float32 [E, out, in]
+    pack: Callable[[torch.Tensor], Tensors | WithZero]  # of float32 [E, out, in]
     # uint8 [E, out, bytes of a row] -> data
     of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
     # of parts packed apart

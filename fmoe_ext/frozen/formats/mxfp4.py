@@ -67,6 +67,12 @@ def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
     return pairs(codes).view_as(q.data)
 
 
+def nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """uint8 codes of the nearest values of E2M1."""
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=values.device)
+    return nearest(values.abs(), table) | (values < 0).to(torch.uint8) << 3
+
+
 def _pack(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 32))
     largest = blocks.abs().amax(-1)
@@ -74,9 +80,7 @@ def _pack(weight: torch.Tensor) -> Tensors:
     exponent = (torch.frexp(largest)[1] - 1 - 2).clamp(-127, 127)
     exponent = torch.where(largest > 0, exponent, -127)
     scaled = torch.ldexp(blocks, -exponent[..., None]).clamp(-E2M1_MAX, E2M1_MAX)
-    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=weight.device)
-    codes = nearest(scaled.abs(), table) | (scaled < 0).to(torch.uint8) << 3
-    return pairs(codes), (exponent + 127).to(torch.uint8)
+    return pairs(nearest_e2m1(scaled)), (exponent + 127).to(torch.uint8)
 
 
 MXFP4 = Format(
