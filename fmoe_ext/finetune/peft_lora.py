@@ -56,9 +56,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         """A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
         a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
         num_experts = self.num_experts
-        # As one transpose of a matrix, which PyTorch copies in blocks; in three dimensions it takes six times as long.
-        by_expert = b.reshape(-1, num_experts).t().contiguous()
-        return a.reshape(num_experts, -1, a.shape[1]), by_expert.view(num_experts, b.shape[0], -1)
+        return a.reshape(num_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
 
     mlp_with_adapters = staticmethod(frozen_mlp)  # FusedExperts calls it with the adapters of both weights
 
