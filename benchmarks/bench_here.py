@@ -34,6 +34,7 @@ CASES = (  # T, d, h, E, k, activation
     (4096, 256, 1024, 8, 2, "gelu"),
     (8192, 128, 256, 128, 4, "swiglu"),
 )
+KEY = ("shape", "activation", "dtype", "pass")
 OURS = {"gelu": "gelu", "swiglu": "swiglu", "GPT-OSS": ClampedSwiGLU(), "DeepSeek-V4": DEEPSEEK}
 THEIRS = {
     **{"gelu": F.gelu, "swiglu": GatedActivation(F.silu), "GPT-OSS": ClampedSwiGLU()},
@@ -159,7 +160,7 @@ def measure(case, dtype, backward, seconds):
     times = measure_in_turn(steps, seconds)
     mine, dense_time = times.pop("ours"), times.pop("dense", None)
     best = min(times, key=times.__getitem__)
-    row = {"shape": case[:5], "activation": activation, "dtype": str(dtype).removeprefix("torch.")}
+    row = {"shape": str(case[:5]), "activation": activation, "dtype": str(dtype).removeprefix("torch.")}
     row |= {"pass": "fwd+bwd" if backward else "fwd", "ms": mine * 1e3, "best peer": best}
     return row | {"ratio": times[best] / mine, "dense": dense_time and dense_time / mine}
 
@@ -181,7 +182,7 @@ def summary(rows, threads):
 def report(rows):
     lines = []
     for row in rows:
-        first = [row[name] for name in ("shape", "activation", "dtype", "pass")]
+        first = [row[name] for name in KEY]
         dense = f"{row['dense']:.2f}" if row["dense"] else ""
         lines.append([*first, f"{row['ms']:.2f}", f"{row['ratio']:.2f}", row["best peer"], dense])
     header = ["(T, d, h, E, k)", "activation", "dtype", "pass", "ms", "x best peer", "best peer", "of dense"]
@@ -193,12 +194,17 @@ def main(argv=None):
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=180, help="for all cases (default: %(default)s)")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the shapes")
-    parser.add_argument("--out", type=Path, help="a JSON file; the table is written beside it")
+    parser.add_argument("--shapes", default=f"1-{len(CASES)}", help="first-last (default: %(default)s)")
+    parser.add_argument("--passes", default="fwd,fwd+bwd")
+    parser.add_argument(
+        "--out", type=Path, help="a JSON file, which keeps its other cases; the table is written beside it"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     dtypes = [getattr(torch, name) for name in args.dtypes.split(",")]
-    todo = [(c, dtype, b) for dtype in dtypes for c in CASES[: args.cases] for b in (False, True)]
+    first, last = map(int, args.shapes.split("-"))
+    passes = [name == "fwd+bwd" for name in args.passes.split(",")]
+    todo = [(c, dtype, b) for dtype in dtypes for c in CASES[first - 1 : last] for b in passes]
     rows, end = [], time.perf_counter() + args.seconds
     for i, case in enumerate(todo):
         if time.perf_counter() >= end:
@@ -208,11 +214,15 @@ def main(argv=None):
             break
         rows.append(measure(*case, (end - time.perf_counter()) / (len(todo) - i)))
         print(*rows[-1].values(), flush=True)
+    if args.out:
+        rows = common.merged(args.out, rows, KEY)
+        shapes = [str(case[:5]) for case in CASES]
+        rows.sort(key=lambda row: (row["dtype"] != "float32", shapes.index(row["shape"]), row["pass"]))
     text = f"{report(rows)}\n\n{summary(rows, args.threads)}"
     print("\n" + text)
     if args.out:
         command = " ".join(["python -m benchmarks.bench_here", *sys.argv[1:]])
-        common.write(args.out, command, rows, text)
+        common.write(args.out, command, {"rows": rows}, text)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 // half is computed and mirrored.
 #include <torch/csrc/stable/library.h>
 
+#include <cstring>
+
 #include "gemm/grouped.h"
 
 namespace fmoe_ext {
@@ -12,6 +14,34 @@ using namespace gemm;
 struct Coefficients {
   double a, b, c;
 };
+
+// A block of 16 bytes a row, as many rows as elements in a row: row i of `from` becomes column i of `to`.
+template <class T>
+void transpose_block(const T* from, T* to, int64_t stride) {
+  constexpr int n = 16 / sizeof(T);
+  typedef T Row __attribute__((vector_size(16)));
+  Row rows[n];
+  for (int i = 0; i < n; ++i) std::memcpy(&rows[i], from + i * stride, 16);
+  // Rows that are half of all apart are interleaved, once for each bit of an index.
+  for (int step = 1; step < n; step *= 2) {
+    Row next[n];
+    for (int i = 0; i < n / 2; ++i) {
+      const Row a = rows[i], b = rows[i + n / 2];
+      if constexpr (n == 8) {
+        next[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+        next[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+      } else if constexpr (n == 4) {
+        next[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+        next[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+      } else {
+        next[2 * i] = __builtin_shufflevector(a, b, 0, 2);
+        next[2 * i + 1] = __builtin_shufflevector(a, b, 1, 3);
+      }
+    }
+    for (int i = 0; i < n; ++i) rows[i] = next[i];
+  }
+  for (int i = 0; i < n; ++i) std::memcpy(to + i * stride, &rows[i], 16);
+}
 
 // One matrix X [M, N], which becomes a X + (b G + c G G) X with G = X X^T at every step. Each product is
 // rounded to storage.
@@ -31,18 +61,19 @@ class Iteration {
         N(N),
         is_shared_(is_shared),
         x_{x, N, kernels.storage_bytes},
-        gram_{reinterpret_cast<Stored*>(memory), M, kernels.storage_bytes},
-        polynomial_{reinterpret_cast<Stored*>(memory + square_bytes(kernels, M)), M, kernels.storage_bytes},
+        gram_{reinterpret_cast<Stored*>(memory), square_stride(kernels, M), kernels.storage_bytes},
+        polynomial_{reinterpret_cast<Stored*>(memory + square_bytes(kernels, M)), gram_.stride,
+                    kernels.storage_bytes},
         operand_(reinterpret_cast<Operand*>(memory + 2 * square_bytes(kernels, M))) {}
 
   void step(const Coefficients& by) {
     const auto gram = [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
-      kernels_.store(tile, m, n, nullptr, nullptr, gram_.at(row, column), M);
+      kernels_.store(tile, m, n, nullptr, nullptr, gram_.at(row, column), gram_.stride);
     };
     symmetric(x_, N, gram);
     mirror(gram_);
     const auto polynomial = [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
-      kernels_.add(tile, m, n, by.c, gram_.at(row, column), by.b, polynomial_.at(row, column), M);
+      kernels_.add(tile, m, n, by.c, gram_.at(row, column), by.b, polynomial_.at(row, column), gram_.stride);
     };
     symmetric(gram_, M, polynomial);
     mirror(polynomial_);
@@ -50,8 +81,11 @@ class Iteration {
   }
 
  private:
+  static int64_t square_stride(const Kernels& kernels, int64_t M) {
+    return Matrix::odd_lines(M, kernels.storage_bytes);
+  }
   static int64_t square_bytes(const Kernels& kernels, int64_t M) {
-    return divide_up(M * M * kernels.storage_bytes, 64) * 64;
+    return M * square_stride(kernels, M) * kernels.storage_bytes;
   }
 
   template <class Body>
@@ -61,8 +95,10 @@ class Iteration {
     for (int64_t panel = 0; panel < panels; ++panel) body(panel);
   }
 
-  // Rows [M, depth] as operands.
+  // Rows [M, depth] as operands: a square as it lies, where it has their type and no row needs padding.
   RowMajor operands(const Matrix& rows, int64_t depth) const {
+    if (rows.data != x_.data && kernels_.operand_bytes == kernels_.storage_bytes && M % kernels_.k_step == 0)
+      return {reinterpret_cast<Operand*>(rows.data), rows.stride, rows.bytes};
     const RowMajor to{operand_, RowMajor::stride_for(kernels_, depth), kernels_.operand_bytes};
     std::vector<const Stored*> pointers(M);
     for (int64_t r = 0; r < M; ++r) pointers[r] = rows.at(r);
@@ -81,7 +117,7 @@ class Iteration {
       const ThreadBuffer buffer(panel_bytes(kernels_, depth, kernels_.nr));
       auto* const packed = reinterpret_cast<Operand*>(buffer.data());
       kernels_.pack_columns(pointers, depth, packed);
-      multiply(left, column / kernels_.mr * kernels_.mr, depth, packed, column, n, epilogue);
+      multiply(left, column, depth, packed, column, n, epilogue);
     });
   }
 
@@ -105,23 +141,24 @@ class Iteration {
   void multiply(const RowMajor& left, int64_t first, int64_t depth, const Operand* panel, int64_t column,
                 int64_t n, const Epilogue& epilogue) const {
     TileMemory tile;
-    for (int64_t row = first; row < M; row += kernels_.mr) {
-      const int64_t m = std::min(kernels_.mr, M - row);
+    for (int64_t row = first, m; row < M; row += m) {
+      m = rows_of_tile(kernels_, M - row);
       kernels_.multiply_row_major(m, depth, left.at(row), left.stride, panel, tile.tiles());
       epilogue(tile.tiles(), row, column, m, n);
     }
   }
 
-  // The upper half from the lower one, in blocks that stay in the first-level cache.
+  // The upper half from the lower one.
   void mirror(const Matrix& square) const {
-    constexpr int64_t kBlock = 32;
     const auto copy = [&](auto tag) {
-      auto* const p = reinterpret_cast<decltype(tag)*>(square.data);
-      for (int64_t i0 = 0; i0 < M; i0 += kBlock)
-        for (int64_t j0 = 0; j0 <= i0; j0 += kBlock)
-          for (int64_t j = j0; j < std::min(j0 + kBlock, M); ++j)
-            for (int64_t i = std::max(i0, j + 1); i < std::min(i0 + kBlock, M); ++i)
-              p[j * M + i] = p[i * M + j];
+      using T = decltype(tag);
+      constexpr int64_t n = 16 / sizeof(T);
+      T* const p = reinterpret_cast<T*>(square.data);
+      const int64_t stride = square.stride, whole = M / n * n;
+      for (int64_t i = 0; i < whole; i += n)
+        for (int64_t j = 0; j < i; j += n) transpose_block(p + i * stride + j, p + j * stride + i, stride);
+      for (int64_t i = 0; i < M; ++i)
+        for (int64_t j = i < whole ? i / n * n : 0; j < i; ++j) p[j * stride + i] = p[i * stride + j];
     };
     if (square.bytes == 2) return copy(uint16_t{});
     if (square.bytes == 4) return copy(uint32_t{});

@@ -24,14 +24,19 @@ PARTS = ("forward", "backward", "Muon", "AdamW", "step")
 WIDTHS, WINDOWS, MAP_DEPTH = (128, 256, 384, 512, 768), (2, 8, 32), 2  # of the map
 
 
-def measure(size: Size, steps: int, bfloat16: bool = False) -> dict[str, dict[str, float]]:
-    """{model: {part: seconds, the median of the steps}}, the models in turn; the first step is not counted."""
+def measure(
+    size: Size, steps: int, bfloat16: bool = False, adamw_alone: bool = False
+) -> dict[str, dict[str, float]]:
+    """{model: {part: seconds, the median of the steps}}, the models in turn; the first step is not counted.
+
+    adamw_alone: fused AdamW moves all parameters, and Muon none.
+    """
     text = torch.randint(256, (steps + 2, size.windows * (size.context + 1))).flatten()
     corpus = Corpus(text.to(torch.uint8), as_tensor(b"-"), "random bytes")
     models = {}
     for name in MLPS:
         model = GPT(name, size)
-        models[name] = model, model.optimizers(1.0)
+        models[name] = model, optimizers_of(model, adamw_alone)
     seconds: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in MLPS}
     for step in range(steps + 1):
         inputs, targets = corpus.batch(step + 1, size.windows, size.context, 0)
@@ -56,6 +61,13 @@ def measure(size: Size, steps: int, bfloat16: bool = False) -> dict[str, dict[st
     return {
         n: {part: statistics.median(values) for part, values in own.items()} for n, own in seconds.items()
     }
+
+
+def optimizers_of(model: GPT, adamw_alone: bool) -> list[torch.optim.Optimizer]:
+    if not adamw_alone:
+        return model.optimizers(1.0)
+    none = torch.optim.SGD([torch.nn.Parameter(torch.empty(0))])
+    return [none, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)]
 
 
 def measure_map(
@@ -122,6 +134,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the map")
     parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="of a step, for the map")
     parser.add_argument("--bfloat16", action="store_true", help="products in bfloat16, by autocast")
+    parser.add_argument("--adamw", action="store_true", help="fused AdamW for all parameters, without Muon")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if cpu.can_keep_memory():
@@ -129,7 +142,7 @@ def main() -> None:
     if options.map:
         widths, windows = tuple(options.widths), tuple(options.windows)
         return measure_map(options.map, options.steps, widths, windows, options.bfloat16)
-    found = measure(SIZES[options.size], options.steps, options.bfloat16)
+    found = measure(SIZES[options.size], options.steps, options.bfloat16, options.adamw)
     print(f"{'milliseconds':48}" + "".join(f"{part:>10}" for part in PARTS) + f"{'of dense':>10}")
     for name, parts in found.items():
         row = "".join(f"{1e3 * parts[part]:10.0f}" for part in PARTS)
