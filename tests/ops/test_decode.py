@@ -125,7 +125,10 @@ def test_attention_inputs_have_the_bits_of_their_steps(isa, name, dtype, int8):
     "change, message",
     [
         ({"cos": normal(1, 1, 32)}, "sin must have shape .* with size 32"),
-        ({"cos": normal(1, 1, 96), "sin": normal(1, 1, 96)}, "k must have rows for heads of the even width 96"),
+        (
+            {"cos": normal(1, 1, 96), "sin": normal(1, 1, 96)},
+            "k must have rows for heads of the even width 96",
+        ),
         ({"x": normal(1, 128)}, "weight must have shape"),
         ({"norms": [normal(32), None]}, r"norm must have shape \[width\] with size 48"),
         ({"sin": normal(1, 1, 48, dtype=torch.bfloat16)}, "sin must have the dtype of x"),

@@ -7,9 +7,11 @@ code for all processors, and Transformers' rotary positions and norms are sixtee
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +58,8 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
         forward = _with_global(cls.forward, "apply_rotary_pos_emb", ours)
         if any(_is_same(cls.forward, known) for known in _attention_forwards()):
             forward = token_attention.forward_of(forward, attention, NAME, _is_norm)
+    elif _is_same(inspect.unwrap(cls.forward), inspect.unwrap(llama.LlamaRotaryEmbedding.forward)):
+        forward = _sines(cls.forward)
     elif is_gate and _is_same(cls.forward, _softmax_gate()):
         forward = _gate(_with_global(cls.forward, "F", _Functional()))
     elif is_gate and used.get("F") is nn.functional:
@@ -151,6 +155,24 @@ def _rotary(theirs: Any) -> Any:
         return turned
 
     return apply_rotary_pos_emb
+
+
+def _sines(theirs: Any) -> Any:
+    """A forward of Llama's rotary embedding that computes a few positions by NumPy: torch wakes threads for them."""
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        kind, frequencies = self.rope_type, self.inv_freq
+        is_fixed = isinstance(kind, str) and "dynamic" not in kind and kind != "longrope"
+        is_few = position_ids.dim() == 2 and position_ids.shape[1] == 1 and position_ids.shape[0] <= 64
+        if is_fixed and is_few and frequencies.dtype == torch.float32 and decode.is_wanted(x):
+            angles = position_ids.numpy().astype(np.float32)[..., None] * frequencies.numpy()
+            wide = np.concatenate((angles, angles), -1, dtype=np.float64)
+            cos, sin = (torch.from_numpy(f(wide) * self.attention_scaling) for f in (np.cos, np.sin))
+            return cos.to(x.dtype), sin.to(x.dtype)
+        found: tuple[Tensor, Tensor] = theirs(self, x, position_ids)
+        return found
+
+    return forward
 
 
 def _gate(theirs: Any) -> Any:

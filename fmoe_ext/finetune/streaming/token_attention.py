@@ -127,7 +127,9 @@ class _Room:
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         length = self.keys.shape[2]
         if self._buffers is None or length == self._buffers[0].shape[2]:
-            self._buffers = [_with_room(t, length + max(SPARE, length // 4)) for t in (self.keys, self.values)]
+            self._buffers = [
+                _with_room(t, length + max(SPARE, length // 4)) for t in (self.keys, self.values)
+            ]
         keys, values = self._buffers
         keys.narrow(2, length, 1).copy_(key)
         values.narrow(2, length, 1).copy_(value)
