@@ -48,7 +48,7 @@ def test_new_token_with_packed_attention_is_as_exact(tmp_path, dtype, batch):
     assert error(found, expected) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_a_hook_of_a_projection_is_called(tmp_path):
+def test_hook_of_a_projection_is_called(tmp_path):
     model, called = packed_stream(tmp_path, dtype=torch.bfloat16), []
     projection = model.model.layers[1].self_attn.k_proj
     assert type(projection) is PackedLinear
