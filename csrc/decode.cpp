@@ -52,7 +52,7 @@ Tensor rotate_cpu(Tensor x, Tensor cos, Tensor sin) {
   dispatch_float(x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     rotate_rows(static_cast<const T*>(rows.const_data_ptr()), static_cast<const T*>(c.const_data_ptr()),
-           static_cast<const T*>(s.const_data_ptr()), B, H, D, static_cast<T*>(out.mutable_data_ptr()));
+                static_cast<const T*>(s.const_data_ptr()), B, H, D, static_cast<T*>(out.mutable_data_ptr()));
   });
   return out;
 }
