@@ -76,7 +76,7 @@ def _inputs(
 def _is_bare(module: Any) -> bool:
     """True if calling a module runs the forward of its class and nothing else."""
     has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    return not has_hooks and not nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not has_hooks and not nn.modules.module._has_any_global_hook()
 
 
 def append(past: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def _growing_layer(past: Any, key: Tensor, value: Tensor, index: int) -> Any:
 
     if type(past) is not cache_utils.DynamicCache or past.offloading or index >= len(past.layers):
         return None
-    layer = past.layers[index]
+    layer: Any = past.layers[index]
     if type(layer) is not cache_utils.DynamicLayer or not layer.is_initialized or layer.keys.dim() != 4:
         return None
     pairs = (layer.keys, key), (layer.values, value)
