@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "float_types.h"
+#include "decode.h"
 #include "gemm/grouped.h"
 
 namespace fmoe_ext {
@@ -26,44 +26,10 @@ Tensor rms_norm_cpu(Tensor x, Tensor weight, double eps) {
   const int64_t D = weight.size(0);
   dispatch_float(x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    using C = compute_t<T>;
-    const auto* from = static_cast<const T*>(rows.const_data_ptr());
-    const auto* w = static_cast<const T*>(factors.const_data_ptr());
-    auto* to = static_cast<T*>(out.mutable_data_ptr());
-    for (int64_t begin = 0; begin < rows.numel(); begin += D) {
-      constexpr int kSums = 16;  // in an order of their own, the same on every processor
-      C sums[kSums] = {}, sum = 0;
-      for (int64_t i = 0; i < D; i += kSums)
-        for (int64_t j = 0; j < std::min<int64_t>(kSums, D - i); ++j) {
-          const C value = static_cast<C>(from[begin + i + j]);
-          sums[j] += value * value;
-        }
-      for (const C part : sums) sum += part;
-      const C factor = C(1) / std::sqrt(sum / static_cast<C>(D) + static_cast<C>(eps));
-      for (int64_t i = 0; i < D; ++i) {
-        const T rounded = static_cast<T>(static_cast<C>(from[begin + i]) * factor);
-        to[begin + i] = static_cast<T>(static_cast<C>(w[i]) * static_cast<C>(rounded));
-      }
-    }
+    norm_rows(static_cast<const T*>(rows.const_data_ptr()), static_cast<const T*>(factors.const_data_ptr()),
+              rows.numel() / D, D, eps, static_cast<T*>(out.mutable_data_ptr()));
   });
   return out;
-}
-
-// rows [.., D] times cos, plus the halves of each row turned times sin; every step rounded, as Transformers
-// does it. cos, sin [B, D] of rows [B, H, D].
-template <class T>
-void rotate(const T* from, const T* cos, const T* sin, int64_t B, int64_t H, int64_t D, T* to) {
-  using C = compute_t<T>;
-  const auto rounded = [](C value) { return static_cast<C>(static_cast<T>(value)); };
-  const auto product = [&](T a, T b) { return rounded(static_cast<C>(a) * static_cast<C>(b)); };
-  for (int64_t r = 0; r < B * H; ++r, from += D, to += D) {
-    const T *c = cos + r / H * D, *s = sin + r / H * D;
-    for (int64_t i = 0; i < D / 2; ++i) {
-      const int64_t j = i + D / 2;
-      to[i] = static_cast<T>(product(from[i], c[i]) - product(from[j], s[i]));
-      to[j] = static_cast<T>(product(from[j], c[j]) + product(from[i], s[j]));
-    }
-  }
 }
 
 Tensor rotate_cpu(Tensor x, Tensor cos, Tensor sin) {
@@ -85,8 +51,8 @@ Tensor rotate_cpu(Tensor x, Tensor cos, Tensor sin) {
   Tensor out = torch::stable::empty_like(rows);
   dispatch_float(x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    rotate(static_cast<const T*>(rows.const_data_ptr()), static_cast<const T*>(c.const_data_ptr()),
-           static_cast<const T*>(s.const_data_ptr()), B, H, D, static_cast<T*>(out.mutable_data_ptr()));
+    rotate_rows(static_cast<const T*>(rows.const_data_ptr()), static_cast<const T*>(c.const_data_ptr()),
+                static_cast<const T*>(s.const_data_ptr()), B, H, D, static_cast<T*>(out.mutable_data_ptr()));
   });
   return out;
 }
@@ -104,13 +70,6 @@ inline float exp_of(float x) {
   float scale;
   std::memcpy(&scale, &power, sizeof scale);
   return x < -87.f ? 0.f : (p * r * r + r + 1.f) * scale;
-}
-
-// To nearest, even, as static_cast<BFloat16>, of which compilers make no vectors.
-inline uint32_t bits_of_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000 : 0x7fc00000;
 }
 
 // Attention of one query of each head: the heads of a group share their keys and values.

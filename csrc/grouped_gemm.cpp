@@ -2,8 +2,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "frozen_weight.h"
+#include "decode.h"
 #include "gemm/gradients.h"
+#include "gemm_jobs.h"
 
 namespace fmoe_ext {
 namespace {
@@ -11,16 +12,6 @@ namespace {
 using namespace gemm;
 
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about
-
-// Rows [begin, end) of t [R, columns] into a block of operand rows.
-void copy_chunk(const Kernels& kernels, const Stored* t, int64_t columns, const Chunk& chunk,
-                const RowMajor& block) {
-  for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
-    std::vector<const Stored*> rows;
-    for (int64_t r = begin; r < end; ++r) rows.push_back(kernels.at(t, r * columns));
-    kernels.copy_rows(rows.data(), end - begin, columns, block.at(begin - chunk.begin), block.stride);
-  });
-}
 
 // weight: a contiguous Tensor, or a FrozenWeight that is packed.
 template <class Weight>
@@ -39,30 +30,8 @@ Tensor multiply(const Tensor& x, const Weight& weight, const std::vector<int64_t
     copy_chunk(kernels, stored(x), D, chunk, block);
     const auto jobs = panel_jobs(kernels, chunk, divide_up(N, kernels.nr), D);
     for_each_job(jobs.size(), [&](int64_t job) {
-      const Segment& segment = *jobs[job].segment;
-      const RowMajor a = block.from(segment.begin - chunk.begin);
-      const auto store = [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
-        const int64_t column = p * kernels.nr;
-        const Stored* b = bias ? kernels.at(stored(*bias), segment.expert * N + column) : nullptr;
-        kernels.store(tile, m, std::min(kernels.nr, N - column), b, nullptr,
-                      kernels.at(mutable_stored(y), (segment.begin + row) * N + column), N);
-      };
-      if constexpr (std::is_same_v<Weight, FrozenWeight>) {
-        rows_by_packed(
-            kernels, jobs[job], a, D, weight.integers(),
-            [&](int64_t p, PackedRow* rows) {
-              packed_columns(weight, segment.expert, 0, N, p * kernels.nr, kernels.nr, rows);
-            },
-            store);
-      } else {
-        const Stored* w = kernels.at(stored(weight), segment.expert * N * D);
-        rows_by_weight(
-            kernels, jobs[job], a, D,
-            [&](int64_t p, const Stored** pointers) {
-              weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
-            },
-            store);
-      }
+      const RowMajor a = block.from(jobs[job].segment->begin - chunk.begin);
+      multiply_job(kernels, jobs[job], a, weight, bias, y);
     });
   });
   return y;
@@ -280,6 +249,8 @@ Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Ten
   return backward.dx;
 }
 
+}  // namespace
+
 Tensor few_rows_linear_cpu(Tensor x, Tensor weight) {
   check_cpu(x, "x");
   check_cpu(weight, "weight");
@@ -291,8 +262,6 @@ Tensor few_rows_linear_cpu(Tensor x, Tensor weight) {
   return multiply(as_contiguous(x), torch::stable::unsqueeze(as_contiguous(weight), 0), {0, x.size(0)},
                   std::nullopt);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));

@@ -100,6 +100,13 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // q [B, H, 1, D], k [B, G, S, D], v [B, G, S, V], mask [B, S] that is added, float32 -> [B, 1, H, V]
   m.def("_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
 
+  // x [R, D], one new token a sequence, times q, k, v [1, heads * width, D]^T, all packed; packing: scale and zero point
+  // of each; options: format and interleaved of each; norms: of the heads of q and k; cos and sin [R, 1, width]: rotary
+  // positions of q and k -> [R, heads, 1, width] each
+  m.def("_attention_inputs(Tensor x, Tensor[] weights, Tensor?[] packing, int[] options, Tensor?[] norms, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor, Tensor)");
+  // Softmax of x [R, D] times weight [E, D]^T -> logits [R, E], weights and numbers of the largest [R, K]
+  m.def("_route(Tensor x, Tensor weight, int top_k, bool normalize) -> (Tensor, Tensor, Tensor)");
+
   // The checks of the operators above, and nothing else: they raise or return.
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
   m.def("_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor? main_dweight) -> ()");

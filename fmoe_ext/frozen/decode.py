@@ -5,6 +5,8 @@ no gradient and no fake kernel: is_wanted() says where they may be called, and a
 stand for, but for the order of sums in linear(), rms_norm() and attend().
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
@@ -68,6 +70,42 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, in float32 and rounded before weight multiplies."""
     y: torch.Tensor = torch.ops.fmoe_ext._rms_norm(x, weight, eps)
     return y
+
+
+def attention_inputs(
+    x: torch.Tensor,
+    weights: Sequence[Quantized],
+    norms: Sequence[torch.Tensor | None],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """gemm() with the weights of queries, keys and values; the first two then through rms_norm() and rotate().
+
+    x [B, D], weights [1, heads * width, D], norms: of the heads of queries and of keys, [width] or None each,
+    cos and sin [B, 1, width] -> [B, heads, 1, width] each.
+    """
+    packing: list[torch.Tensor | None] = []
+    options: list[int] = []
+    for weight in weights:
+        scale, zero, *format = weight.packing()
+        packing += scale, zero
+        options += format
+    q, k, v = torch.ops.fmoe_ext._attention_inputs(
+        x, [w.rows() for w in weights], packing, options, norms, cos, sin, eps
+    )
+    return q, k, v
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """linear(), then the top_k largest of its softmax: logits [T, E], weights [T, K], numbers of experts [T, K].
+
+    x [T, D], weight [E, D]. normalize: the weights of a token are divided by their sum.
+    """
+    logits, weights, chosen = torch.ops.fmoe_ext._route(x, weight, top_k, normalize)
+    return logits, weights, chosen
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

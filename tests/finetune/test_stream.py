@@ -275,7 +275,7 @@ def test_new_token_takes_few_operators_and_is_as_exact(tmp_path):
                 logits.append(each(token, past_key_values=past, use_cache=True).logits.double())
         assert torch.equal(model(prompt).logits, plain(prompt).logits)
     assert calls.counts == {
-        **{"_rms_norm": 4 * layers + 1, "_rotate": 2 * layers, "_attend": layers, "_few_rows_linear": layers},
+        **{"_rms_norm": 4 * layers + 1, "_rotate": 2 * layers, "_attend": layers, "_route": layers},
         **{"sort_tokens": layers, "expert_mlp": layers},
     }
     assert (logits[2] - logits[0]).norm() < 2 * (logits[1] - logits[0]).norm()

@@ -101,6 +101,60 @@ def test_rotate_has_the_bits_of_transformers(dtype):
     assert torch.equal(decode.rotate(k, cos, sin), expected[1])
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("name", ["q4_k", "q8_0", "fp8_block", "int4", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_inputs_have_the_bits_of_their_steps(isa, name, dtype, int8):
+    """Six heads of queries and two of keys, with norms or none."""
+    weights = [packed(name, 1, heads * 48, 256, seed=heads) for heads in (6, 2, 3)]
+    if int8:
+        weights = [w.in_int8 for w in weights]
+    for rows in (1, 3):
+        x = normal(rows, 256, dtype=dtype)
+        cos, sin = normal(rows, 1, 48, dtype=dtype, seed=1), normal(rows, 1, 48, dtype=dtype, seed=2)
+        for norms in ([None, None], [normal(48, dtype=dtype, seed=3), normal(48, dtype=dtype, seed=4)]):
+            found = decode.attention_inputs(x, weights, norms, cos, sin, 1e-3)
+            expected = [decode.gemm(x, w, None, None).view(rows, -1, 1, 48) for w in weights]
+            for i, norm in enumerate(norms):
+                normed = expected[i] if norm is None else decode.rms_norm(expected[i], norm, 1e-3)
+                expected[i] = decode.rotate(normed, cos, sin)
+            assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"cos": normal(1, 1, 32)}, "sin must have shape .* with size 32"),
+        (
+            {"cos": normal(1, 1, 96), "sin": normal(1, 1, 96)},
+            "k must have rows for heads of the even width 96",
+        ),
+        ({"x": normal(1, 128)}, "weight must have shape"),
+        ({"norms": [normal(32), None]}, r"norm must have shape \[width\] with size 48"),
+        ({"sin": normal(1, 1, 48, dtype=torch.bfloat16)}, "sin must have the dtype of x"),
+    ],
+)
+def test_attention_inputs_refuse_other_shapes(change, message):
+    weights = [packed("q8_0", 1, heads * 48, 256) for heads in (2, 1, 1)]
+    given = {"x": normal(1, 256), "norms": [None, None], "cos": normal(1, 1, 48), "sin": normal(1, 1, 48)}
+    given |= change
+    with pytest.raises(RuntimeError, match=message):
+        decode.attention_inputs(given["x"], weights, given["norms"], given["cos"], given["sin"], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_route_is_the_softmax_of_linear(isa, dtype, normalize):
+    x, weight = normal(1, 64, dtype=dtype), normal(40, 64, dtype=dtype, seed=1)
+    logits, weights, chosen = decode.route(x, weight, 5, normalize)
+    assert torch.equal(logits, decode.linear(x, weight))
+    shares, expected = logits.double().softmax(-1).topk(5)
+    if normalize:
+        shares /= shares.sum(-1, keepdim=True)
+    assert torch.equal(chosen, expected) and weights.dtype == dtype
+    torch.testing.assert_close(weights.double(), shares, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keys", [1, 2, 33, 200])
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])

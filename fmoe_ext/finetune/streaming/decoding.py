@@ -7,19 +7,21 @@ code for all processors, and Transformers' rotary positions and norms are sixtee
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fmoe_ext.finetune.streaming import sixteen_bits
+from fmoe_ext.finetune.streaming import sixteen_bits, token_attention
 from fmoe_ext.finetune.streaming.packed_linear import GATES
 from fmoe_ext.finetune.streaming.sixteen_bits import SIXTEEN_BITS, is_slow
+from fmoe_ext.finetune.streaming.token_attention import MOST
 from fmoe_ext.frozen import decode
 
 NAME = "fmoe_sdpa"
-MOST = 1 << 16  # elements of new tokens whose norms one thread computes
 
 
 def use(model: Any) -> None:
@@ -55,6 +57,12 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
     elif _is_same(used.get("apply_rotary_pos_emb"), llama.apply_rotary_pos_emb):
         ours = _rotary(llama.apply_rotary_pos_emb)
         forward = _with_global(cls.forward, "apply_rotary_pos_emb", ours)
+        if any(_is_same(cls.forward, known) for known in _attention_forwards()):
+            forward = token_attention.forward_of(forward, attention, NAME, _is_norm)
+    elif _is_same(inspect.unwrap(cls.forward), inspect.unwrap(llama.LlamaRotaryEmbedding.forward)):
+        forward = _sines(cls.forward)
+    elif is_gate and _is_same(cls.forward, _softmax_gate()):
+        forward = _gate(_with_global(cls.forward, "F", _Functional()))
     elif is_gate and used.get("F") is nn.functional:
         forward = _with_global(cls.forward, "F", _Functional())
     if forward is None:
@@ -73,6 +81,22 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
 def _new(cls: Any, is_gate: bool) -> Any:
     derived: Any = _derived(cls, is_gate) or cls
     return derived.__new__(derived)
+
+
+def _attention_forwards() -> list[Any]:
+    """Of attention without and with norms of heads; Mistral's and Qwen2's name their window."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+    from transformers.models.mistral.modeling_mistral import MistralAttention
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+    return [c.forward for c in (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)]
+
+
+def _softmax_gate() -> Any:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    return Qwen3MoeTopKRouter.forward
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -112,7 +136,12 @@ def _norm(theirs: Any) -> Any:
         y: Tensor = theirs(self, x)
         return y
 
+    forward.is_norm = True  # type: ignore[attr-defined]
     return forward
+
+
+def _is_norm(module: Any) -> bool:
+    return getattr(type(module).forward, "is_norm", False)
 
 
 def _rotary(theirs: Any) -> Any:
@@ -127,6 +156,38 @@ def _rotary(theirs: Any) -> Any:
         return turned
 
     return apply_rotary_pos_emb
+
+
+def _sines(theirs: Any) -> Any:
+    """A forward of Llama's rotary embedding that computes a few positions by NumPy: torch wakes threads for them."""
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        kind, frequencies = self.rope_type, self.inv_freq
+        is_fixed = isinstance(kind, str) and "dynamic" not in kind and kind != "longrope"
+        is_few = position_ids.dim() == 2 and position_ids.shape[1] == 1 and position_ids.shape[0] <= 64
+        if is_fixed and is_few and frequencies.dtype == torch.float32 and decode.is_wanted(x):
+            angles = position_ids.numpy().astype(np.float32)[..., None] * frequencies.numpy()
+            wide = np.concatenate((angles, angles), -1, dtype=np.float64)
+            cos, sin = (torch.from_numpy(f(wide) * self.attention_scaling) for f in (np.cos, np.sin))
+            return cos.to(x.dtype), sin.to(x.dtype)
+        found: tuple[Tensor, Tensor] = theirs(self, x, position_ids)
+        return found
+
+    return forward
+
+
+def _gate(theirs: Any) -> Any:
+    """A forward of Qwen3-MoE's gate with one operator for one row."""
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = hidden_states, self.weight
+        is_row = x.numel() == x.shape[-1] and x.dtype == weight.dtype
+        if is_row and decode.is_wanted(x):
+            return decode.route(x.reshape(1, -1), weight, self.top_k, self.norm_topk_prob)
+        found: tuple[Tensor, Tensor, Tensor] = theirs(self, x)
+        return found
+
+    return forward
 
 
 class _Functional:

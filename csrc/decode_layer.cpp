@@ -1,0 +1,112 @@
+// Several steps of a layer in one call, for a new token: what attention begins with, and the choice of
+// experts; see frozen/decode.py.
+#include <torch/csrc/stable/library.h>
+
+#include "decode.h"
+#include "entries.h"
+#include "gemm_jobs.h"
+#include "grouped_gemm.h"
+
+namespace fmoe_ext {
+namespace {
+
+using namespace gemm;
+using OptionalTensors = std::vector<std::optional<Tensor>>;
+
+// x [R, D] times each weight [1, N, D]^T -> [R, N] each; threads share the jobs of all products.
+std::vector<Tensor> multiply_each(const Tensor& x, const std::vector<FrozenWeight>& weights) {
+  const Kernels& kernels = kernels_for(x.scalar_type());
+  const int64_t R = x.size(0), D = x.size(1), stride = RowMajor::stride_for(kernels, D);
+  const Workspace workspace(x, R * stride * kernels.operand_bytes);
+  const RowMajor rows{reinterpret_cast<Operand*>(workspace.data()), stride, kernels.operand_bytes};
+  const Chunk chunk{0, R, {{0, 0, R, false}}};
+  copy_chunk(kernels, stored(x), D, chunk, rows);
+  std::vector<Tensor> products;
+  std::vector<Job> jobs;
+  std::vector<size_t> ends;  // of the jobs of each product
+  for (const FrozenWeight& weight : weights) {
+    products.push_back(torch::stable::new_empty(x, {R, weight.size(1)}));
+    add_jobs(jobs, chunk.segments[0], divide_up(weight.size(1), kernels.nr), 2 * D * kernels.nr,
+             D * kernels.nr * kernels.storage_bytes);
+    ends.push_back(jobs.size());
+  }
+  for_each_job(jobs.size(), [&](int64_t job) {
+    size_t i = 0;
+    while (static_cast<size_t>(job) >= ends[i]) ++i;
+    multiply_job(kernels, jobs[job], rows, weights[i], std::nullopt, products[i]);
+  });
+  return products;
+}
+
+// Queries, keys and values of one new token a sequence, the first two with norms and rotary positions.
+std::tuple<Tensor, Tensor, Tensor> attention_inputs_cpu(Tensor x, std::vector<Tensor> weights_,
+                                                        OptionalTensors packing, std::vector<int64_t> options,
+                                                        OptionalTensors norms, Tensor cos, Tensor sin,
+                                                        double eps) {
+  constexpr const char* kNames[] = {"q", "k", "v"};
+  STD_TORCH_CHECK(weights_.size() == 3 && packing.size() == 6 && options.size() == 6 && norms.size() == 2,
+                  "weights, packing, options and norms must have 3, 6, 6 and 2 entries");
+  check_cpu(x, "x");
+  std::vector<FrozenWeight> weights;
+  for (int i = 0; i < 3; ++i) {
+    weights.emplace_back(weights_[i],
+                         Packing{packing[2 * i], packing[2 * i + 1], options[2 * i], options[2 * i + 1] != 0},
+                         kNames[i]);
+    STD_TORCH_CHECK(weights[i].is_packed(), kNames[i], " must be packed");
+    check_grouped_gemm(x, weights[i], std::nullopt, std::nullopt);
+  }
+  const int64_t R = x.size(0);
+  for (const auto& [t, name] : {std::pair{&cos, "cos"}, std::pair{&sin, "sin"}}) {
+    check_cpu(*t, name);
+    check_same_dtype(*t, x, name, "x");
+    check_dim(*t, 3, name, "[R, 1, width]");
+    check_size(*t, 0, R, name, "[R, 1, width]");
+    check_size(*t, 1, 1, name, "[R, 1, width]");
+    check_size(*t, 2, cos.size(2), name, "[R, 1, width]");
+  }
+  const int64_t width = cos.size(2);
+  for (int i = 0; i < 3; ++i)
+    STD_TORCH_CHECK(width > 0 && width % 2 == 0 && weights[i].size(1) % width == 0, kNames[i],
+                    " must have rows for heads of the even width ", width, ", but got shape ",
+                    shape_text(weights[i]));
+  for (std::optional<Tensor>& norm : norms) {
+    if (!norm) continue;
+    check_cpu(*norm, "norm");
+    check_same_dtype(*norm, x, "norm", "x");
+    check_dim(*norm, 1, "norm", "[width]");
+    check_size(*norm, 0, width, "norm", "[width]");
+    norm = as_contiguous(*norm);
+  }
+  const std::vector<Tensor> rows = multiply_each(as_contiguous(x), weights);
+  const Tensor c = as_contiguous(cos), s = as_contiguous(sin);
+  dispatch_float(x.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    for (int i = 0; i < 2; ++i) {
+      auto* data = static_cast<T*>(rows[i].mutable_data_ptr());
+      const int64_t heads = weights[i].size(1) / width;
+      if (norms[i])
+        norm_rows(data, static_cast<const T*>(norms[i]->const_data_ptr()), R * heads, width, eps, data);
+      rotate_rows(data, static_cast<const T*>(c.const_data_ptr()), static_cast<const T*>(s.const_data_ptr()),
+                  R, heads, width, data);
+    }
+  });
+  const auto heads_of = [&](int i) {
+    return torch::stable::view(rows[i], {R, weights[i].size(1) / width, 1, width});
+  };
+  return {heads_of(0), heads_of(1), heads_of(2)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> route_cpu(Tensor x, Tensor weight, int64_t top_k, bool normalize) {
+  Tensor logits = few_rows_linear_cpu(x, weight);
+  auto [idx, weights] = topk_gate_cpu(logits, top_k, 0, normalize, std::nullopt, 1, 1, 1.0);
+  return {logits, weights, idx};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
+  m.impl("_attention_inputs", TORCH_BOX(&attention_inputs_cpu));
+  m.impl("_route", TORCH_BOX(&route_cpu));
+}
+
+}  // namespace fmoe_ext

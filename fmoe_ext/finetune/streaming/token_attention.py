@@ -1,0 +1,144 @@
+"""Attention of a new token: queries, keys and values by one operator, and a cache that is not copied for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
+from fmoe_ext.frozen import decode
+
+MOST = 1 << 16  # elements of new tokens for which one thread computes norms
+SPARE = 256  # tokens for which a cache gets room at once, or a quarter of what it has
+
+
+def forward_of(theirs: Any, attend: Any, name: str, is_norm: Callable[[Any], bool]) -> Any:
+    """A forward of the attention of Llama or Qwen3, by few operators for a new token, else by theirs.
+
+    attend: the attention interface that is registered as `name`; is_norm: True for modules that are Llama's norm.
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        found = None
+        if self.config._attn_implementation == name and not (self.training and self.attention_dropout):
+            found = _inputs(self, hidden_states, position_embeddings, is_norm)
+        if found is None:
+            given = hidden_states, position_embeddings, attention_mask, past_key_values
+            result: tuple[Tensor, Tensor | None] = theirs(self, *given, **options)
+            return result
+        query, key, value = found
+        if past_key_values is not None:
+            key, value = append(past_key_values, key, value, self.layer_idx)
+        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **options)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    return forward
+
+
+def _inputs(
+    attention: Any, x: Tensor, positions: Any, is_norm: Callable[[Any], bool]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Queries, keys and values [B, heads, 1, width]; None where the operator would not compute the same."""
+    is_token = x.dim() == 3 and x.shape[1] == 1 and x.numel() <= MOST and x.dtype != torch.float16
+    if positions is None or not is_token or not decode.is_wanted(x):
+        return None
+    cos, sin = positions
+    modules = attention._modules
+    linear = [modules[name] for name in ("q_proj", "k_proj", "v_proj")]
+    norms = [modules.get(name) for name in ("q_norm", "k_norm")]
+    has_norms = norms[0] is not None
+    if not all(type(m) is PackedLinear and m.bias is None and _is_bare(m) for m in linear):
+        return None
+    if has_norms and not all(m.weight.dtype == x.dtype and is_norm(m) and _is_bare(m) for m in norms):
+        return None
+    if has_norms and norms[0].variance_epsilon != norms[1].variance_epsilon:
+        return None
+    if cos.dim() != 3 or cos.dtype != x.dtype or cos.shape[1:] != (1, attention.head_dim):
+        return None
+    if cos.shape[0] != x.shape[0]:
+        cos, sin = (t.expand(x.shape[0], -1, -1) for t in (cos, sin))
+    weights = [m._packed for m in linear]
+    factors = [m.weight if has_norms else None for m in norms]
+    eps = norms[0].variance_epsilon if has_norms else 0.0
+    return decode.attention_inputs(x.view(x.shape[0], -1), weights, factors, cos, sin, eps)
+
+
+def _is_bare(module: Any) -> bool:
+    """True if calling a module runs the forward of its class and nothing else."""
+    has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return not has_hooks and not nn.modules.module._has_any_global_hook()
+
+
+def append(past: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    """past.update(key, value, index) for one token [B, heads, 1, width], in place where `past` would copy its tensors.
+
+    A tensor that was returned before keeps its values: a cache that was cut, reordered or assigned gets other memory.
+    """
+    layer = _growing_layer(past, key, value, index)
+    if layer is None:
+        found: tuple[Tensor, Tensor] = past.update(key, value, index)
+        return found
+    room = layer.__dict__.get("fmoe_room")
+    if room is None or not room.is_of(layer):
+        layer.fmoe_room = room = _Room(layer)
+    layer.keys, layer.values = room.append(key, value)
+    return layer.keys, layer.values
+
+
+def _growing_layer(past: Any, key: Tensor, value: Tensor, index: int) -> Any:
+    """The layer of a cache that concatenates its tensors and has some; None if it is another one."""
+    from transformers import cache_utils
+
+    if type(past) is not cache_utils.DynamicCache or past.offloading or index >= len(past.layers):
+        return None
+    layer: Any = past.layers[index]
+    if type(layer) is not cache_utils.DynamicLayer or not layer.is_initialized or layer.keys.dim() != 4:
+        return None
+    pairs = (layer.keys, key), (layer.values, value)
+    is_same = all(
+        old.shape[:2] == new.shape[:2] and old.shape[3] == new.shape[3] and old.dtype == new.dtype
+        for old, new in pairs
+    )
+    return layer if is_same and decode.is_wanted(layer.keys) and decode.is_wanted(layer.values) else None
+
+
+class _Room:
+    """Memory for more tokens behind the keys and values of a layer of a cache, which are views of it."""
+
+    def __init__(self, layer: Any) -> None:
+        self.keys, self.values = layer.keys, layer.values
+        self._buffers: list[Tensor] | None = None
+
+    def is_of(self, layer: Any) -> bool:
+        """True if the layer has the tensors that append() returned last, and they may be written to."""
+        is_mine = self.keys is layer.keys and self.values is layer.values
+        return is_mine and self.keys.is_inference() == torch.is_inference_mode_enabled()
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        length = self.keys.shape[2]
+        if self._buffers is None or length == self._buffers[0].shape[2]:
+            self._buffers = [
+                _with_room(t, length + max(SPARE, length // 4)) for t in (self.keys, self.values)
+            ]
+        keys, values = self._buffers
+        keys.narrow(2, length, 1).copy_(key)
+        values.narrow(2, length, 1).copy_(value)
+        self.keys, self.values = keys.narrow(2, 0, length + 1), values.narrow(2, 0, length + 1)
+        return self.keys, self.values
+
+
+def _with_room(tensor: Tensor, length: int) -> Tensor:
+    batch, heads, old, width = tensor.shape
+    buffer = tensor.new_empty((batch, heads, length, width))
+    buffer.narrow(2, 0, old).copy_(tensor)
+    return buffer

@@ -1,0 +1,166 @@
+"""New tokens of a stream whose attention has packed projections, and the cache that grows in place."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+from transformers.cache_utils import DynamicCache
+
+from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
+from fmoe_ext.finetune.streaming.token_attention import SPARE, append
+from tests.finetune.streamed_models import WIDE, save, streamed, write_gguf
+from tests.finetune.test_stream import Calls
+from tests.finetune.test_stream_packed import error
+from tests.huggingface.huggingface_models import make_ids
+
+LAYERS = 2
+
+
+def packed_stream(tmp_path, **options):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=LAYERS, **WIDE)
+    return streamed(write_gguf(folder, "q8_0", "q4_k")[0], **options)
+
+
+def logits_of_token(model, batch=1):
+    """Logits of a new token after a prompt, and the calls of operators that it took."""
+    with torch.no_grad():
+        past = model(make_ids(batch, 5), use_cache=True).past_key_values
+        with Calls() as calls:
+            return model(
+                make_ids(batch, 1), past_key_values=past, use_cache=True
+            ).logits.double(), calls.counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_new_token_with_packed_attention_is_as_exact(tmp_path, dtype, batch):
+    model = packed_stream(tmp_path, dtype=dtype)
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        module.register_forward_hook(lambda *_: None)  # a module with a hook is called as ever
+    found, calls = logits_of_token(model, batch)
+    expected, usual = logits_of_token(plain, batch)
+    assert calls["_attention_inputs"] == LAYERS and calls["_rotate"] == 0
+    assert "_attention_inputs" not in usual
+    assert error(found, expected) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_hook_of_a_projection_is_called(tmp_path):
+    model, called = packed_stream(tmp_path, dtype=torch.bfloat16), []
+    projection = model.model.layers[1].self_attn.k_proj
+    assert type(projection) is PackedLinear
+    projection.register_forward_hook(lambda *_: called.append(1))
+    _, calls = logits_of_token(model)
+    assert len(called) == 2 and calls["_attention_inputs"] == LAYERS - 1
+
+
+def test_attention_of_transformers_can_be_chosen(tmp_path):
+    model = packed_stream(tmp_path, dtype=torch.bfloat16)
+    model.set_attn_implementation("sdpa")
+    assert logits_of_token(model)[1]["_attention_inputs"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_of_new_tokens_are_as_exact(tmp_path, dtype):
+    rotary = packed_stream(tmp_path, dtype=dtype).model.rotary_emb
+    positions = torch.tensor([[0], [7], [4095]])
+    given = torch.zeros(3, 1, 8, dtype=dtype), positions
+    with torch.no_grad():
+        found = rotary(*given)
+    expected = rotary(*given)  # with gradients: as ever
+    angles = (positions[..., None].float() * rotary.inv_freq).double().repeat(1, 1, 2)
+    for one, other, exact in zip(found, expected, (angles.cos(), angles.sin()), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype == dtype
+        assert (one - exact).abs().max() <= (other - exact).abs().max() + 1e-9
+
+
+def token(seed, batch=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, batch, 3, 1, 8, generator=generator)
+
+
+def grown(length, batch=2):
+    """(a cache that append() made longer, the same cache by its own update)."""
+    caches = DynamicCache(), DynamicCache()
+    for cache in caches:
+        cache.update(*token(0, batch).expand(-1, -1, -1, 4, -1).clone(), 0)
+    with torch.no_grad():
+        for seed in range(length):
+            append(caches[0], *token(seed, batch), 0)
+            caches[1].update(*token(seed, batch), 0)
+    return caches
+
+
+def assert_same(found, expected):
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+@torch.no_grad()
+def test_cache_grows_in_place():
+    found, expected = grown(2)
+    address = found.layers[0].keys.data_ptr()
+    for seed in range(SPARE + 5):
+        before = found.layers[0].keys
+        values = before.clone()
+        append(found, *token(seed), 0), expected.update(*token(seed), 0)
+        assert torch.equal(before, values)
+        assert (found.layers[0].keys.data_ptr() == address) == (seed < SPARE - 2)
+    assert_same(found, expected)
+
+
+CHANGES = {
+    "crop": lambda cache: cache.crop(-2),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "reset": lambda cache: cache.reset(),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_cache_that_is_changed_grows_on(change):
+    found, expected = grown(3)
+    before = found.layers[0].keys
+    values = before.clone()
+    for cache in (found, expected):
+        CHANGES[change](cache)
+    batch = 1 if change == "select" else 2
+    for seed in (7, 8):
+        append(found, *token(seed, batch), 0), expected.update(*token(seed, batch), 0)
+    assert_same(found, expected)
+    assert torch.equal(before, values)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_a_cache_grow_apart(copied):
+    found, expected = grown(3)
+    others = copied(found), copied(expected)
+    for cache, other in zip((found, expected), others, strict=True):
+        other.layers = [copied(layer) for layer in cache.layers]
+    for seed in (7, 8):
+        for cache, by in ((found, append), (expected, DynamicCache.update)):
+            by(cache, *token(seed), 0)
+        for cache, by in zip(others, (append, DynamicCache.update), strict=True):
+            by(cache, *token(seed + 10), 0)
+    assert_same(found, expected)
+    assert_same(others[0], others[1])
+
+
+def test_cache_of_inference_mode_grows_outside_of_it():
+    with torch.inference_mode():
+        found, expected = grown(3)
+    with torch.no_grad():
+        append(found, *token(7), 0), expected.update(*token(7), 0)
+        assert_same(found, expected)
+
+
+def test_cache_with_gradients_is_not_written_to():
+    found, _ = grown(1)
+    key, value = token(7).requires_grad_()
+    keys, _ = append(found, key, value, 0)
+    assert keys.grad_fn is not None
