@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
+#include <utility>
 
 #include "gemm/grouped.h"
 
@@ -15,6 +16,16 @@ struct Coefficients {
   double a, b, c;
 };
 
+// Elements from `first` on of two vectors in turn.
+template <class T, int first, class Row, int... i>
+Row interleave(Row a, Row b, std::integer_sequence<int, i...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (i % 2 * int(sizeof...(i)) + first + i / 2)...);
+#else  // gcc 11 has no __builtin_shufflevector
+  return __builtin_shuffle(a, b, Row{T(i % 2 * sizeof...(i) + first + i / 2)...});
+#endif
+}
+
 // A block of 16 bytes a row, as many rows as elements in a row: row i of `from` becomes column i of `to`.
 template <class T>
 void transpose_block(const T* from, T* to, int64_t stride) {
@@ -26,17 +37,8 @@ void transpose_block(const T* from, T* to, int64_t stride) {
   for (int step = 1; step < n; step *= 2) {
     Row next[n];
     for (int i = 0; i < n / 2; ++i) {
-      const Row a = rows[i], b = rows[i + n / 2];
-      if constexpr (n == 8) {
-        next[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-        next[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-      } else if constexpr (n == 4) {
-        next[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
-        next[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-      } else {
-        next[2 * i] = __builtin_shufflevector(a, b, 0, 2);
-        next[2 * i + 1] = __builtin_shufflevector(a, b, 1, 3);
-      }
+      next[2 * i] = interleave<T, 0>(rows[i], rows[i + n / 2], std::make_integer_sequence<int, n>{});
+      next[2 * i + 1] = interleave<T, n / 2>(rows[i], rows[i + n / 2], std::make_integer_sequence<int, n>{});
     }
     for (int i = 0; i < n; ++i) rows[i] = next[i];
   }

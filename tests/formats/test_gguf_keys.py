@@ -256,6 +256,18 @@ def test_experts_in_a_floating_dtype_are_read(dtype, models, tmp_path, monkeypat
     torch.testing.assert_close(logits(streamed(file)), logits(rounded), rtol=1e-5, atol=1e-5)
 
 
+def test_gate_of_a_shared_expert_with_one_row_is_read(models, tmp_path, monkeypatch):
+    """As llama.cpp's converter writes Transformers' Qwen2-MoE."""
+    model = models["qwen2_moe"]
+
+    def as_row(name, data):
+        return data.reshape(1, -1) if "ffn_gate_inp_shexp" in name else data, None
+
+    file = rewritten(write(model, tmp_path / "out", {}, monkeypatch), tmp_path / "row.gguf", {}, as_row)
+    assert (1, 32) in [tuple(tensor.data.shape) for tensor in gguf.GGUFReader(file).tensors]
+    torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)
+
+
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     file = write(models["mixtral"], tmp_path / "out", {}, monkeypatch)
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())

@@ -137,6 +137,18 @@ def test_file_alone_and_beside_config_json_equals_the_model(name, files, tmp_pat
     torch.testing.assert_close(logits(streamed(file)), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_correction_bias_with_one_row_is_read(files, tmp_path):
+    """As llama.cpp's converter writes Transformers' ERNIE 4.5."""
+    model, _, original = files("ernie4_5_moe")
+
+    def as_row(name, data):
+        return data[None] if name.endswith("exp_probs_b.bias") else data, None
+
+    file = rewritten(original, tmp_path / "model.gguf", {}, as_row)
+    assert (1, 6) in [tuple(tensor.data.shape) for tensor in gguf.GGUFReader(file).tensors]
+    torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
 def test_quantised_experts_stay_packed(name, kind, tmp_path, monkeypatch):

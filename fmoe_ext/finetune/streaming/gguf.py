@@ -116,7 +116,7 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, fami
         return PackedTensor(shape, dtype, packed)
     is_row = family.in_modules.bias_is_row and tensor.name.endswith(BIAS)
     if is_row or tensor.name.endswith(SHARED_GATE):
-        shape = (1, *shape)
+        shape = (1, shape[-1])  # files have it with that one row and without
 
     def read() -> torch.Tensor:
         return _halves(_decoded(file, tensor, dtype).reshape(shape), heads)
