@@ -57,6 +57,20 @@ def test_hook_of_a_projection_is_called(tmp_path):
     assert len(called) == 2 and calls["_attention_inputs"] == LAYERS - 1
 
 
+def test_hook_of_all_modules_is_called_by_a_copy_too(tmp_path):
+    model, called = packed_stream(tmp_path, dtype=torch.bfloat16), []
+    assert logits_of_token(model)[1]["_attention_inputs"] == LAYERS
+    copied = copy.deepcopy(model)
+    watch = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        for one in (model, copied):
+            assert "_attention_inputs" not in logits_of_token(one)[1]
+            assert one.model.layers[1].self_attn.k_proj in called
+    finally:
+        watch.remove()
+    assert logits_of_token(copied)[1]["_attention_inputs"] == LAYERS
+
+
 def test_attention_of_transformers_can_be_chosen(tmp_path):
     model = packed_stream(tmp_path, dtype=torch.bfloat16)
     model.set_attn_implementation("sdpa")

@@ -53,7 +53,7 @@ def test_gemm_has_the_bits_of_the_public_operator(name, dtype):
 def test_experts_have_the_bits_of_sort_tokens_and_frozen_mlp(isa, name, interleaved):
     E, D, H = 4, 256, 256
     w1, w2 = packed(name, E, 2 * H, D), packed(name, E, D, H, seed=1)
-    w1 = frozen.Quantized(name, w1.data, w1.scale, interleaved=interleaved and name != "fp8_block")
+    w1 = frozen.Quantized(name, w1.data, w1.scale, w1.zero, interleaved and name != "fp8_block")
     b1, b2 = normal(E, 2 * H, dtype=torch.bfloat16), normal(E, D, dtype=torch.bfloat16, seed=1)
     for T in (1, 3):
         x, weights = normal(T, D, dtype=torch.bfloat16), normal(T, 3).abs()

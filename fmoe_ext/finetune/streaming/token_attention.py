@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from fmoe_ext.frozen import decode
@@ -53,15 +54,16 @@ def _inputs(
     if positions is None or not is_token or not decode.is_wanted(x):
         return None
     cos, sin = positions
-    modules = attention._modules
-    linear = [modules[name] for name in ("q_proj", "k_proj", "v_proj")]
-    norms = [modules.get(name) for name in ("q_norm", "k_norm")]
+    linear = [attention.q_proj, attention.k_proj, attention.v_proj]
+    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     has_norms = norms[0] is not None
-    if not all(type(m) is PackedLinear and m.bias is None and _is_bare(m) for m in linear):
+    if not all(type(m) is PackedLinear and m.bias is None for m in linear):
         return None
-    if has_norms and not all(m.weight.dtype == x.dtype and is_norm(m) and _is_bare(m) for m in norms):
+    if has_norms and not all(m.weight.dtype == x.dtype and is_norm(m) for m in norms):
         return None
     if has_norms and norms[0].variance_epsilon != norms[1].variance_epsilon:
+        return None
+    if not _are_bare(attention, [*linear, *norms] if has_norms else linear):
         return None
     if cos.dim() != 3 or cos.dtype != x.dtype or cos.shape[1:] != (1, attention.head_dim):
         return None
@@ -73,10 +75,35 @@ def _inputs(
     return decode.attention_inputs(x.view(x.shape[0], -1), weights, factors, cos, sin, eps)
 
 
-def _is_bare(module: Any) -> bool:
-    """True if calling a module runs the forward of its class and nothing else."""
-    has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    return not has_hooks and not nn.modules.module._has_any_global_hook()
+def _are_bare(attention: Any, modules: list[Any]) -> bool:
+    """True if calling each module runs the forward of its class and nothing else."""
+    hooks = attention.__dict__.get("fmoe_hooks")
+    if hooks is None or hooks.modules != modules:
+        attention.fmoe_hooks = hooks = _Hooks(modules)
+    return not any(hooks.tables) and not any("forward" in module.__dict__ for module in modules)
+
+
+class _Hooks:
+    """Tables of the forward hooks of some modules and of all modules, which handles of hooks refer to."""
+
+    def __init__(self, modules: list[Any]) -> None:
+        self.modules = modules
+        handles: list[Any] = [
+            register_module_forward_pre_hook(_nothing),
+            register_module_forward_hook(_nothing),
+        ]
+        for module in modules:
+            handles += [module.register_forward_pre_hook(_nothing), module.register_forward_hook(_nothing)]
+        self.tables = [handle.hooks_dict_ref() for handle in handles]
+        for handle in handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the attention makes its own
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 def append(past: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +129,8 @@ def _growing_layer(past: Any, key: Tensor, value: Tensor, index: int) -> Any:
     if type(past) is not cache_utils.DynamicCache or past.offloading or index >= len(past.layers):
         return None
     layer: Any = past.layers[index]
-    if type(layer) is not cache_utils.DynamicLayer or not layer.is_initialized or layer.keys.dim() != 4:
+    known: Any = cache_utils.DynamicLayer
+    if type(layer) is not known or not layer.is_initialized or layer.keys.dim() != 4:
         return None
     pairs = (layer.keys, key), (layer.values, value)
     is_same = all(
