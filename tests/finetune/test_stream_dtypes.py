@@ -127,9 +127,9 @@ def test_products_are_ours_where_torch_is_slow_at_sixteen_bits(tmp_path, dtype, 
     folder = save(tmp_path, dtype=dtype, num_hidden_layers=2, attention_bias=True)
     truth = gradients(with_adapters(in_memory(folder, torch.float64)))
     plain = with_adapters(in_memory(folder, dtype))
-    ours = with_adapters(streamed(folder, 2, 4 * bytes_of_adapters(plain)))
     expected = gradients(plain)
     monkeypatch.setattr(sixteen_bits, "fast_bfloat16", lambda: False)
+    ours = with_adapters(streamed(folder, 2, 4 * bytes_of_adapters(plain)))
     linear, attention = torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention
     dtypes = []
 

@@ -36,7 +36,9 @@ class Linear(nn.Linear):
 
 
 def use(model: Any) -> None:
-    """Gives the linear layers of a model this product."""
+    """Gives the linear layers of a model this product, on a processor where torch is slow."""
+    if fast_bfloat16():
+        return
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
