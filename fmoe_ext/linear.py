@@ -221,7 +221,13 @@ def adapted_gemm(
     **options: Any,
 ) -> torch.Tensor:
     """ops.grouped_gemm with the adapter's part. An adapter of a transposed weight [E, in, out] is that of its .mT."""
-    y = ops.grouped_gemm(rows, weight, offs, bias, **options)
+    return with_adapter(ops.grouped_gemm(rows, weight, offs, bias, **options), rows, offs, adapter)
+
+
+def with_adapter(
+    y: torch.Tensor, rows: torch.Tensor, offs: torch.Tensor, adapter: Lora | None
+) -> torch.Tensor:
+    """y, the product of rows, and the adapter's part of it."""
     if adapter is None:
         return y
     thin = ops.grouped_gemm(rows, adapter.a.to(y.dtype), offs) * adapter.scale

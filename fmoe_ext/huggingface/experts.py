@@ -28,7 +28,7 @@ from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
 from fmoe_ext.huggingface.saved import from_pretrained
 from fmoe_ext.huggingface.training import add_balance_loss
-from fmoe_ext.linear import DTYPES, adapted_gemm
+from fmoe_ext.linear import DTYPES, adapted_gemm, with_adapter
 from fmoe_ext.routing import widen
 
 __all__ = [
@@ -217,17 +217,23 @@ def _compute_apart(
     """
     w1, b1, w2, b2 = weights
     offs, row_idx, inverse = sorted_rows
-    is_packed = isinstance(w1, frozen.Quantized)
-    transposed = experts.is_transposed and not is_packed
-    if is_packed:
-        w1, w2 = (replace(w, interleaved=False).dequantize(x.dtype) for w in (w1, w2))
     x_rows = ops.permute(x, row_idx, inverse)
-    h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
+    h = _product(experts, x_rows, w1, offs, b1, adapters[0])
     a = apply_gate(experts, h) if experts.has_gate else experts.act_fn(h)
     if w2 is None:
         w2 = experts.down_proj
         _compute_dtype(experts, (w2,))
-    return adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
+    return _product(experts, a.to(x.dtype), w2, offs, b2, adapters[1])
+
+
+def _product(
+    experts: Any, rows: Tensor, weight: Any, offs: Tensor, bias: Tensor | None, adapter: Lora | None
+) -> Tensor:
+    """Rows of each expert times its weight, which stays packed, with the adapter's part; columns as in the weight."""
+    if isinstance(weight, frozen.Quantized):
+        y = frozen.frozen_gemm(rows, replace(weight, interleaved=False), offs, bias)
+        return with_adapter(y, rows, offs, adapter)
+    return adapted_gemm(rows, weight, offs, bias, adapter, transposed=experts.is_transposed)
 
 
 def compute_few(

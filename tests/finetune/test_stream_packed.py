@@ -64,6 +64,24 @@ def test_mxfp4_equals_the_decoded_model(tmp_path, name):
     assert ours.expert_stream.statistics.hits > 0
 
 
+def test_weights_stay_packed_where_an_activation_runs_between_the_products(tmp_path, monkeypatch):
+    """Decoded, DeepSeek-V4's layers took several times the memory that the stream was given."""
+    architecture, changes = MODELS["GptOss, other limit"]
+    folder = pack(save(tmp_path, architecture, torch.bfloat16, **changes))
+    plain = with_adapters(decoded(folder)).train()
+    ours = with_adapters(streamed(folder, 2, 4 * bytes_of_adapters(plain), dtype=torch.float32)).train()
+    expected = step(plain, make_ids())
+
+    def refuse(*_):
+        raise AssertionError("decoded whole")
+
+    monkeypatch.setattr(frozen.Quantized, "dequantize", refuse)
+    found = step(ours, make_ids())
+    assert error(found[0], expected[0]) < 1e-5
+    for parameter, gradient in found[2].items():
+        assert error(gradient, expected[2][parameter]) < 1e-4, parameter
+
+
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_merge_into_bfloat16(tmp_path, name, capsys):
     architecture, changes = MODELS[name]
