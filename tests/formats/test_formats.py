@@ -247,6 +247,20 @@ def trainer(model, folder, steps):
     return transformers.Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows])
 
 
+def resumed(make_model, folder):
+    """A model that was stopped after two steps and resumed in another one, whose weights are compared, bitwise."""
+    whole, first, second = make_model(), make_model(), make_model()
+    trainer(whole, folder / "whole", 4).train()
+    trainer(first, folder / "parts", 4).train()
+    with torch.no_grad():
+        for p in second.parameters():
+            p.zero_()
+    trainer(second, folder / "parts", 4).train(resume_from_checkpoint=str(folder / "parts/checkpoint-2"))
+    expected, got = whole.state_dict(), second.state_dict()
+    assert expected.keys() == got.keys() and all(torch.equal(expected[k], got[k]) for k in expected)
+    return second
+
+
 @pytest.mark.parametrize("imported", [True, False], ids=["imported", "fmoefied"])
 def test_trainer_resumes(imported, tmp_path):
     """Interrupted after two steps and resumed by another process's model: the weights of four steps, bitwise."""
@@ -257,15 +271,7 @@ def test_trainer_resumes(imported, tmp_path):
             return fmoe_ext.import_model(make("mixtral", **MODELS["mixtral"]))
         return randomised(fmoefy(make("llama"), 4))
 
-    whole, first, second = new(), new(), new()
-    trainer(whole, tmp_path / "whole", 4).train()
-    trainer(first, tmp_path / "parts", 4).train()
-    with torch.no_grad():
-        for p in second.parameters():
-            p.zero_()
-    trainer(second, tmp_path / "parts", 4).train(resume_from_checkpoint=str(tmp_path / "parts/checkpoint-2"))
-    expected, got = whole.state_dict(), second.state_dict()
-    assert expected.keys() == got.keys() and all(torch.equal(expected[k], got[k]) for k in expected)
+    second = resumed(new, tmp_path)
     if imported:
         assert_equal_logits(load(tmp_path / "parts/checkpoint-4"), logits(second))
 
