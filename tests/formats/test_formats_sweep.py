@@ -147,13 +147,18 @@ def test_experts_that_compute_nothing_are_refused_by_name():
         fmoe_ext.import_model(model)
 
 
+NOT_JOINED = "files have Kimi Linear's conv1d in three parts, which a resumed Trainer does not join: it warns"
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "Lfm2MoeForCausalLM",
-        *(
-            pytest.param(f"{n}ForCausalLM", marks=pytest.mark.slow)
-            for n in ("AXK1", "KimiLinear", "NemotronH")
+        pytest.param("AXK1ForCausalLM", marks=pytest.mark.slow),
+        pytest.param("NemotronHForCausalLM", marks=pytest.mark.slow),
+        pytest.param(
+            "KimiLinearForCausalLM",
+            marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=NOT_JOINED)],
         ),
     ],
 )
