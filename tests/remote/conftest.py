@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
@@ -13,6 +12,7 @@ from processes import SERVER, Process, Zygote
 from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Settings, StaticList, loop
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd.client import EtcdClient
+from tests import ports
 
 QUICK = Settings(forward_timeout=2.0, backward_timeout=2.0, info_timeout=2.0, patience=0.3)
 
@@ -25,22 +25,12 @@ def within(seconds):
     assert time.monotonic() - begin < seconds
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-def start_etcd(folder, ports=None, host="127.0.0.1"):
+def start_etcd(folder, host="127.0.0.1"):
     """(process, "host:port") of an etcd that answers."""
     binary = shutil.which("etcd")
     if binary is None:
         pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
-    client, peer = ports or free_ports(2)
+    client, peer = ports.free_port(), ports.free_port()
     command = [
         binary, "--data-dir", str(folder), "--name", "test", "--unsafe-no-fsync",
         "--listen-client-urls", f"http://{host}:{client}",
@@ -112,8 +102,8 @@ def start_process(zygote, tmp_path):
 @pytest.fixture
 def start_server(start_process):
     """start_server(*flags) -> Process of a small fmoe-server on 127.0.0.1"""
-    small = ("--hidden_dim", 16, "--listen_on", "127.0.0.1:0", "--num_threads", 1)
-    return lambda *flags: start_process(SERVER, *small, *flags)
+    small = ("--hidden_dim", 16, "--num_threads", 1, "--listen_on")
+    return lambda *flags: start_process(SERVER, *small, ports.endpoint(), *flags)
 
 
 @pytest.fixture
@@ -123,7 +113,7 @@ def serve():
 
     def start(settings=None, credentials=None, discovery=None, **options):
         discovery = discovery or StaticList()
-        given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1")}
+        given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1"), "listen_on": ports.endpoint()}
         server = Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start()
         directory = Directory(discovery, settings, credentials)
         stop.extend((directory.shutdown, server.stop))

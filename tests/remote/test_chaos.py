@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.server import server as server_module
+from tests import ports
 
 D, UIDS = 16, ("expert.0", "expert.1")
 DEADLINE = 20.0
@@ -39,20 +38,13 @@ MARGIN = 0.05  # of the final loss, relative to local training
 
 def start_server(etcd, network):
     """A server that everybody, other servers too, reaches through the bad network only."""
-    real = []
-    shown = network.to(lambda: real[0])
-    options = Options(hidden_dim=D, expert_uids=UIDS, announce=shown, training=Training("sgd", lr=0.02))
+    own = ports.endpoint()
+    training = Training("sgd", lr=0.02)
+    options = Options(
+        hidden_dim=D, expert_uids=UIDS, listen_on=own, announce=network.to(own), training=training
+    )
     replication = Replication(etcd, replicas=2, ttl=2.0, ack_timeout=2.0, recovery_wait=2.0)
-    server = Server(options, ReplicatedExperts(replication))
-    bind = server_module._bind
-
-    def remember(*given):
-        port = bind(*given)
-        real.append(f"127.0.0.1:{port}")
-        return port
-
-    with mock.patch.object(server_module, "_bind", remember):
-        return server.start()
+    return Server(options, ReplicatedExperts(replication)).start()
 
 
 def train(first, second, steps, optimizers=()):
@@ -142,8 +134,11 @@ def test_bad_network_and_dying_servers(etcd, steps, kills):
 def test_calls_that_are_lost_repeated_late_and_out_of_order(etcd, steps):
     """Between client and servers, and between the replicas: each gradient is applied exactly once, on both."""
     replication = Replication(etcd, replicas=2, ttl=10.0)
-    options = Options(hidden_dim=D, expert_uids=UIDS, training=Training("sgd", lr=0.02))
-    servers = [Server(options, ReplicatedExperts(replication)).start() for _ in range(2)]
+    options = {"hidden_dim": D, "expert_uids": UIDS, "training": Training("sgd", lr=0.02)}
+    servers = [
+        Server(Options(listen_on=ports.endpoint(), **options), ReplicatedExperts(replication)).start()
+        for _ in range(2)
+    ]
     discovery = EtcdDiscovery(etcd)
     client = Client(discovery, Settings("none", DEADLINE, DEADLINE, DEADLINE, patience=DEADLINE))
     post = BadPost()

@@ -20,6 +20,7 @@ from fmoe_ext.remote.discovery import (
 )
 from fmoe_ext.remote.etcd import client as etcd_client
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
+from tests import ports
 
 
 @pytest.fixture(params=["static", "dht", "etcd"])
@@ -29,8 +30,8 @@ def pair(request):
         one = StaticList()
         two = one
     elif request.param == "dht":
-        one = loop.run(open_node([], "127.0.0.1:0"), 10)
-        two = loop.run(open_node([f"127.0.0.1:{one.node.port}"], "127.0.0.1:0"), 10)
+        one = loop.run(open_node([], ports.endpoint()), 10)
+        two = loop.run(open_node([f"127.0.0.1:{one.node.port}"], ports.endpoint()), 10)
     else:
         endpoint = request.getfixturevalue("etcd")
         one, two = EtcdDiscovery(endpoint), EtcdDiscovery(endpoint)

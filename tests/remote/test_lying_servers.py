@@ -22,6 +22,7 @@ from fmoe_ext.remote import (
     protocol,
 )
 from fmoe_ext.remote.wire import Message, encode
+from tests import ports
 from tests.remote.conftest import QUICK, within
 
 D = 16
@@ -130,7 +131,7 @@ class LyingServer:
         self.server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(protocol.SERVICE, methods),)
         )
-        port = self.server.add_insecure_port("127.0.0.1:0")
+        port = self.server.add_insecure_port(ports.endpoint())
         await self.server.start()
         return port
 

@@ -30,6 +30,7 @@ from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server.ledger import End, Term
 from fmoe_ext.remote.server.state import digest
+from tests import ports
 
 D, UID = 16, "expert.0"
 PROBE = Append(UID, Term(1, "a"), 0, End())
@@ -47,7 +48,8 @@ def cluster(etcd):
     servers = []
 
     def add(uids=(UID,), ttl=2.0, replicas=2, **options):
-        given = {"hidden_dim": D, "expert_uids": uids, "num_experts": 0, "training": Training("sgd", lr=0.05)}
+        given = {"hidden_dim": D, "expert_uids": uids, "num_experts": 0, "listen_on": ports.endpoint()}
+        given["training"] = Training("sgd", lr=0.05)
         placement = ReplicatedExperts(Replication(etcd, replicas, ttl, ack_timeout=1.0, recovery_wait=3.0))
         servers.append(Server(Options(**{**given, **options}), placement).start())
         return servers[-1]

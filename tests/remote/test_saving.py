@@ -11,6 +11,7 @@ from dying import kill
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Folder
+from tests import ports
 from tests.remote.test_replication import client, cluster, pair_up, role, state_of, wait_until
 from tests.remote.test_replication import step as replicated_step
 from tests.remote.test_server_process import expert_at, step
@@ -196,7 +197,14 @@ def test_checkpoint_that_must_not_be_used_ends_the_start_in_one_line(start_serve
 
 def test_second_server_with_one_identity_ends_by_name(start_server, tmp_path):
     """Both were granted the uid, and 60 of 80 acknowledged gradients survived."""
-    flags = ("--expert_uids", "expert.0", "--identity_path", tmp_path / "key", "--listen_on", "127.0.0.1:0")
+    flags = (
+        "--expert_uids",
+        "expert.0",
+        "--identity_path",
+        tmp_path / "key",
+        "--listen_on",
+        ports.endpoint(),
+    )
     first = start_server(*flags, "--checkpoint_dir", tmp_path / "0")
     first.endpoint()
     second = start_server(*flags, "--checkpoint_dir", tmp_path / "1")

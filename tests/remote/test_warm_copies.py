@@ -9,6 +9,7 @@ from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Setting
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.server.declared import WarmCopies
 from fmoe_ext.remote.server.state import digest
+from tests import ports
 
 D, UID = 16, "expert.0"
 
@@ -38,9 +39,9 @@ def directories(request):
     if request.param == "static":
         yield [StaticList()] * 3
         return
-    nodes = [loop.run(open_node([], "127.0.0.1:0"), 10)]
+    nodes = [loop.run(open_node([], ports.endpoint()), 10)]
     peers = [f"127.0.0.1:{nodes[0].node.port}"]
-    nodes += [loop.run(open_node(peers, listen), 10) for listen in ("127.0.0.1:0", None)]
+    nodes += [loop.run(open_node(peers, listen), 10) for listen in (ports.endpoint(), None)]
     yield nodes
     for node in nodes[1:]:  # the last closes with its Directory
         loop.run(node.close(), 10)
@@ -53,8 +54,10 @@ def family(directories):
     options = {"hidden_dim": D, "ttl": 2.0}
     copies = WarmCopies(directories[1], [UID], period=0.5)
     placements = DeclaredExperts(directories[0]), DeclaredExperts(directories[1], copies)
-    owner = Server(Options(expert_uids=(UID,), **options), placements[0]).start()
-    heir = Server(Options(expert_uids=("expert.1",), **options), placements[1]).start()
+    owner = Server(Options(listen_on=ports.endpoint(), expert_uids=(UID,), **options), placements[0]).start()
+    heir = Server(
+        Options(listen_on=ports.endpoint(), expert_uids=("expert.1",), **options), placements[1]
+    ).start()
     directory = Directory(directories[2], Settings(patience=10, forward_timeout=10, backward_timeout=10))
     (expert,) = directory.get_experts([UID])
     yield owner, heir, copies, expert

@@ -22,6 +22,7 @@ from fmoe_ext.remote import (
 )
 from fmoe_ext.remote.dht.main import main
 from fmoe_ext.remote.server.checkpoints import Checkpoints
+from tests import ports
 
 D = 16
 DEAD = "127.0.0.1:1"
@@ -33,7 +34,7 @@ def dhts():
     started = []
 
     def make(*peers, **options):
-        options = {"listen_on": "127.0.0.1:0", "start": True, **options}
+        options = {"listen_on": ports.endpoint(), "start": True, **options}
         started.append(DHT(initial_peers=list(peers), **options))
         return started[-1]
 
@@ -61,7 +62,9 @@ def endpoint_of(dht):
 @pytest.fixture
 def server(open_nodes):
     discovery = open_nodes()
-    options = Options(hidden_dim=D, num_experts=5, expert_pattern="expert.[0:5]", ttl=5)
+    options = Options(
+        listen_on=ports.endpoint(), hidden_dim=D, num_experts=5, expert_pattern="expert.[0:5]", ttl=5
+    )
     with Server(options, DeclaredExperts(discovery)) as running:
         yield running, f"127.0.0.1:{discovery.node.port}"
 
@@ -84,7 +87,7 @@ def test_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
 def test_server_that_stops_withdraws_its_experts(dhts, open_nodes):
     dht = dhts()
     discovery = open_nodes([endpoint_of(dht)])
-    options = Options(hidden_dim=D, expert_uids=("expert.0",), ttl=600)
+    options = Options(listen_on=ports.endpoint(), hidden_dim=D, expert_uids=("expert.0",), ttl=600)
     with Server(options, DeclaredExperts(discovery)) as running:
         assert where(dht) == running.endpoint
     assert dht.get_experts(["expert.0"]) == [None]
@@ -188,7 +191,7 @@ def test_ipv6(dhts):
 
 
 def test_fmoe_dht_and_fmoe_server_as_processes(start_process, start_server, dhts):
-    node = start_process(DHT_NODE, "--listen_on", "127.0.0.1:0")
+    node = start_process(DHT_NODE, "--listen_on", ports.endpoint())
     seed = "127.0.0.1:" + node.wait_for(r"listens on port (\d+)")[1]
     flags = ("--ttl", 600, "--initial_peers", seed, "--num_experts", 3, "--expert_pattern", "expert.[5:250]")
     server = start_server(*flags)
@@ -228,7 +231,7 @@ def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts,
 
 def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
     """fmoe-dht is node and relay for an fmoe-server that announces nothing of its own."""
-    flags = ("--listen_on", "127.0.0.1:0", "--relay_on", "127.0.0.1:0", "--relay_token", "secret")
+    flags = ("--listen_on", ports.endpoint(), "--relay_on", ports.endpoint(), "--relay_token", "secret")
     outside = start_process(DHT_NODE, *flags)
     relay = "127.0.0.1:" + outside.wait_for(r"Relay listens on port (\d+)")[1]
     node = "127.0.0.1:" + outside.wait_for(r"DHT node listens on port (\d+)")[1]

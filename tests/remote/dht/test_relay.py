@@ -1,7 +1,6 @@
 """The relay: nodes and servers that nobody can call are reached through it, by those who were let in."""
 
 import asyncio
-import socket
 import time
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from fmoe_ext.remote import DHT, DeclaredExperts, DiscoveryError, Options, Server, loop
 from fmoe_ext.remote.dht.relay import Attachment, Relay, RelayOptions
+from tests import ports
 
 D = 16
 
@@ -18,10 +18,10 @@ def relays():
     """relays(**options) -> (Relay, "127.0.0.1:port")"""
     started = []
 
-    def start(port=0, **options):
+    def start(listen_on=None, **options):
         relay = Relay(RelayOptions(**options))
         started.append(relay)
-        return relay, f"127.0.0.1:{loop.run(relay.start(f'127.0.0.1:{port}'), 5)}"
+        return relay, f"127.0.0.1:{loop.run(relay.start(listen_on or ports.endpoint()), 5)}"
 
     yield start
     for relay in started:
@@ -33,7 +33,9 @@ def attach():
     attached = []
 
     def start(relay, target, token=""):
-        attached.append(loop.run(Attachment(relay, target, token).start(2.0), 5))
+        attachment = Attachment(relay, target, token)
+        attachment._port = ports.free_port()  # that it wants, as if it had been there before
+        attached.append(loop.run(attachment.start(2.0), 5))
         return attached[-1]
 
     yield start
@@ -148,7 +150,7 @@ def test_relay_that_comes_back_serves_the_same_port(relays, attach, echo_server)
     attachment = attach(endpoint, echo_server)
     before = attachment.endpoint
     loop.run(first.close(), 5)
-    relays(port=endpoint.split(":")[1])
+    relays(listen_on=endpoint)
     end = time.monotonic() + 10
     while True:
         try:
@@ -164,17 +166,15 @@ def test_relay_that_comes_back_serves_the_same_port(relays, attach, echo_server)
 def test_expert_behind_a_relay_trains(relays, attach):
     """The server and its node are called at the relay's ports only."""
     _, relay = relays()
-    with DHT(listen_on="127.0.0.1:0", start=True) as seed:
+    with DHT(listen_on=ports.endpoint(), start=True) as seed:
         peers = [f"127.0.0.1:{seed.port}"]
-        with DHT(peers, listen_on="127.0.0.1:0", relay=relay, start=True) as hidden:
+        with DHT(peers, listen_on=ports.endpoint(), relay=relay, start=True) as hidden:
             end = time.monotonic() + 10
             while not len(seed.node.table):
                 assert time.monotonic() < end
                 time.sleep(0.02)
             assert [peer.endpoint for peer in seed.node.table] != [f"127.0.0.1:{hidden.port}"]
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                target = f"127.0.0.1:{probe.getsockname()[1]}"
+            target = ports.endpoint()
             outside = attach(relay, target).endpoint
             options = Options(hidden_dim=D, expert_uids=("expert.0",), listen_on=target, announce=outside)
             with Server(options, DeclaredExperts(hidden.discovery)) as server:
