@@ -1,6 +1,7 @@
 """Fixtures of the tests of remote experts: an etcd of their own, servers that are stopped, whatever happens."""
 
 import contextlib
+import dataclasses
 import shutil
 import signal
 import subprocess
@@ -14,15 +15,24 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd.client import EtcdClient
 from tests import ports
 
-QUICK = Settings(forward_timeout=2.0, backward_timeout=2.0, info_timeout=2.0, patience=0.3)
+LONG = 60.0  # seconds that nothing takes here, on however slow and busy a machine
+PATIENT = Settings(forward_timeout=LONG, backward_timeout=LONG, info_timeout=LONG)
+QUICK = dataclasses.replace(PATIENT, patience=0.3)
 
 
 @contextlib.contextmanager
 def within(seconds):
-    """Asserts that the block takes less than so many seconds."""
+    """Asserts that the block takes less than so many seconds: far more than it does, far less than LONG."""
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < seconds
+
+
+def wait_until(condition, what="it came true", seconds=LONG):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
 
 
 def start_etcd(folder, host="127.0.0.1"):
@@ -44,15 +54,15 @@ def start_etcd(folder, host="127.0.0.1"):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     endpoint = f"{host}:{client}"
     probe = EtcdClient(endpoint)
-    for _ in range(300):
+    for _ in range(1200):
         try:
-            loop.run(probe.read("/", timeout=1.0), 5)
-            loop.run(probe.close(), 5)
+            loop.run(probe.read("/", timeout=1.0), 60)
+            loop.run(probe.close(), 60)
             return process, endpoint
         except DiscoveryError:
             time.sleep(0.1)
     process.kill()
-    raise RuntimeError("etcd did not start within 30 s")
+    raise RuntimeError("etcd did not start within 120 s")
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +83,7 @@ def etcd(etcd_endpoint):
         await client._call("/etcdserverpb.KV/DeleteRange", build({1: b"/", 2: b"0"}), 5.0)
         await client.close()
 
-    loop.run(empty(), 10)
+    loop.run(empty(), 60)
     return etcd_endpoint
 
 
@@ -115,7 +125,7 @@ def serve():
         discovery = discovery or StaticList()
         given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1"), "listen_on": ports.endpoint()}
         server = Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start()
-        directory = Directory(discovery, settings, credentials)
+        directory = Directory(discovery, settings or PATIENT, credentials)
         stop.extend((directory.shutdown, server.stop))
         return server, directory
 

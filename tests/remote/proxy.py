@@ -23,7 +23,7 @@ class BadNetwork:
 
     def to(self, endpoint):
         """The endpoint of a proxy to an endpoint."""
-        return loop.run(self._start(endpoint), 5)
+        return loop.run(self._start(endpoint), 60)
 
     async def _start(self, endpoint):
         async def connected(reader, writer):
@@ -79,7 +79,7 @@ class BadNetwork:
             for task in list(self._tasks):
                 task.cancel()
 
-        loop.run(stop(), 5)
+        loop.run(stop(), 60)
 
 
 class BadPost:

@@ -66,8 +66,8 @@ class Trainers:
     def close(self):
         for future in self.futures:
             future.cancel()
-        loop.run(self.caller.close(), 5)
-        loop.run(self.discovery.close(), 5)
+        loop.run(self.caller.close(), 60)
+        loop.run(self.discovery.close(), 60)
 
 
 async def read_record(etcd):
@@ -100,8 +100,8 @@ def wait_for_members(etcd, count, seconds=90):
     while True:
         held = []
         with contextlib.suppress(errors.RemoteError, DiscoveryError):  # both may be slow on a busy machine
-            endpoints = loop.run(read_record(etcd), 10)
-            held = [loop.run(read_held(endpoint), 10) for endpoint in endpoints.values()]
+            endpoints = loop.run(read_record(etcd), 60)
+            held = [loop.run(read_held(endpoint), 60) for endpoint in endpoints.values()]
         if len(held) == count and len({h.version for h in held}) == 1:
             return held
         assert time.monotonic() < end, f"{len(held)} of {count} members after {seconds} s"

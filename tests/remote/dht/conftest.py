@@ -14,12 +14,12 @@ def open_nodes():
 
     def open_one(initial_peers=(), listen_on="", **options):
         listen_on = ports.endpoint() if listen_on == "" else listen_on
-        opened.append(loop.run(open_node(list(initial_peers), listen_on, **options), 20))
+        opened.append(loop.run(open_node(list(initial_peers), listen_on, **options), 60))
         return opened[-1]
 
     yield open_one
     for discovery in opened:
-        loop.run(discovery.close(), 10)
+        loop.run(discovery.close(), 60)
 
 
 @pytest.fixture
