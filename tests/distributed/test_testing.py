@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,21 @@ def policies():
 def test_threads_of_ranks_do_not_preempt_each_other():
     """gloo's thread spun while the one that its message was for could not run: four times the processor time."""
     assert run_distributed(policies, 2) == [{os.SCHED_BATCH}] * 2
+
+
+def make_lock():
+    """The file of a lock that lives as long as this process, as tqdm makes one."""
+    make_lock.kept = multiprocessing.RLock()
+    return Path("/dev/shm", "sem." + make_lock.kept._semlock.name.lstrip("/"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="only Linux shows locks as files there")
+def test_locks_of_ranks_end_with_them():
+    """Python's resource tracker counted 19 leaked semaphores at the end of these tests."""
+    with DistributedPool(2) as pool:
+        files = pool.run(make_lock)
+        assert all(map(os.path.exists, files))
+    assert not any(map(os.path.exists, files))
 
 
 def start_sleeper(manager):
