@@ -123,7 +123,7 @@ def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_
 
 
 def version_of(folder):
-    """That of expert.0 on disk, 0 if there is none."""
+    """Version of expert.0 on disk, 0 if there is none."""
     state = Checkpoints(folder).load("expert.0")
     return 0 if state is None else int(state.meta["version"])
 
