@@ -118,9 +118,9 @@ def test_leader_dies_and_nothing_is_lost(cluster, client):
 
 
 def test_hand_over_at_stop_takes_no_lease_time(cluster, client):
-    leader, follower = pair_up(cluster(ttl=LONG), cluster(ttl=LONG))
+    leader, follower = pair_up(cluster(ttl=30.0), cluster(ttl=30.0))
     step(client)
-    with within(LONG / 2):
+    with within(20):
         leader.stop()
         wait_until(lambda: role(follower) is Role.LEADER, "the follower leads")
         step(client)
