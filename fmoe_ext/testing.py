@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import tempfile
@@ -228,6 +229,7 @@ def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> 
             dist.destroy_process_group()
         connection.send(result)
     if not multiprocessing.active_children():
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # unlinks locks, tqdm's for one
         os._exit(0)  # nothing to end: the interpreter would take a second
 
 

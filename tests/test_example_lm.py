@@ -140,12 +140,12 @@ def test_interrupt_saves_and_resumes(text, tmp_path):
     process = subprocess.Popen(
         [*command, "--steps", "100000"], env=environment, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 300
     while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=40) == 130
+    assert process.wait(timeout=300) == 130
     assert "Traceback" not in process.communicate()[1]
     step = load_checkpoint(out)[0]
     assert 2 <= step < 100000 and (out / "curve.png").exists()

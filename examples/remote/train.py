@@ -8,6 +8,7 @@ the moments marked, goes to --out. Exit status: 0 done, 1 something failed, 2 et
 import argparse
 import contextlib
 import json
+import random
 import shutil
 import signal
 import socket
@@ -29,11 +30,15 @@ COLORS = ("#c2410c", "#1d4ed8")
 
 
 def free_ports(count):
+    """Ports below the usual ephemeral range: no outgoing connection takes one before etcd has it."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
+        found = []
+        while len(found) < count:
+            s = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                s.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+                found.append(s.getsockname()[1])
+        return found
 
 
 class Processes:

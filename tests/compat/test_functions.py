@@ -130,7 +130,7 @@ class Threads:
     def __init__(self, world_size):
         self.world_size = world_size
         self.slots = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.barrier = threading.Barrier(world_size, timeout=120)
         self.local = threading.local()
 
     def share(self, x):

@@ -92,7 +92,7 @@ def test_finds_an_optimizer_that_misses_parameters(pool):
 def test_audit_error_of_one_rank_is_reported(pool, monkeypatch):
     monkeypatch.setattr(testing, "GRACE", 0.5)  # seconds until the other one is ended, which waits
     recipe = replace(models.RECIPE, build=models.raises_on_last_rank)
-    report = audited(pool, recipe, layouts=["1", "dp2"], timeout=5.0)
+    report = audited(pool, recipe, layouts=["1", "dp2"], timeout=120.0)
     (failure,) = report.failures
     assert (
         str(failure.case.layout) == "dp 2"

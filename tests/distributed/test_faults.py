@@ -83,8 +83,8 @@ def test_killed_rank_ends_the_others():
         with pytest.raises(
             DistributedError, match=r"(?s)rank 0: .*rank 1: the process ended with exit code -9"
         ):
-            pool.run(die_in_the_middle, timeout=60)
-        assert time.monotonic() - began < 60
+            pool.run(die_in_the_middle, timeout=900)
+        assert time.monotonic() - began < 300
 
 
 def descriptors_and_memory():
@@ -132,12 +132,12 @@ def test_interrupt_leaves_no_process(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     job.stdout.readline()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(members(job.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1)
     os.killpg(job.pid, signal.SIGINT)
-    assert job.wait(timeout=60) != 0
+    assert job.wait(timeout=300) != 0
     while members(job.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not members(job.pid)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,9 +36,9 @@ def test_results_and_failures(monkeypatch):
     pool = DistributedPool(2)
     assert pool.run(rank_sum, 1) == [(0, 2, 3.0), (1, 2, 3.0)]
     with pytest.raises(DistributedError, match=r"rank 1: (?s:.*)this rank is unwell"):
-        pool.run(misbehave, "raise", timeout=20)
+        pool.run(misbehave, "raise", timeout=120)
     with pytest.raises(DistributedError, match="rank 1: the process ended with exit code -9"):
-        pool.run(misbehave, "die", timeout=20)
+        pool.run(misbehave, "die", timeout=120)
     with pytest.raises(DistributedError, match="rank 1: did not finish in time"):
         pool.run(misbehave, "hang", timeout=3)
     assert run_distributed(rank_sum, 3, 0) == [(rank, 3, 3.0) for rank in range(3)]
@@ -73,6 +74,21 @@ def test_threads_of_ranks_do_not_preempt_each_other():
     assert run_distributed(policies, 2) == [{os.SCHED_BATCH}] * 2
 
 
+def make_lock():
+    """The file of a lock that lives as long as this process, as tqdm makes one."""
+    make_lock.kept = multiprocessing.RLock()
+    return Path("/dev/shm", "sem." + make_lock.kept._semlock.name.lstrip("/"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="only Linux shows locks as files there")
+def test_locks_of_ranks_end_with_them():
+    """Python's resource tracker counted 19 leaked semaphores at the end of these tests."""
+    with DistributedPool(2) as pool:
+        files = pool.run(make_lock)
+        assert all(map(os.path.exists, files))
+    assert not any(map(os.path.exists, files))
+
+
 def start_sleeper(manager):
     """The id of a process that outlives its parent if nobody ends it."""
     if manager:
@@ -102,7 +118,7 @@ def test_processes_of_processes_end(ending):
     else:
         with pytest.raises(DistributedError):
             pool.run(fail, 0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))

@@ -59,7 +59,7 @@ class ThreadRanks:
 
 def on_threads(function, gate):
     """function(gate of the rank, rank) on a thread for each rank; the gates share their parameters."""
-    slots, barrier = [None] * len(SIZES), threading.Barrier(len(SIZES), timeout=20)
+    slots, barrier = [None] * len(SIZES), threading.Barrier(len(SIZES), timeout=120)
     results, errors = [None] * len(SIZES), []
 
     def work(rank):

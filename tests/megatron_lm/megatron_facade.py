@@ -31,7 +31,7 @@ from fmoe_ext.step import begin
 
 if not hasattr(typing, "override"):  # Megatron's training wants that of Python 3.12
     typing.override = typing_extensions.override
-PATIENCE = datetime.timedelta(seconds=20)  # of a rank whose test failed on another one
+PATIENCE = datetime.timedelta(seconds=60)  # of a rank whose test failed on another one
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 

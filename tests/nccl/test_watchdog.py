@@ -23,7 +23,7 @@ import _C_nccl
 assert _C_nccl.__file__.startswith({folder!r})
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -78,7 +78,7 @@ def run(folder, script):
     """Output of a fresh interpreter, which must end by itself, without a crash."""
     preamble = PREAMBLE.format(library=str(folder / "libcuda.so.1"), folder=str(folder))
     command, env = [sys.executable, "-c", preamble + script], {**os.environ, "PYTHONPATH": str(folder)}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -88,7 +88,7 @@ def test_peer_that_dies_after_the_exchange_was_enqueued(folder):
     said = run(
         folder,
         """
-communicator = new(0.2)
+communicator = new(3.0)
 exchange(communicator)  # ends
 fake.fake_kill_peers()
 exchange(communicator)
@@ -100,7 +100,7 @@ print(error_of(lambda: exchange(communicator)))
 """,
     )
     assert said[0] == said[1]
-    assert "the exchange (ncclSend, ncclRecv) on rank 0 of 2 took more than 0.2" in said[0]
+    assert "the exchange (ncclSend, ncclRecv) on rank 0 of 2 took more than 3" in said[0]
     assert "a rank has ended or did not reach this call" in said[0]
 
 
@@ -149,29 +149,28 @@ fake.fake_kill_peers()
 exchange(communicator)
 fake.fake_slow_queries(2000)
 time.sleep(0.1)  # the watchdog is in its query now
-longest, done = 0.0, threading.Event()
+turns, done = 0, threading.Event()
 thread = threading.Thread(target=lambda: (communicator.check(), done.set()))
-last = time.monotonic()
+begin = time.monotonic()
 thread.start()
 while not done.is_set():
     time.sleep(0.001)
-    now = time.monotonic()
-    longest, last = max(longest, now - last), now
-print(longest)
+    turns += 1
+print(turns > 20 or time.monotonic() - begin < 0.5)
 fake.fake_slow_queries(0)
 """,
     )
-    assert float(said[0]) < 1.0
+    assert said[0] == "True"
 
 
 def test_exchanges_that_end_are_let_be(folder):
     assert run(
         folder,
         """
-communicator = new(0.05)
+communicator = new(2.0)
 for _ in range(50):
     exchange(communicator)
-time.sleep(0.1)  # longer than the timeout: nothing is left to be aborted
+time.sleep(2.5)  # longer than the timeout: nothing is left to be aborted
 print(fake.fake_aborts(), communicator.is_open, error_of(communicator.check))
 communicator.destroy()
 """,
@@ -202,20 +201,22 @@ for rows, recv, sizes in (([3], [0, 128], [8, 4]), ([3, 0], [0], [8, 4]), ([3, 0
 
 
 def test_spins_before_it_sleeps(folder):
-    """20 polls take less than as many sleeps would."""
+    """A thread that sleeps gives its core away of its own will; 20 polls do not."""
     said = run(
         folder,
         """
-c = new(10.0)
-fake.fake_in_progress(20)
-def seconds():
-    begin = time.perf_counter()
+import resource
+c = new(1000.0)
+def switches(polls):
+    fake.fake_in_progress(polls)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     exchange(c)
-    return time.perf_counter() - begin
-print(min(seconds() for _ in range(50)))
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
+print(min(switches(20) for _ in range(50)), switches(1200))
 """,
     )
-    assert float(said[0]) < 20 * 50e-6
+    few, many = map(int, said[0].split())
+    assert few == 0 and many >= 20
 
 
 def test_deleted_communicator_is_aborted(folder):

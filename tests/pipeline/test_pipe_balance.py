@@ -1,5 +1,4 @@
 import itertools
-import time
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.pipeline import Pipe, balance_by_size, balance_by_time, balance_cost
+from tests.pipeline.sleeping import Sleep, sleeping
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
@@ -26,21 +26,11 @@ def test_no_other_cut_has_a_smaller_greatest_part(costs, partitions):
     assert greatest == best
 
 
-class Sleep(nn.Module):
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        time.sleep(self.seconds)
-        return x * self.weight
-
-
 def test_by_time():
     module = nn.Sequential(*(Sleep(ms / 1000) for ms in (30, 1, 1, 1, 30, 1)))
-    assert balance_by_time(2, module, torch.ones(2), timeout=0.1) in ([1, 5], [2, 4], [3, 3], [4, 2])
-    assert balance_by_time(3, module, torch.ones(2), timeout=0.1)[0] <= 4
+    with sleeping():
+        assert balance_by_time(2, module, torch.ones(2), timeout=0.1) in ([1, 5], [2, 4], [3, 3], [4, 2])
+        assert balance_by_time(3, module, torch.ones(2), timeout=0.1)[0] <= 4
     assert all(p.grad is None for p in module.parameters())
 
 

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from fmoe_ext import balance, checkpoint
 from fmoe_ext.gates import BaseGate, total_loss
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.testing import DistributedError
+from tests.pipeline.sleeping import Sleep, sleeping
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
 VOCABULARY, D, ROWS, LENGTH = 11, 8, 6, 4
@@ -155,24 +155,14 @@ def test_empty_microbatches(pool):
         pool.run(train, "qwen3", "dualpipe_v", 4, 2, world_size=2, timeout=60)
 
 
-class Sleep(nn.Module):
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        time.sleep(self.seconds)
-        return x * self.scale
-
-
 def cut_of(stages):
     return [len(stage.layers) for stage in stages]
 
 
 def test_cut_by_time():
     model = nn.Sequential(*(Sleep(seconds) for seconds in (0.12, 0.01, 0.01, 0.01, 0.01)))
-    assert cut_of(split(model, 2, torch.randn(2, 3), by="time")) == [1, 4]
+    with sleeping():
+        assert cut_of(split(model, 2, torch.randn(2, 3), by="time")) == [1, 4]
 
 
 def test_cut_by_memory():
@@ -196,7 +186,8 @@ def by_load():
     names = list(monitor.collect()["layers"])
     load = {name: [8, 0] if i < 3 else [4, 4] for i, name in enumerate(names)}
     even = {name: [4, 4] for name in names}
-    return [cut_of(split(model, 2, torch.randn(4, D), by="load", load=given)) for given in (even, load)]
+    with sleeping():
+        return [cut_of(split(model, 2, torch.randn(4, D), by="load", load=given)) for given in (even, load)]
 
 
 def test_cut_by_load(pool):

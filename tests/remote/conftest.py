@@ -1,9 +1,9 @@
 """Fixtures of the tests of remote experts: an etcd of their own, servers that are stopped, whatever happens."""
 
 import contextlib
+import dataclasses
 import shutil
 import signal
-import socket
 import subprocess
 import time
 
@@ -13,34 +13,34 @@ from processes import SERVER, Process, Zygote
 from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Settings, StaticList, loop
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd.client import EtcdClient
+from tests import ports
 
-QUICK = Settings(forward_timeout=2.0, backward_timeout=2.0, info_timeout=2.0, patience=0.3)
+LONG = 60.0  # seconds that nothing takes here, on however slow and busy a machine
+PATIENT = Settings(forward_timeout=LONG, backward_timeout=LONG, info_timeout=LONG)
+QUICK = dataclasses.replace(PATIENT, patience=0.3)
 
 
 @contextlib.contextmanager
 def within(seconds):
-    """Asserts that the block takes less than so many seconds."""
+    """Asserts that the block takes less than so many seconds: far more than it does, far less than LONG."""
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < seconds
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def wait_until(condition, what="it came true", seconds=LONG):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
 
 
-def start_etcd(folder, ports=None, host="127.0.0.1"):
+def start_etcd(folder, host="127.0.0.1"):
     """(process, "host:port") of an etcd that answers."""
     binary = shutil.which("etcd")
     if binary is None:
         pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
-    client, peer = ports or free_ports(2)
+    client, peer = ports.free_port(), ports.free_port()
     command = [
         binary, "--data-dir", str(folder), "--name", "test", "--unsafe-no-fsync",
         "--listen-client-urls", f"http://{host}:{client}",
@@ -54,15 +54,15 @@ def start_etcd(folder, ports=None, host="127.0.0.1"):
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     endpoint = f"{host}:{client}"
     probe = EtcdClient(endpoint)
-    for _ in range(300):
+    for _ in range(1200):
         try:
-            loop.run(probe.read("/", timeout=1.0), 5)
-            loop.run(probe.close(), 5)
+            loop.run(probe.read("/", timeout=1.0), 60)
+            loop.run(probe.close(), 60)
             return process, endpoint
         except DiscoveryError:
             time.sleep(0.1)
     process.kill()
-    raise RuntimeError("etcd did not start within 30 s")
+    raise RuntimeError("etcd did not start within 120 s")
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +83,7 @@ def etcd(etcd_endpoint):
         await client._call("/etcdserverpb.KV/DeleteRange", build({1: b"/", 2: b"0"}), 5.0)
         await client.close()
 
-    loop.run(empty(), 10)
+    loop.run(empty(), 60)
     return etcd_endpoint
 
 
@@ -112,8 +112,8 @@ def start_process(zygote, tmp_path):
 @pytest.fixture
 def start_server(start_process):
     """start_server(*flags) -> Process of a small fmoe-server on 127.0.0.1"""
-    small = ("--hidden_dim", 16, "--listen_on", "127.0.0.1:0", "--num_threads", 1)
-    return lambda *flags: start_process(SERVER, *small, *flags)
+    small = ("--hidden_dim", 16, "--num_threads", 1, "--listen_on")
+    return lambda *flags: start_process(SERVER, *small, ports.endpoint(), *flags)
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def serve():
 
     def start(settings=None, credentials=None, discovery=None, **options):
         discovery = discovery or StaticList()
-        given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1")}
+        given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1"), "listen_on": ports.endpoint()}
         server = Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start()
-        directory = Directory(discovery, settings, credentials)
+        directory = Directory(discovery, settings or PATIENT, credentials)
         stop.extend((directory.shutdown, server.stop))
         return server, directory
 

@@ -19,4 +19,4 @@ def kill(server):
         placement.registry._lease = 0
         await server._grpc.stop(None)
 
-    loop.run(vanish(), 10)
+    loop.run(vanish(), 60)

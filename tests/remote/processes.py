@@ -36,7 +36,7 @@ class Zygote:
 
     def close(self):
         self._popen.stdin.close()
-        self._popen.wait(30)
+        self._popen.wait(120)
 
 
 class Process:
@@ -50,14 +50,14 @@ class Process:
         """The exit status; None while it runs."""
         return self._zygote.ask(poll=self.pid)["code"]
 
-    def wait(self, seconds=15):
+    def wait(self, seconds=120):
         end = time.monotonic() + seconds
         while (code := self.poll()) is None:
             assert time.monotonic() < end, f"runs on after {seconds} s: {self.path.read_text()}"
             time.sleep(0.02)
         return code
 
-    def wait_for(self, pattern, seconds=60):
+    def wait_for(self, pattern, seconds=120):
         """The match of a pattern in what it has printed."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.path.read_text() if self.path.exists() else "")):
@@ -68,7 +68,7 @@ class Process:
     def endpoint(self):
         return self.wait_for(r"Server started at (\S+)")[1]
 
-    def end(self, number=signal.SIGTERM, seconds=15):
+    def end(self, number=signal.SIGTERM, seconds=120):
         os.kill(self.pid, number)
         return self.wait(seconds)
 

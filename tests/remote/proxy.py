@@ -21,13 +21,13 @@ class BadNetwork:
         self.stalled = self.cuts = 0
         self._servers, self._tasks = [], set()
 
-    def to(self, endpoint, listen_port=0):
-        """The endpoint of a proxy to endpoint (which may be decided later: a function)."""
-        return loop.run(self._start(endpoint, listen_port), 5)
+    def to(self, endpoint):
+        """The endpoint of a proxy to an endpoint."""
+        return loop.run(self._start(endpoint), 60)
 
-    async def _start(self, endpoint, listen_port):
+    async def _start(self, endpoint):
         async def connected(reader, writer):
-            host, _, port = (endpoint() if callable(endpoint) else endpoint).rpartition(":")
+            host, _, port = endpoint.rpartition(":")
             try:
                 there_reader, there_writer = await asyncio.open_connection(host, int(port))
             except OSError:
@@ -39,7 +39,7 @@ class BadNetwork:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-        server = await asyncio.start_server(connected, "127.0.0.1", listen_port)
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
         self._servers.append(server)
         return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -79,7 +79,7 @@ class BadNetwork:
             for task in list(self._tasks):
                 task.cancel()
 
-        loop.run(stop(), 5)
+        loop.run(stop(), 60)
 
 
 class BadPost:

@@ -20,6 +20,8 @@ from fmoe_ext.remote.discovery import (
 )
 from fmoe_ext.remote.etcd import client as etcd_client
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
+from tests import ports
+from tests.remote.conftest import wait_until, within
 
 
 @pytest.fixture(params=["static", "dht", "etcd"])
@@ -29,18 +31,18 @@ def pair(request):
         one = StaticList()
         two = one
     elif request.param == "dht":
-        one = loop.run(open_node([], "127.0.0.1:0"), 10)
-        two = loop.run(open_node([f"127.0.0.1:{one.node.port}"], "127.0.0.1:0"), 10)
+        one = loop.run(open_node([], ports.endpoint()), 60)
+        two = loop.run(open_node([f"127.0.0.1:{one.node.port}"], ports.endpoint()), 60)
     else:
         endpoint = request.getfixturevalue("etcd")
         one, two = EtcdDiscovery(endpoint), EtcdDiscovery(endpoint)
     yield one, two
     for each in {one, two}:
-        loop.run(each.close(), 5)
+        loop.run(each.close(), 60)
 
 
 def run(coroutine):
-    return loop.run(coroutine, 10)
+    return loop.run(coroutine, 60)
 
 
 def test_declared_experts_are_found(pair):
@@ -81,10 +83,7 @@ def test_withdrawn_uids_are_free(pair):
 def test_records_expire(pair):
     one, two = pair
     run(one.declare(["expert.0"], "a:1", 1))
-    end = time.monotonic() + 6
-    while run(two.get(["expert.0"])) != [None]:
-        assert time.monotonic() < end, "the record outlived its ttl of 1 s by 5 s"
-        time.sleep(0.05)
+    wait_until(lambda: run(two.get(["expert.0"])) == [None], "the record of 1 s expires")
     assert run(two.successors(["expert"])) == {"expert": frozenset()}
 
 
@@ -110,10 +109,7 @@ def test_clock_set_back_keeps_no_expired_record(pair, monkeypatch):
     one, two = pair
     run(one.declare(["expert.0"], "a:1", 1))
     set_clock(monkeypatch, -1)
-    end = time.monotonic() + 6
-    while run(two.get(["expert.0"])) != [None]:
-        assert time.monotonic() < end, "the record outlived its ttl of 1 s by 5 s"
-        time.sleep(0.05)
+    wait_until(lambda: run(two.get(["expert.0"])) == [None], "the record of 1 s expires")
 
 
 def test_successors(pair):
@@ -163,7 +159,7 @@ def test_uids_of_hivemind_are_found(pair, serve, uid):
     directory = Directory(two)
     known, *others = directory.get_experts([uid, "no name", "expert", "", uid + ".5", None])
     assert known.uid == uid and others == [None] * 5
-    loop.run(directory.client.close(), 5)
+    loop.run(directory.client.close(), 60)
 
 
 def test_uids_of_any_alphabet_are_served_and_saved(serve, tmp_path):
@@ -171,7 +167,7 @@ def test_uids_of_any_alphabet_are_served_and_saved(serve, tmp_path):
     server, directory = serve(**options)
     (expert,) = directory.get_experts(["größe::2.7"])
     expert(torch.ones(2, 16)).sum().backward()
-    loop.run(server.save(), 5)
+    loop.run(server.save(), 60)
     assert server.checkpoints.uids() == ["größe::2.7"]
     assert server.checkpoints.load("größe::2.7").meta["version"] == "1"
 
@@ -183,11 +179,9 @@ def test_uids_and_prefixes():
 
 def test_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
     nowhere = EtcdDiscovery("127.0.0.1:1")
-    begin = time.monotonic()
-    with pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):
-        loop.run(nowhere.get(["expert.0"], timeout=0.5), 5)
-    assert time.monotonic() - begin < 2
-    loop.run(nowhere.close(), 5)
+    with within(20), pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):
+        loop.run(nowhere.get(["expert.0"], timeout=0.5), 60)
+    loop.run(nowhere.close(), 60)
 
 
 def test_owner_keeps_its_experts_when_strangers_claim_them(serve, tmp_path, caplog):
@@ -218,13 +212,6 @@ def test_owner_keeps_its_experts_when_strangers_claim_them(serve, tmp_path, capl
     assert torch.equal(own(x), learned)
     own(x).sum().backward()
     assert server.host.experts["expert.0"].version == 2
-
-
-def wait_until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"did not come true within {seconds} s"
-        time.sleep(0.02)
 
 
 def test_server_says_which_of_its_experts_no_search_finds(serve, caplog):

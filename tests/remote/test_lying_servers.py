@@ -22,6 +22,7 @@ from fmoe_ext.remote import (
     protocol,
 )
 from fmoe_ext.remote.wire import Message, encode
+from tests import ports
 from tests.remote.conftest import QUICK, within
 
 D = 16
@@ -122,7 +123,7 @@ class LyingServer:
             "Backward": reply(**{"0": ROWS}),
             **lies,
         }
-        self.endpoint = f"127.0.0.1:{loop.run(self._start(), 10)}"
+        self.endpoint = f"127.0.0.1:{loop.run(self._start(), 60)}"
 
     async def _start(self):
         self.server = grpc.aio.server()
@@ -130,7 +131,7 @@ class LyingServer:
         self.server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(protocol.SERVICE, methods),)
         )
-        port = self.server.add_insecure_port("127.0.0.1:0")
+        port = self.server.add_insecure_port(ports.endpoint())
         await self.server.start()
         return port
 
@@ -141,7 +142,7 @@ class LyingServer:
         return method
 
     def stop(self):
-        loop.run(self.server.stop(None), 10)
+        loop.run(self.server.stop(None), 60)
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_every_lie_of_a_server_is_a_remote_error(lying, method, data):
     expert = RemoteExpert("expert.0", server.endpoint, Client(settings=QUICK))
     x = torch.zeros(4, D, requires_grad=True)
     believable = data is INFO_LIES["other width"]  # then the input does not fit, and is not sent
-    with within(5), pytest.raises(SchemaError if believable else RemoteError):
+    with within(20), pytest.raises(SchemaError if believable else RemoteError):
         expert(x).sum().backward()
     assert x.grad is None
 
@@ -183,7 +184,7 @@ def test_mixture_survives_every_lying_server(serve, lying, method, data):
     liar = lying(**{method: data})
     directory = StaticList({"expert.0": server.endpoint, "expert.1": liar.endpoint})
     moe = RemoteMixtureOfExperts(
-        D, (2,), directory, "expert", k_best=2, forward_timeout=3, backward_timeout=3
+        D, (2,), directory, "expert", k_best=2, forward_timeout=30, backward_timeout=30
     )
     x = torch.zeros(4, D, requires_grad=True)
     y = moe(x)
@@ -200,7 +201,7 @@ def test_output_of_another_width_is_refused_by_mixture_and_layer(serve, lying):
     wide = info('[[["F32", [16]]], ["F32", [3]], [], []]')
     liar = lying(Info=wide, Forward=reply(**{"0": ROWS[:, :3]}))
     where = {"expert.0": one.endpoint, "expert.1": liar.endpoint, "expert.2": two.endpoint}
-    moe = RemoteMixtureOfExperts(D, (3,), StaticList(where), "expert", k_best=3, forward_timeout=3)
+    moe = RemoteMixtureOfExperts(D, (3,), StaticList(where), "expert", k_best=3, forward_timeout=30)
     assert moe(torch.zeros(4, D)).shape == (4, D)
     client = Client(settings=QUICK)
     layer = RemoteExperts([RemoteExpert(uid, at, client) for uid, at in list(where.items())[:2]])
@@ -210,15 +211,15 @@ def test_output_of_another_width_is_refused_by_mixture_and_layer(serve, lying):
 
 
 def test_too_few_experts_are_named_with_their_reasons(lying):
-    """The error said "answered within 30 s" after an instant failure."""
+    """The error said "answered within 60 s" after an instant failure."""
     liar = lying(Forward=reply(**{"0": ROWS * float("nan")}))
     directory = StaticList({"expert.0": liar.endpoint})
-    moe = RemoteMixtureOfExperts(D, (1,), directory, "expert", k_best=1, forward_timeout=30)
-    with within(5), pytest.raises(ExpertGone) as raised:
+    moe = RemoteMixtureOfExperts(D, (1,), directory, "expert", k_best=1, forward_timeout=60)
+    with within(20), pytest.raises(ExpertGone) as raised:
         moe(torch.zeros(4, D))
     assert "0 of 1 experts of expert answered for some sample, but k_min=1 are needed; " in str(raised.value)
     assert "expert.0: " in str(raised.value) and "holds NaN or infinity" in str(raised.value)
-    assert "30 s" not in str(raised.value)
+    assert "60 s" not in str(raised.value)
     nobody = RemoteMixtureOfExperts(D, (1,), StaticList(), "expert", k_best=1)
     with pytest.raises(ExpertGone, match="discovery names no live expert below expert"):
         nobody(torch.zeros(4, D))
@@ -229,15 +230,15 @@ def test_timeout_after_k_min_leaves_the_slow_experts_behind(serve):
     discovery = StaticList()
     quick, _ = serve(discovery=discovery, expert_uids=("expert.0",))
     slow, _ = serve(discovery=discovery, expert_uids=("expert.1",))
-    options = {"k_best": 2, "forward_timeout": 20, "backward_timeout": 20, "timeout_after_k_min": 0.1}
+    options = {"k_best": 2, "forward_timeout": 60, "backward_timeout": 60, "timeout_after_k_min": 0.1}
     moe = RemoteMixtureOfExperts(D, (2,), discovery, "expert", **options)
     moe(torch.randn(4, D))  # schemas are known now
-    with within(5), busy_device(slow):
+    with within(20), busy_device(slow):
         y = moe(torch.randn(4, D))
         assert moe.client.counts["failures"] == 0
     assert torch.isfinite(y).all()
     y = moe(torch.randn(4, D))
-    with within(5), busy_device(slow):
+    with within(20), busy_device(slow):
         y.sum().backward()
     assert quick.host.experts["expert.0"].version == 1
     assert moe.client.counts["gradients lost"] == 1

@@ -10,7 +10,7 @@ import torch
 from fmoe_ext.remote import Refused, Settings, loop, protocol
 from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
 from fmoe_ext.remote.wire import Message, compress, encode, unpacked_bytes
-from tests.remote.test_saving import poll
+from tests.remote.conftest import wait_until
 
 D = 16
 
@@ -81,14 +81,14 @@ def test_calls_at_once_hold_no_more_than_the_bound(serve, monkeypatch):
         seen.append(self.num_bytes)
 
     monkeypatch.setattr(ByteBudget, "add", note)
-    server, directory = serve(max_bytes_in_flight=limit, settings=Settings(forward_timeout=20.0))
+    server, directory = serve(max_bytes_in_flight=limit, settings=Settings(forward_timeout=60.0))
     (expert,) = directory.get_experts(["expert.0"])
     x = torch.randn(600, D)
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: expert(x), range(16)))
     assert all(torch.equal(answer, answers[0]) for answer in answers)
     assert 38_400 < max(seen) <= limit
-    poll(lambda: server.service.budget.num_bytes == 0)
+    wait_until(lambda: server.service.budget.num_bytes == 0)
     with pytest.raises(
         Refused, match=r"more than this server takes at a time, 100000 \(--max_bytes_in_flight\)"
     ):
@@ -104,7 +104,7 @@ def test_call_that_announces_less_than_it_sends_is_refused_without_room(serve, a
     async def call():
         async with grpc.aio.insecure_channel(server.endpoint) as channel:
             send = channel.unary_unary(protocol.FORWARD)
-            first = await send(data, metadata=metadata, timeout=5.0)
+            first = await send(data, metadata=metadata, timeout=60.0)
             budget = server.service.budget
             budget.add("other", 90_000)
             try:
@@ -114,5 +114,5 @@ def test_call_that_announces_less_than_it_sends_is_refused_without_room(serve, a
                 budget.add("other", -90_000)
             return len(first), caught.value.code()
 
-    size, code = loop.run(call(), 20)
+    size, code = loop.run(call(), 60)
     assert size > 38_400 and code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -115,7 +115,7 @@ def test_grid_of_two_dimensions_with_missing_prefixes(serve):
 def test_beam_search_on_a_cube():
     directory = StaticList({f"cube.{i}.{j}.{k}": "a:1" for i in range(3) for j in range(3) for k in range(3)})
     scores = [torch.randn(5, 3) for _ in range(3)]
-    found = loop.run(beam_search(directory, "cube", scores, beam_size=27), 5)
+    found = loop.run(beam_search(directory, "cube", scores, beam_size=27), 60)
     total = scores[0][:, :, None, None] + scores[1][:, None, :, None] + scores[2][:, None, None, :]
     best = total.flatten(1).argsort(dim=1, descending=True)
     for t in range(5):
@@ -124,7 +124,7 @@ def test_beam_search_on_a_cube():
 
 
 def test_beam_search_with_nobody_alive():
-    found = loop.run(beam_search(StaticList(), "expert", [torch.randn(3, 4)], 2), 5)
+    found = loop.run(beam_search(StaticList(), "expert", [torch.randn(3, 4)], 2), 60)
     assert found.records == []
     assert (found.topk_idx == -1).all()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import ROOT, blocks, run_python
-from tests.remote.conftest import free_ports
+from tests.ports import free_port
 
 PAGE = ROOT / "docs/remote.md"
 PROGRAMS = Path(sys.executable).parent
@@ -23,9 +23,7 @@ class Machine:
     def __init__(self, folder, etcd):
         self.folder, self.started, self.config = folder, [], ""
         self.names = {"host:2379": etcd, "192.168.1.10": "127.0.0.1", "10.0.0.5": "127.0.0.1"}
-        self.names |= {
-            port: str(free) for port, free in zip(("1337", "1338", "1340"), free_ports(3), strict=True)
-        }
+        self.names |= {port: str(free_port()) for port in ("1337", "1338", "1340")}
 
     def here(self, code):
         for name, own in self.names.items():

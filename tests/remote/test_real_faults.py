@@ -19,7 +19,8 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient, EtcdDiscovery
 from fmoe_ext.remote.wire import Message, encode
-from tests.remote.conftest import free_ports, start_etcd
+from tests import ports
+from tests.remote.conftest import start_etcd
 from tests.remote.simulation.checker import Held, History, check
 
 D, UID, TTL = 16, "expert.0", 2.0
@@ -65,8 +66,8 @@ class Trainers:
     def close(self):
         for future in self.futures:
             future.cancel()
-        loop.run(self.caller.close(), 5)
-        loop.run(self.discovery.close(), 5)
+        loop.run(self.caller.close(), 60)
+        loop.run(self.discovery.close(), 60)
 
 
 async def read_record(etcd):
@@ -99,8 +100,8 @@ def wait_for_members(etcd, count, seconds=90):
     while True:
         held = []
         with contextlib.suppress(errors.RemoteError, DiscoveryError):  # both may be slow on a busy machine
-            endpoints = loop.run(read_record(etcd), 10)
-            held = [loop.run(read_held(endpoint), 10) for endpoint in endpoints.values()]
+            endpoints = loop.run(read_record(etcd), 60)
+            held = [loop.run(read_held(endpoint), 60) for endpoint in endpoints.values()]
         if len(held) == count and len({h.version for h in held}) == 1:
             return held
         assert time.monotonic() < end, f"{len(held)} of {count} members after {seconds} s"
@@ -119,7 +120,7 @@ def test_signals_at_random_lose_no_update(etcd, start_process, tmp_path, kills, 
     rng = random.Random(kills)
 
     def start(n):
-        flags = (*FLAGS, "--listen_on", "127.0.0.1:0", "--registry", f"etcd://{etcd}")
+        flags = (*FLAGS, "--listen_on", ports.endpoint(), "--registry", f"etcd://{etcd}")
         server = start_process(
             "fmoe_ext.remote.server.main", *flags, "--checkpoint_dir", tmp_path / f"disk-{n}"
         )
@@ -193,8 +194,8 @@ def namespaces():
 @pytest.mark.slow
 def test_networks_cut_in_one_direction_or_both_lose_no_update(namespaces, tmp_path):
     names, addresses = namespaces
-    rng, ports = random.Random(0), free_ports(2)
-    process, etcd = start_etcd(tmp_path / "etcd", ports, host=addresses[0])
+    rng = random.Random(0)
+    process, etcd = start_etcd(tmp_path / "etcd", host=addresses[0])
     servers, trainers = [], None
     try:
         for n, name in enumerate(names):

@@ -41,7 +41,7 @@ def test_weights_come_from_another_replica(serve):
     """A server that answers by its own wrong weights is found by the weights of an honest replica."""
     liar, _ = serve()
     honest, _ = serve()
-    liar.compute.call(lambda: [p.add_(1) for p in liar.host.parameters("expert.0").values()]).result(5)
+    liar.compute.call(lambda: [p.add_(1) for p in liar.host.parameters("expert.0").values()]).result(60)
     client = Client()
     handle = client.handle("expert.0", (liar.endpoint, honest.endpoint))
     with pytest.raises(Cheated, match=liar.endpoint):

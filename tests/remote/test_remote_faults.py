@@ -1,10 +1,10 @@
 """Faults between client and server, each with a bound in seconds."""
 
 import contextlib
+import dataclasses
 import random
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -25,12 +25,12 @@ from fmoe_ext.remote import (
 )
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.wire import Message, encode
-from tests.remote.conftest import QUICK, within
+from tests.remote.conftest import LONG, PATIENT, QUICK, wait_until, within
 
 D = 16
 
 
-def send(endpoint, method, data, timeout=2.0):
+def send(endpoint, method, data, timeout=LONG):
     async def once():
         caller = Caller()
         try:
@@ -38,7 +38,7 @@ def send(endpoint, method, data, timeout=2.0):
         finally:
             await caller.close()
 
-    return loop.run(once(), timeout + 3)
+    return loop.run(once(), timeout + 60)
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ BAD = {
 @pytest.mark.parametrize(("method", "data", "text"), BAD.values(), ids=BAD)
 def test_bad_calls_are_refused_and_the_server_goes_on(serve, method, data, text):
     server, directory = serve(settings=QUICK)
-    with within(2), pytest.raises(Refused, match=text):
+    with within(20), pytest.raises(Refused, match=text):
         send(server.endpoint, f"/{protocol.SERVICE}/{method}", data())
     assert server.host.experts["expert.0"].version == 0
     assert works(directory)
@@ -120,13 +120,13 @@ def test_bad_calls_are_refused_and_the_server_goes_on(serve, method, data, text)
 
 def test_unknown_uid(serve):
     server, _ = serve()
-    with within(2), pytest.raises(ExpertGone, match=r"expert\.9"):
+    with within(20), pytest.raises(ExpertGone, match=r"expert\.9"):
         RemoteExpert("expert.9", server.endpoint, Client(settings=QUICK))(X)
 
 
 def test_message_over_the_cap(serve):
     server, directory = serve(max_message_bytes=10_000)
-    with within(3), pytest.raises(Busy):
+    with within(20), pytest.raises(Busy):
         send(server.endpoint, protocol.FORWARD, call(**{"0": torch.ones(1000, D)}))
     assert works(directory)
 
@@ -150,13 +150,12 @@ def test_fuzzed_calls_never_stop_a_server(serve):
         caller, codes = Caller(), []
         for _ in range(20):
             methods = [rng.choice((protocol.FORWARD, protocol.BACKWARD, protocol.INFO)) for _ in range(50)]
-            calls = [caller.call(server.endpoint, method, broken(), 5.0) for method in methods]
+            calls = [caller.call(server.endpoint, method, broken(), LONG) for method in methods]
             codes += await asyncio.gather(*calls, return_exceptions=True)
         await caller.close()
         return codes
 
-    with within(40):
-        results = loop.run(storm(), 60)
+    results = loop.run(storm(), 20 * LONG)
     assert all(isinstance(r, (Message, Refused, ExpertGone)) for r in results)
     assert sum(isinstance(r, RemoteError) for r in results) > 500
     assert server.compute.num_crashes == 0
@@ -165,15 +164,15 @@ def test_fuzzed_calls_never_stop_a_server(serve):
 
 def test_one_bad_call_does_not_fail_those_it_is_batched_with(serve):
     """Gradients that overflow the weights' are found when their group is split."""
-    server, directory = serve(settings=Settings(), expert_uids=("expert.0",))
+    server, directory = serve(expert_uids=("expert.0",))
     huge = torch.full((2, D), 3e38)
     results = {}
 
     def go(name, x, grad):
-        client = Client(settings=Settings(patience=0))
+        client = Client(settings=dataclasses.replace(PATIENT, patience=0))
         handle = client.handle("expert.0", server.endpoint)
         try:
-            results[name] = loop.run(client.backward(handle, (x,), grad, 0, 5.0), 10)
+            results[name] = loop.run(client.backward(handle, (x,), grad, 0, LONG), 2 * LONG)
         except RemoteError as error:
             results[name] = error
 
@@ -184,15 +183,12 @@ def test_one_bad_call_does_not_fail_those_it_is_batched_with(serve):
         ]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 5
-        while len(server.queue) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: len(server.queue) == 2)
     for thread in threads:
         thread.join()
     assert isinstance(results["bad"], Refused), results["bad"]
     assert results["good"].version == 1
-    weights = server.compute.call(lambda: list(server.host.parameters("expert.0").values())).result(5)
+    weights = server.compute.call(lambda: list(server.host.parameters("expert.0").values())).result(60)
     assert all(torch.isfinite(w).all() for w in weights)
 
 
@@ -201,19 +197,21 @@ def test_dead_server(serve):
     (expert,) = directory.get_experts(["expert.0"])
     expert(X)
     server.stop()
-    with within(2), pytest.raises(ExpertGone):
+    with within(20), pytest.raises(ExpertGone):
         expert(X)
 
 
 def test_hung_server(serve):
-    server, directory = serve(settings=Settings(forward_timeout=0.5, backward_timeout=0.5))
+    server, directory = serve(dataclasses.replace(PATIENT, backward_timeout=0.5))
     (expert,) = directory.get_experts(["expert.0"])
     y = expert(X)
+    directory.client.settings = dataclasses.replace(PATIENT, forward_timeout=0.5)
     with busy_device(server):
-        with within(1.5), pytest.raises(CallTimeout):
+        with within(20), pytest.raises(CallTimeout):
             expert(X)
-        with within(1.5), pytest.raises(CallTimeout):
+        with within(20), pytest.raises(CallTimeout):
             y.sum().backward()
+    directory.client.settings = PATIENT
     assert works(directory)
 
 
@@ -225,19 +223,19 @@ def test_host_that_swallows_everything():
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         settings = Settings(info_timeout=0.5, forward_timeout=0.5, patience=0)
         expert = RemoteExpert("expert.0", endpoint, Client(settings=settings))
-        with within(2), pytest.raises(RemoteError):  # CallTimeout, not just any TimeoutError
+        with within(20), pytest.raises(RemoteError):  # CallTimeout, not just any TimeoutError
             expert.schema()
-        with within(2), pytest.raises(RemoteError):
+        with within(20), pytest.raises(RemoteError):
             expert(X)
 
 
 def test_slow_replica_is_hedged(serve):
     one, _ = serve()
     two, _ = serve()
-    client = Client(settings=Settings(forward_timeout=5, hedge_after=0.1))
+    client = Client(settings=dataclasses.replace(PATIENT, hedge_after=0.1))
     expert = RemoteExpert("expert.0", (one.endpoint, two.endpoint), client)
     expert(X)
-    with busy_device(one), within(1.5):
+    with busy_device(one), within(20):
         y = expert(X)
     assert client.counts["hedges"] >= 1
     assert torch.isfinite(y).all()
@@ -246,26 +244,26 @@ def test_slow_replica_is_hedged(serve):
 def test_server_that_comes_back(serve):
     server, _ = serve()
     endpoint = server.endpoint
-    client = Client(settings=Settings(forward_timeout=8, patience=8))
+    client = Client(settings=dataclasses.replace(PATIENT, patience=LONG))
     expert = RemoteExpert("expert.0", endpoint, client)
     expert(X)
     server.stop()
     timer = threading.Timer(0.5, lambda: serve(listen_on=endpoint))
     timer.start()
-    with within(8):
+    with within(40):
         expert(X)
     timer.join()
 
 
 def test_port_busy(serve):
     server, _ = serve()
-    with within(3), pytest.raises(OSError, match="port"):
+    with within(20), pytest.raises(OSError, match="port"):
         serve(listen_on=server.endpoint)
 
 
 def test_two_servers_claim_one_uid(serve):
     _, directory = serve(expert_uids=("expert.0",))
-    with within(3), pytest.raises(ValueError, match=r"other servers host expert\.0"):
+    with within(20), pytest.raises(ValueError, match=r"other servers host expert\.0"):
         serve(discovery=directory.discovery, expert_uids=("expert.0", "expert.1"))
     serve(discovery=directory.discovery, expert_uids=("expert.1",))
     assert all(directory.get_experts(["expert.0", "expert.1"]))
@@ -284,7 +282,7 @@ def test_random_free_uids_of_a_pattern(serve):
 
 def test_queue_full(serve):
     server, _ = serve(max_waiting=2)
-    expert = RemoteExpert("expert.0", server.endpoint, Client(settings=Settings(forward_timeout=0.6)))
+    expert = RemoteExpert("expert.0", server.endpoint, Client(settings=Settings(forward_timeout=4.0)))
     expert.schema()
 
     def fail():
@@ -296,7 +294,7 @@ def test_queue_full(serve):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(3)
+            thread.join()
     assert server.metrics.count("calls_total", code="RESOURCE_EXHAUSTED") > 0
     assert len(server.queue) <= 2
 
@@ -307,7 +305,7 @@ def test_stale_gradient(serve):
     old = expert(X)
     for _ in range(2):
         expert(X).sum().backward()
-    with within(2), pytest.raises(Refused, match="2 updates since"):
+    with within(20), pytest.raises(Refused, match="2 updates since"):
         old.sum().backward()
     assert server.host.experts["expert.0"].version == 2
 
@@ -316,9 +314,9 @@ def test_gradient_norm_is_capped(serve):
     server, directory = serve(training=Training("sgd", 1.0, max_grad_norm=0.5), expert_uids=("expert.0",))
     (expert,) = directory.get_experts(["expert.0"])
     read = lambda: [p.clone() for p in server.host.parameters("expert.0").values()]  # noqa: E731
-    before = server.compute.call(read).result(5)
+    before = server.compute.call(read).result(60)
     (expert(X) * torch.randn(2, D) * 1e6).sum().backward()
-    after = server.compute.call(read).result(5)
+    after = server.compute.call(read).result(60)
     moved = torch.stack([(a - b).norm() for a, b in zip(after, before, strict=True)]).norm()
     assert 0.49 < moved < 0.51
 

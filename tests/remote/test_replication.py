@@ -1,6 +1,7 @@
 """Experts that outlive servers: no update lost, none applied twice."""
 
 import asyncio
+import dataclasses
 import time
 import types
 
@@ -16,7 +17,6 @@ from fmoe_ext.remote import (
     RemoteError,
     RemoteExpert,
     Server,
-    Settings,
     Training,
     discovery,
     loop,
@@ -30,25 +30,21 @@ from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server.ledger import End, Term
 from fmoe_ext.remote.server.state import digest
+from tests import ports
+from tests.remote.conftest import LONG, PATIENT, wait_until, within
 
 D, UID = 16, "expert.0"
 PROBE = Append(UID, Term(1, "a"), 0, End())
-
-
-def wait_until(condition, seconds, what):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 @pytest.fixture
 def cluster(etcd):
     servers = []
 
-    def add(uids=(UID,), ttl=2.0, replicas=2, **options):
-        given = {"hidden_dim": D, "expert_uids": uids, "num_experts": 0, "training": Training("sgd", lr=0.05)}
-        placement = ReplicatedExperts(Replication(etcd, replicas, ttl, ack_timeout=1.0, recovery_wait=3.0))
+    def add(uids=(UID,), ttl=6.0, replicas=2, **options):
+        given = {"hidden_dim": D, "expert_uids": uids, "num_experts": 0, "listen_on": ports.endpoint()}
+        given["training"] = Training("sgd", lr=0.05)
+        placement = ReplicatedExperts(Replication(etcd, replicas, ttl, ack_timeout=5.0, recovery_wait=3.0))
         servers.append(Server(Options(**{**given, **options}), placement).start())
         return servers[-1]
 
@@ -61,10 +57,10 @@ def cluster(etcd):
 @pytest.fixture
 def client(etcd):
     discovery = EtcdDiscovery(etcd)
-    client = Client(discovery, Settings(forward_timeout=10, backward_timeout=10, patience=8))
+    client = Client(discovery, dataclasses.replace(PATIENT, patience=LONG))
     yield client
-    loop.run(client.close(), 5)
-    loop.run(discovery.close(), 5)
+    loop.run(client.close(), 60)
+    loop.run(discovery.close(), 60)
 
 
 def role(server, uid=UID):
@@ -77,10 +73,8 @@ def members(server, uid=UID):
 
 
 def pair_up(*servers):
-    wait_until(lambda: len(members(servers[0])) == 2, 10, "two members")
-    wait_until(
-        lambda: sorted(role(s).value for s in servers if role(s)).count("follower") == 1, 10, "a follower"
-    )
+    wait_until(lambda: len(members(servers[0])) == 2, "two members")
+    wait_until(lambda: sorted(role(s).value for s in servers if role(s)).count("follower") == 1, "a follower")
     leader = next(s for s in servers if role(s) is Role.LEADER)
     return leader, next(s for s in servers if role(s) is Role.FOLLOWER)
 
@@ -95,52 +89,49 @@ def step(client, number=1, uid=UID):
 
 def state_of(server, uid=UID):
     read = server.compute.call(lambda: (server.host.find(uid).version, digest(server.host, uid)))
-    return read.result(10)
+    return read.result(60)
 
 
 def test_every_replica_has_every_update(cluster, client):
     leader, follower = pair_up(cluster(), cluster())
     for n in range(60):  # beyond the update whose digest is compared
         step(client, n)
-    wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
+    wait_until(lambda: state_of(follower) == state_of(leader), "equal replicas")
     assert state_of(leader)[0] == 60
     assert follower.metrics.count("divergences_total") == 0
 
 
 def test_leader_dies_and_nothing_is_lost(cluster, client):
-    leader, follower = pair_up(cluster(), cluster())
+    leader, follower = pair_up(cluster(ttl=2.0), cluster(ttl=2.0))
     for n in range(5):
         step(client, n)
     kill(leader)
-    begin = time.monotonic()
-    step(client, 5)  # waits for the next leader
-    assert time.monotonic() - begin < 8
+    with within(40):
+        step(client, 5)  # waits for the next leader
     assert role(follower) is Role.LEADER
     assert state_of(follower)[0] == 6
     third = cluster(uids=())
-    wait_until(lambda: role(third) is Role.FOLLOWER, 10, "another replica")
+    wait_until(lambda: role(third) is Role.FOLLOWER, "another replica")
     step(client, 6)
-    wait_until(lambda: state_of(third) == state_of(follower), 5, "equal replicas")
+    wait_until(lambda: state_of(third) == state_of(follower), "equal replicas")
     assert state_of(third)[0] == 7
 
 
 def test_hand_over_at_stop_takes_no_lease_time(cluster, client):
-    leader, follower = pair_up(cluster(ttl=10.0), cluster(ttl=10.0))
+    leader, follower = pair_up(cluster(ttl=30.0), cluster(ttl=30.0))
     step(client)
-    begin = time.monotonic()
-    leader.stop()
-    wait_until(lambda: role(follower) is Role.LEADER, 5, "the follower leads")
-    step(client)
-    assert time.monotonic() - begin < 8
+    with within(20):
+        leader.stop()
+        wait_until(lambda: role(follower) is Role.LEADER, "the follower leads")
+        step(client)
     assert state_of(follower)[0] == 2
 
 
 def test_follower_that_dies_stops_no_update(cluster, client):
     leader, follower = pair_up(cluster(), cluster())
     kill(follower)
-    begin = time.monotonic()
-    step(client)
-    assert time.monotonic() - begin < 5
+    with within(40):
+        step(client)
     assert members(leader) == {leader.placement.name}
 
 
@@ -157,12 +148,12 @@ def test_repeated_request_is_applied_once_also_by_the_next_leader(cluster, clien
         return await call(endpoint, method, data, timeout)
 
     client.caller.call = remember
-    first = loop.run(client.backward(handle, (x,), grad, 0, 5.0), 10)
-    again = loop.run(call(leader.endpoint, "/fmoe.Experts/Backward", sent[0], 5.0), 10)
+    first = loop.run(client.backward(handle, (x,), grad, 0, 5.0), 60)
+    again = loop.run(call(leader.endpoint, "/fmoe.Experts/Backward", sent[0], 5.0), 60)
     assert torch.equal(again.tensors["0"], first.tensors[0])
     leader.stop()
-    wait_until(lambda: role(follower) is Role.LEADER, 5, "the follower leads")
-    after = loop.run(call(follower.endpoint, "/fmoe.Experts/Backward", sent[0], 5.0), 10)
+    wait_until(lambda: role(follower) is Role.LEADER, "the follower leads")
+    after = loop.run(call(follower.endpoint, "/fmoe.Experts/Backward", sent[0], 5.0), 60)
     assert torch.equal(after.tensors["0"], first.tensors[0])
     assert state_of(follower)[0] == 1
 
@@ -182,10 +173,12 @@ def test_leader_cut_off_acknowledges_nothing(cluster, client):
             task.cancel()
         registry._lease_ends = time.monotonic() + 1000  # a clock that stands still
 
-    loop.run(cut_off(), 5)
-    wait_until(lambda: role(follower) is Role.LEADER, 8, "the follower leads")
+    loop.run(cut_off(), 60)
+    wait_until(lambda: role(follower) is Role.LEADER, "the follower leads")
     assert role(leader) is Role.LEADER  # so it thinks
-    old = RemoteExpert(UID, leader.endpoint, Client(settings=Settings(backward_timeout=8, patience=0)))
+    old = RemoteExpert(
+        UID, leader.endpoint, Client(settings=dataclasses.replace(PATIENT, backward_timeout=12, patience=0))
+    )
     y = old(torch.randn(2, D))
     with pytest.raises(RemoteError, match="not the leader"):
         y.sum().backward()
@@ -208,7 +201,7 @@ def test_update_under_way_when_its_sender_stops_is_settled():
         sender.stop()
         return await asyncio.gather(first, second)
 
-    assert loop.run(stop_under_way(), 5) == [None, None]
+    assert loop.run(stop_under_way(), 60) == [None, None]
 
 
 def test_follower_whose_ready_answer_is_lost_becomes_one(cluster, client):
@@ -226,8 +219,8 @@ def test_follower_whose_ready_answer_is_lost_becomes_one(cluster, client):
         return answer
 
     follower.placement.peers.call = lose_one
-    wait_until(lambda: lost and role(follower) is Role.FOLLOWER, 15, "a follower")
-    wait_until(lambda: len(members(leader)) == 2, 10, "two members")
+    wait_until(lambda: lost and role(follower) is Role.FOLLOWER, "a follower")
+    wait_until(lambda: len(members(leader)) == 2, "two members")
     assert state_of(follower) == state_of(leader)
 
 
@@ -243,13 +236,13 @@ def test_calls_that_come_again_late_leave_a_member_a_member(cluster, client):
         return await call(endpoint, method, data, timeout)
 
     follower.placement.peers.call = remember
-    wait_until(lambda: role(follower) is Role.FOLLOWER and len(members(leader)) == 2, 15, "a follower")
+    wait_until(lambda: role(follower) is Role.FOLLOWER and len(members(leader)) == 2, "a follower")
     (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
     ready = next(s for s in sent if s[1].endswith("Ready"))
-    loop.run(call(*ready), 10)
+    loop.run(call(*ready), 60)
     assert follower.placement.name in leader.placement.replicas[UID].leader.members.needed
     step(client)
-    wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
+    wait_until(lambda: state_of(follower) == state_of(leader), "equal replicas")
 
 
 @pytest.mark.parametrize("lost", ["set_members", "lead"])
@@ -272,18 +265,17 @@ def test_lost_answer_of_the_registry_leaves_a_leader(cluster, client, lost):
         sender._die("pulled out")
     else:
         kill(leader)
-    begin = time.monotonic()
-    step(client)
+    with within(40):
+        step(client)
     assert answers
-    assert time.monotonic() - begin < 10
     led = next(s for s in (leader, follower) if role(s) is Role.LEADER)
     assert state_of(led)[0] == 2
 
 
 def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
     """Leases and deadlines go by the clock that only counts; the one on the wall may be hours off, and jump."""
-    leader, follower = pair_up(cluster(), cluster())
-    term, begin = leader.placement.replicas[UID].leader.term, time.monotonic()
+    leader, follower = pair_up(cluster(ttl=LONG), cluster(ttl=LONG))
+    term = leader.placement.replicas[UID].leader.term
     for number, hours in enumerate((0, 1, -1, 24)):
         clock = types.SimpleNamespace(
             time=lambda hours=hours: time.time() + 3600 * hours, monotonic=time.monotonic
@@ -293,47 +285,45 @@ def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
             etcd_client,
         ):  # grpc reads the clock too, and takes no other one
             monkeypatch.setattr(module, "time", clock)
-        step(client, number)
-    assert time.monotonic() - begin < 8
+        with within(40):
+            step(client, number)
     assert role(leader) is Role.LEADER and leader.placement.replicas[UID].leader.term == term
-    wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
+    wait_until(lambda: state_of(follower) == state_of(leader), "equal replicas")
     assert state_of(leader)[0] == 4
 
 
 def test_all_replicas_die_and_a_checkpoint_comes_back(cluster, client, tmp_path):
     one = cluster(replicas=1, checkpoint_dir=tmp_path)
-    wait_until(lambda: role(one) is Role.LEADER, 5, "it leads")
+    wait_until(lambda: role(one) is Role.LEADER, "it leads")
     for n in range(3):
         step(client, n)
     before = state_of(one)
     one.stop()
     two = cluster(replicas=1, checkpoint_dir=tmp_path)
-    wait_until(lambda: role(two) is Role.LEADER, 10, "it leads again")
+    wait_until(lambda: role(two) is Role.LEADER, "it leads again")
     assert state_of(two) == before
     assert two.metrics.count("updates_lost_total") == 0
 
 
 def test_lost_checkpoint_is_counted(cluster, client):
     one = cluster(replicas=1)
-    wait_until(lambda: role(one) is Role.LEADER, 5, "it leads")
+    wait_until(lambda: role(one) is Role.LEADER, "it leads")
     for n in range(3):
         step(client, n)
     one.stop()  # without a checkpoint
     two = cluster(replicas=1)
-    wait_until(lambda: role(two) is Role.LEADER, 10, "it leads, from the beginning")
+    wait_until(lambda: role(two) is Role.LEADER, "it leads, from the beginning")
     assert two.metrics.count("updates_lost_total") == 3
 
 
 def test_two_servers_claim_one_uid(cluster):
     one, two = cluster(replicas=1), cluster(replicas=1)
-    wait_until(lambda: Role.LEADER in (role(one), role(two)), 5, "one leads")
+    wait_until(lambda: Role.LEADER in (role(one), role(two)), "one leads")
     time.sleep(0.6)  # more than a look at everything
     assert [role(one), role(two)].count(Role.LEADER) == 1
 
 
 def test_uid_that_nobody_hosts(client):
-    begin = time.monotonic()
-    client.settings = Settings(patience=0.5)
-    with pytest.raises(ExpertGone, match=r"expert\.77"):
+    client.settings = dataclasses.replace(PATIENT, patience=0.5)
+    with within(20), pytest.raises(ExpertGone, match=r"expert\.77"):
         RemoteExpert("expert.77", client=client)(torch.randn(1, D))
-    assert time.monotonic() - begin < 3

@@ -1,5 +1,6 @@
 """Admission of calls: certificates, tokens, allow-lists, rates."""
 
+import dataclasses
 import datetime
 import ipaddress
 
@@ -14,9 +15,10 @@ from fmoe_ext.remote.dht import Identity
 from fmoe_ext.remote.security import Rates, host_of
 from fmoe_ext.remote.server.main import make_server
 from fmoe_ext.remote.server.options import parse, read_tokens
+from tests.remote.conftest import PATIENT
 
 X = torch.ones(2, 16)
-QUICK = Settings(forward_timeout=2, backward_timeout=2, info_timeout=2, patience=0)
+QUICK = dataclasses.replace(PATIENT, patience=0)
 
 
 def certificate(folder, name, issuer=None):
@@ -189,9 +191,9 @@ def test_secrets_open_to_other_users_are_refused_by_name(tmp_path, mode):
 
 
 def test_rate_of_a_peer(serve):
-    """One call, and the next in two seconds: a client that cannot wait so long gets Busy."""
+    """One call, and the next in 50 seconds: a client that cannot wait so long gets Busy."""
     with pytest.raises(Busy, match="rate"):
-        ask(serve(Settings(forward_timeout=1.0), security=Security(calls_per_second=0.5))[1])
+        ask(serve(Settings(forward_timeout=5.0), security=Security(calls_per_second=0.02))[1])
 
 
 def test_rates():

@@ -1,6 +1,7 @@
 """fmoe-server as a process: its flags, its lines, its signals, its pages, its checkpoints."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -24,12 +25,13 @@ from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.main import main, make_server
 from fmoe_ext.remote.server.options import parse
 from fmoe_ext.remote.server.service import NotLeader
+from tests.remote.conftest import PATIENT
 
 D = 16
 
 
 def expert_at(endpoint, uid="expert.0"):
-    return RemoteExpert(uid, endpoint, Client(settings=Settings(patience=0)))
+    return RemoteExpert(uid, endpoint, Client(settings=dataclasses.replace(PATIENT, patience=0)))
 
 
 def step(expert, count=1):
@@ -61,7 +63,7 @@ for number in range(1, 41):
     if (pid := os.fork()) == 0:
         child(number)
     children[pid] = number
-end, codes = time.monotonic() + 20, {}
+end, codes = time.monotonic() + 60, {}
 while children.keys() - codes.keys() and time.monotonic() < end:
     for pid in children.keys() - codes.keys():
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -79,7 +81,7 @@ print(hung, sum(code == 7 for code in codes.values()) > 0)
 def test_signal_at_any_line_of_the_wait_ends_it():
     """threading.Event hung where the handler ran while its lock was held."""
     run = subprocess.run(
-        [sys.executable, "-c", SIGNAL_AT_EVERY_LINE], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SIGNAL_AT_EVERY_LINE], capture_output=True, text=True, timeout=300
     )
     assert run.stdout == "[] True\n", run.stdout + run.stderr
 
@@ -103,14 +105,14 @@ def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_
     x = torch.randn(2, D)
     before = expert(x)
     first.wait_for(r"Processed \d+ batches in last 0.5 seconds: [1-9]\d* forward")
-    status = json.loads(urllib.request.urlopen(f"{pages}status", timeout=5).read())
+    status = json.loads(urllib.request.urlopen(f"{pages}status", timeout=60).read())
     assert [e["version"] for e in status["experts"]] == [3, 0, 0, 0, 0]
     assert status["calls"] >= 7
-    text = urllib.request.urlopen(f"{pages}metrics", timeout=5).read().decode()
+    text = urllib.request.urlopen(f"{pages}metrics", timeout=60).read().decode()
     assert 'fmoe_remote_calls_total{code="OK",method="backward"} 3' in text
-    assert b"<canvas" in urllib.request.urlopen(pages, timeout=5).read()
+    assert b"<canvas" in urllib.request.urlopen(pages, timeout=60).read()
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{pages}etc/passwd", timeout=5)
+        urllib.request.urlopen(f"{pages}etc/passwd", timeout=60)
     assert first.end() == 0
 
     saved = safetensors.torch.load_file(tmp_path / "ckpt" / "expert.0.safetensors")
@@ -118,6 +120,12 @@ def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_
     second = start_server(*flags)
     assert torch.equal(expert_at(second.endpoint())(x), before)
     assert second.end() == 0
+
+
+def version_of(folder):
+    """Version of expert.0 on disk, 0 if there is none."""
+    state = Checkpoints(folder).load("expert.0")
+    return 0 if state is None else int(state.meta["version"])
 
 
 @pytest.mark.parametrize("runs", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -128,11 +136,11 @@ def test_sigkill_at_random_moments_leaves_whole_checkpoints(start_server, tmp_pa
     for _ in range(runs):
         process = start_server(*flags)
         expert = expert_at(process.endpoint())
-        end = time.monotonic() + rng.uniform(0.2, 0.8)
-        while time.monotonic() < end:
+        end, before = time.monotonic() + rng.uniform(0.2, 0.8), max(versions, default=0)
+        while time.monotonic() < end or version_of(folder) <= before:
             step(expert)
         process.end(signal.SIGKILL)
-        versions.append(int(Checkpoints(folder).load("expert.0").meta["version"]))
+        versions.append(version_of(folder))
     assert versions[0] > 0
     assert versions == sorted(set(versions))
     checkpoints = Checkpoints(folder)
@@ -149,13 +157,14 @@ def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
     for _ in range(runs):
         process = start_server(*flags)
         expert = expert_at(process.endpoint())
+        step(expert)
         timer = threading.Timer(rng.uniform(0.1, 0.6), os.kill, (process.pid, signal.SIGTERM))
         timer.start()
         with pytest.raises(RemoteError):
             while True:
                 step(expert)
         timer.join()
-        assert process.wait(20) == 0
+        assert process.wait() == 0
         heard += expert.client.counts["gradients applied"]
         state = Checkpoints(tmp_path / "ckpt").load("expert.0").meta
         assert heard <= int(state["version"]) == int(state["requests"]) <= heard + 1
@@ -195,7 +204,7 @@ def test_busy_port_ends_with_one_sentence(start_server):
         taken.listen()
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         other = start_server("--no_dht", "--expert_uids", "expert.0", "--listen_on", endpoint)
-        assert other.wait(30) == 2
+        assert other.wait() == 2
     assert f"cannot listen on {endpoint}" in other.path.read_text()
     assert "Traceback" not in other.path.read_text()
 
@@ -405,7 +414,7 @@ def test_error_that_nobody_expected_ends_the_start_in_one_line(start_server, tmp
     module = tmp_path / "module.py"
     module.write_text(code)
     process = start_server("--no_dht", "--expert_uids", "expert.0", "--custom_module_path", module)
-    assert process.wait(30) != 0
+    assert process.wait() != 0
     lines = process.path.read_text().splitlines()
     assert not any("Traceback" in line for line in lines)
     if "make_server" in code:
@@ -424,9 +433,9 @@ def test_idle_connections_beyond_the_limit_of_files_do_not_stop_a_client(start_s
     host, port = endpoint.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
         for _ in range(80):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
         expert = RemoteExpert(
-            "expert.0", endpoint, Client(settings=Settings(forward_timeout=30, patience=30))
+            "expert.0", endpoint, Client(settings=Settings(forward_timeout=60, patience=60))
         )
         assert expert(torch.ones(1, D)).shape == (1, D)
     assert process.end() == 0

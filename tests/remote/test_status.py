@@ -9,7 +9,8 @@ from dying import kill
 from fmoe_ext.remote import Security, loop, status
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.server import main as server_main
-from tests.remote.test_replication import UID, client, cluster, pair_up, role, step, wait_until
+from tests.remote.conftest import wait_until
+from tests.remote.test_replication import UID, client, cluster, pair_up, role, step
 
 __all__ = ["client", "cluster"]  # fixtures
 
@@ -24,7 +25,7 @@ def test_leader_members_terms_and_versions_are_those_of_the_servers(cluster, cli
     leader, follower = pair_up(first, cluster())
     for _ in range(3):
         step(client)
-    loop.run(first.save(), 10)
+    loop.run(first.save(), 60)
     expert = read(cluster.endpoint)
     assert (expert.uid, expert.leader, expert.is_led) == (UID, leader.endpoint, True)
     by_endpoint = {replica.endpoint: replica for replica in expert.replicas}
@@ -56,7 +57,7 @@ def test_server_without_membership_is_shown_as_such(cluster, client):
     servers = [cluster(replicas=2) for _ in range(2)]
     leader, _ = pair_up(*servers)
     third = cluster(replicas=2)
-    wait_until(lambda: role(third) is Role.IDLE, 10, "an idle server")
+    wait_until(lambda: role(third) is Role.IDLE, "an idle server")
     replicas = {replica.endpoint: replica for replica in read(cluster.endpoint).replicas}
     assert not replicas[third.endpoint].is_member and replicas[third.endpoint].role == "idle"
     assert "no member" in status.to_text([read(cluster.endpoint)])
@@ -65,7 +66,7 @@ def test_server_without_membership_is_shown_as_such(cluster, client):
 def test_page_shows_role_term_and_versions(cluster, client):
     server = cluster(http_on="127.0.0.1:0", replicas=1)
     step(client)
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.pages.port}/status", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.pages.port}/status", timeout=60) as answer:
         (expert,) = json.load(answer)["experts"]
     assert (expert["role"], expert["committed"], expert["waiting"]) == ("leader", "1", "0")
     assert int(expert["term"]) >= 1

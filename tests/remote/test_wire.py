@@ -195,7 +195,7 @@ def test_state_larger_than_a_message_travels_in_parts(serve):
     server, directory = serve(max_message_bytes=64 << 10, **options)
     (expert,) = directory.get_experts(["expert.0"])
     expert(torch.randn(4, 64)).sum().backward()
-    state = loop.run(directory.client.state(expert.handle, server.endpoint, 10), 12)
+    state = loop.run(directory.client.state(expert.handle, server.endpoint, 60), 12)
     weights = server.host.parameters("expert.0")
     assert sum(x.numel() * x.element_size() for x in state.tensors.values()) > 6 * (64 << 10)
     assert all(torch.equal(state.tensors[f"weight/{name}"], p) for name, p in weights.items())
@@ -203,7 +203,7 @@ def test_state_larger_than_a_message_travels_in_parts(serve):
     assert server.metrics.count("calls_total", method="state", code="OK") == 1
     small = Client(settings=Settings(max_state_bytes=1000))
     with pytest.raises(Refused, match="sends more than 1000 bytes"):
-        loop.run(small.state(expert.handle, server.endpoint, 10), 12)
+        loop.run(small.state(expert.handle, server.endpoint, 60), 12)
 
 
 @pytest.mark.parametrize("num_inputs", [1, 3])

@@ -4,6 +4,7 @@ import pytest
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
+from tests import ports
 
 
 @pytest.fixture
@@ -11,13 +12,14 @@ def open_nodes():
     """open_nodes(initial_peers, listen_on, **options) -> KademliaDiscovery"""
     opened = []
 
-    def open_one(initial_peers=(), listen_on="127.0.0.1:0", **options):
-        opened.append(loop.run(open_node(list(initial_peers), listen_on, **options), 20))
+    def open_one(initial_peers=(), listen_on="", **options):
+        listen_on = ports.endpoint() if listen_on == "" else listen_on
+        opened.append(loop.run(open_node(list(initial_peers), listen_on, **options), 60))
         return opened[-1]
 
     yield open_one
     for discovery in opened:
-        loop.run(discovery.close(), 10)
+        loop.run(discovery.close(), 60)
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from fmoe_ext.remote import (
 )
 from fmoe_ext.remote.dht.main import main
 from fmoe_ext.remote.server.checkpoints import Checkpoints
+from tests import ports
+from tests.remote.conftest import wait_until, within
 
 D = 16
 DEAD = "127.0.0.1:1"
@@ -33,20 +35,13 @@ def dhts():
     started = []
 
     def make(*peers, **options):
-        options = {"listen_on": "127.0.0.1:0", "start": True, **options}
+        options = {"listen_on": ports.endpoint(), "start": True, **options}
         started.append(DHT(initial_peers=list(peers), **options))
         return started[-1]
 
     yield make
     for dht in started:
         dht.shutdown()
-
-
-def poll(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"did not come true within {seconds} s"
-        time.sleep(0.05)
 
 
 def where(dht, uid="expert.0"):
@@ -61,7 +56,9 @@ def endpoint_of(dht):
 @pytest.fixture
 def server(open_nodes):
     discovery = open_nodes()
-    options = Options(hidden_dim=D, num_experts=5, expert_pattern="expert.[0:5]", ttl=5)
+    options = Options(
+        listen_on=ports.endpoint(), hidden_dim=D, num_experts=5, expert_pattern="expert.[0:5]", ttl=5
+    )
     with Server(options, DeclaredExperts(discovery)) as running:
         yield running, f"127.0.0.1:{discovery.node.port}"
 
@@ -84,7 +81,7 @@ def test_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
 def test_server_that_stops_withdraws_its_experts(dhts, open_nodes):
     dht = dhts()
     discovery = open_nodes([endpoint_of(dht)])
-    options = Options(hidden_dim=D, expert_uids=("expert.0",), ttl=600)
+    options = Options(listen_on=ports.endpoint(), hidden_dim=D, expert_uids=("expert.0",), ttl=600)
     with Server(options, DeclaredExperts(discovery)) as running:
         assert where(dht) == running.endpoint
     assert dht.get_experts(["expert.0"]) == [None]
@@ -97,7 +94,7 @@ def test_declared_experts_leave_with_the_dht(dhts):
     assert where(first, "ffn.0.1") == "10.0.0.1:1"
     second.shutdown()
     assert first.get_experts(["ffn.0.1", "ffn.0.2"]) == [None, None]
-    assert loop.run(first.discovery.successors(["ffn", "ffn.0"]), 5) == {"ffn": set(), "ffn.0": set()}
+    assert loop.run(first.discovery.successors(["ffn", "ffn.0"]), 60) == {"ffn": set(), "ffn.0": set()}
 
 
 def test_small_values_are_stored_beside_each_other_and_expire(dhts, tmp_path):
@@ -117,7 +114,7 @@ def test_small_values_are_stored_beside_each_other_and_expire(dhts, tmp_path):
     assert first.store("run1/metrics", "newer", now + 90)
     assert third.get("run1/metrics").value == "newer"
     assert third.get("run1") is None
-    poll(lambda: set(third.get_all("run1/metrics")) == {owners[0]}, 5)
+    wait_until(lambda: set(third.get_all("run1/metrics")) == {owners[0]})
     first.store("other", 3, now + 600)
     first.shutdown()
     assert second.get("other").value == 3  # values stay when their owner leaves
@@ -134,12 +131,9 @@ def test_values_that_the_dht_cannot_keep_are_refused(dhts, value):
 
 
 def test_all_initial_peers_dead_is_said_in_bounded_time(dhts):
-    begin = time.monotonic()
-    with pytest.raises(
-        DiscoveryError, match=r"none of the initial peers 127\.0\.0\.1:1.*is a node listening"
-    ):
+    said = r"none of the initial peers 127\.0\.0\.1:1.*is a node listening"
+    with within(20), pytest.raises(DiscoveryError, match=said):
         dhts(DEAD, "127.0.0.1:2", join_timeout=1.0)
-    assert time.monotonic() - begin < 3
 
 
 def test_one_living_initial_peer_is_enough(dhts):
@@ -152,12 +146,10 @@ def test_one_living_initial_peer_is_enough(dhts):
 def test_network_that_died_is_said_in_bounded_time(dhts):
     first = dhts()
     second = dhts(endpoint_of(first), listen=False)
-    loop.run(first.discovery.close(), 5)
-    begin = time.monotonic()
+    loop.run(first.discovery.close(), 60)
     for _ in range(3):
-        with pytest.raises(DiscoveryError, match="did not answer"):
+        with within(20), pytest.raises(DiscoveryError, match="did not answer"):
             second.get_experts(["expert.0"], timeout=2.0)
-    assert time.monotonic() - begin < 6.5
 
 
 def test_node_without_a_port_needs_peers():
@@ -181,14 +173,14 @@ def test_ipv6(dhts):
     second = dhts(f"[::1]:{first.port}", listen_on="[::1]:0")
     second.declare_experts(["expert.0"], "[::1]:1234")
     assert where(first) == "[::1]:1234"
-    poll(lambda: [peer.endpoint for peer in first.node.table] == [f"[::1]:{second.port}"])
+    wait_until(lambda: [peer.endpoint for peer in first.node.table] == [f"[::1]:{second.port}"])
 
 
 # ------------------------------------------------------------------ processes
 
 
 def test_fmoe_dht_and_fmoe_server_as_processes(start_process, start_server, dhts):
-    node = start_process(DHT_NODE, "--listen_on", "127.0.0.1:0")
+    node = start_process(DHT_NODE, "--listen_on", ports.endpoint())
     seed = "127.0.0.1:" + node.wait_for(r"listens on port (\d+)")[1]
     flags = ("--ttl", 600, "--initial_peers", seed, "--num_experts", 3, "--expert_pattern", "expert.[5:250]")
     server = start_server(*flags)
@@ -212,10 +204,10 @@ def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts,
     (expert,) = dht.get_experts(["expert.0"])
     expert(torch.randn(2, D)).sum().backward()
     saved = Checkpoints(tmp_path / "saved")
-    poll(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
+    wait_until(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     stranger = start_server(*flags)
-    assert stranger.wait(60) == 2
+    assert stranger.wait() == 2
     assert "other servers host expert.0" in stranger.path.read_text()
     second = start_server(*flags, "--identity_path", tmp_path / "key")
     assert second.endpoint() != before
@@ -228,7 +220,7 @@ def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts,
 
 def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
     """fmoe-dht is node and relay for an fmoe-server that announces nothing of its own."""
-    flags = ("--listen_on", "127.0.0.1:0", "--relay_on", "127.0.0.1:0", "--relay_token", "secret")
+    flags = ("--listen_on", ports.endpoint(), "--relay_on", ports.endpoint(), "--relay_token", "secret")
     outside = start_process(DHT_NODE, *flags)
     relay = "127.0.0.1:" + outside.wait_for(r"Relay listens on port (\d+)")[1]
     node = "127.0.0.1:" + outside.wait_for(r"DHT node listens on port (\d+)")[1]
@@ -238,7 +230,7 @@ def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts
     assert "asks for another token" in refused.path.read_text()
     hidden = start_server(*flags, "--relay_token", "secret")
     said = hidden.endpoint()
-    (expert,) = dhts(node, listen=False, settings=Settings(forward_timeout=2)).get_experts(["expert.0"])
+    (expert,) = dhts(node, listen=False, settings=Settings(forward_timeout=20)).get_experts(["expert.0"])
     assert expert.handle.record.endpoints == (said,)
     expert(torch.randn(2, D)).sum().backward()
     outside.end(signal.SIGKILL)  # the only way in
@@ -277,7 +269,7 @@ def test_identity_outlives_its_process(tmp_path, dhts):
     first = dhts()
     second = dhts(endpoint_of(first), identity_path=path)
     assert second.declare_experts(["expert.0"], "a:1", ttl=600) == {"expert.0"}
-    loop.run(second.discovery.close(), 5)  # as a crash: nothing is withdrawn
+    loop.run(second.discovery.close(), 60)  # as a crash: nothing is withdrawn
     assert first.declare_experts(["expert.0"], "b:1", ttl=600) == set()
     assert os.stat(path).st_mode & 0o077 == 0
     third = dhts(endpoint_of(first), identity_path=path)

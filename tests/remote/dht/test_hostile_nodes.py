@@ -1,8 +1,7 @@
 """Nodes of the DHT that lie: about the time, about records, about who they are."""
 
-import asyncio
-
 import pytest
+import simulation
 import torch
 from simulation import Network, close, endpoint_of
 
@@ -32,7 +31,7 @@ def test_liar_alone_cannot_move_the_clock():
         await close([*honest, liar])
         return [d.node.clock.offset for d in honest]
 
-    assert asyncio.run(run()) == [0, 0, 0]
+    assert simulation.run(run()) == [0, 0, 0]
 
 
 def test_many_nodes_of_one_address_have_one_voice_in_the_clock():
@@ -53,7 +52,7 @@ def test_many_nodes_of_one_address_have_one_voice_in_the_clock():
         await close([*honest, *liars])
         return known, [d.node.clock.offset for d in honest]
 
-    known, offsets = asyncio.run(run())
+    known, offsets = simulation.run(run())
     assert min(known) > 10
     assert offsets == [0, 0, 0]
 
@@ -93,7 +92,7 @@ def test_node_that_repeats_its_record_has_one_vote():
         await close([*nodes, liar])
         return granted, again, answers
 
-    granted, again, answers = asyncio.run(run())
+    granted, again, answers = simulation.run(run())
     assert granted == again == {"expert.0"}
     assert answers == [["owner:1"]] * 6
 
@@ -119,7 +118,7 @@ def test_key_with_many_claims_leaves_each_other_key_its_share_of_a_prefix(room_f
         await close(nodes)
         return crowd, granted, seen, beam, again
 
-    crowd, granted, seen, beam, again = asyncio.run(run())
+    crowd, granted, seen, beam, again = simulation.run(run())
     assert granted.found_at == {"expert.20": 5, "expert.21": 5, "expert.22": 5}
     assert all({20, 21, 22} < found["expert"] and len(found["expert"]) == 8 for found in seen)
     assert [record.uid for record in beam.records] == ["expert.20", "expert.21", "expert.22"]
@@ -143,7 +142,7 @@ def test_claims_that_one_node_makes_up_leave_the_others_their_share_of_a_search(
         await close([*nodes, liar])
         return found["expert"]
 
-    found = asyncio.run(run())
+    found = simulation.run(run())
     assert {20, 21} < found and len(found) == 8
 
 
@@ -183,5 +182,5 @@ def test_node_with_the_key_of_another_is_not_believed():
         await close(nodes)
         return stolen, first, second, victim.node.node_id
 
-    stolen, first, second, node_id = asyncio.run(run())
+    stolen, first, second, node_id = simulation.run(run())
     assert (stolen, first.node_id, second) == (None, node_id, None)
