@@ -142,6 +142,11 @@ class Pool:
         return self._num_bytes
 
     @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the buffers that are there now."""
+        return len(self._slots) * self._slot_bytes or sum(cache.buffer.size for cache in self._caches)
+
+    @property
     def holds_all(self) -> bool:
         """True if every layer has a buffer of its own."""
         return self._num_bytes >= self.layer_bytes * len(self.layers)
