@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -96,6 +98,12 @@ def process(proc: str | Path = "/proc") -> Process | None:
         name: int(size) * 1024 for name, size in re.findall(r"^Vm(RSS|HWM):\s+(\d+) kB", text, re.MULTILINE)
     }
     return Process(sizes["RSS"], sizes["HWM"]) if len(sizes) == 2 else None
+
+
+def trim_heap() -> None:
+    """Returns the free pages of the C library's heap to the system, where that library is glibc."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(0))
 
 
 def room_of_process(now: int, proc: str | Path = "/proc") -> int | None:

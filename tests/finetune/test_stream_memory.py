@@ -303,3 +303,32 @@ def test_buffers_give_way_to_the_memory_that_a_step_had(large, monkeypatch):
     excess = most[0] - (rooms[0] - rooms[0] // budget.MARGIN)
     assert smaller == max(stream._least, used - excess) < used
     assert both() == smaller
+
+
+def test_buffers_are_empty_while_an_optimizer_needs_their_memory(large, monkeypatch):
+    """Its state and what it computes with come on top of gradients; no expert is used then."""
+    plain = with_adapters(resident(large), rank=4).train()
+    adapters = bytes_of_adapters(plain)
+    model = with_adapters(streamed(large, 4, 4 * adapters), rank=4).train()
+    stream, room = model.expert_stream, [2**40]
+    monkeypatch.setattr(budget, "process", lambda: Process(2**28, 2**28))
+    monkeypatch.setattr(budget, "room_of_process", lambda now: room[0] + room[0] // (budget.MARGIN - 1) + 1)
+    optimizers = [torch.optim.Adam([p for p in m.parameters() if p.requires_grad]) for m in (plain, model)]
+    in_use = []
+    for needed, is_short in (
+        (3 * adapters, True),
+        (3 * adapters, False),
+        (adapters, True),
+        (adapters, False),
+    ):
+        losses = [step(m, make_ids())[1].item() for m in (plain, model)]
+        assert losses[0] == losses[1] and stream.pool.bytes_in_use > 0
+        room[0] = 2**28 + needed - is_short * 100
+        for optimizer in optimizers:
+            optimizer.step()
+        room[0] = 2**40
+        in_use.append(stream.pool.bytes_in_use > 0)
+        if needed > adapters:  # begin again: the state is to come
+            optimizers[1].state.clear()
+            optimizers[0].state.clear()
+    assert in_use == [False, True, False, True]

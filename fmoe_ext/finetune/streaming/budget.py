@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fmoe_ext import ops
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.cut import PARTS, bytes_of_experts
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
 from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
 from fmoe_ext.finetune.streaming.progress import Steps
-from fmoe_ext.memory import Memory, process, room_of_process
+from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
 # Of Adam, each in the dtype of the weight: what an optimizer is taken to keep before its first step.
 MOMENTS = 2
-MARGIN = 64  # a 64th of what the process may have stays free: the system needs some for it, as page tables
+MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
 
 
 class _Seen(NamedTuple):
@@ -91,12 +92,20 @@ class ExpertStream:
         return [] if model is None else [t for t in _unique(model) if not isinstance(t, StreamedWeight)]
 
     def before(self, optimizer: Optimizer) -> None:
-        """Notes the most memory that the process had before an optimizer of the model makes its state."""
-        if self._has_stepped or not has_a_parameter_of(optimizer, self._trained()):
+        """Notes the most memory that the process had, and empties the buffers if the step needs their memory."""
+        trained = self._trained()
+        memory = process() if has_a_parameter_of(optimizer, trained) else None
+        if memory is None:
             return
-        memory = process()
-        if memory is not None and memory.most > self._seen.most:
-            self._seen = _Seen(memory.most, self.pool.bytes_in_use, bytes_of_state(self._optimizers))
+        state = bytes_of_state(self._optimizers)
+        if not self._has_stepped and memory.most > self._seen.most:
+            self._seen = _Seen(memory.most, self.pool.bytes_in_use, state)
+        # torch's optimizers have a tensor more for each weight while they step many at once
+        needed = max(0, self._state - state) + sum(map(_bytes_of, trained))
+        room = _room(memory)
+        if room is not None and memory.now + needed > room:
+            self.pool.forget()
+            _trim()
 
     def after(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that stepped weights of the model."""
@@ -127,13 +136,13 @@ class ExpertStream:
     def _measure(self) -> int | None:
         """Bytes that buffers may have in a step like the largest so far, beside the states that came after it."""
         memory = process()
-        room = None if memory is None else room_of_process(memory.now)
+        room = None if memory is None else _room(memory)
         if room is None or not self._seen.most:
             return None
-        expected = self._seen.most + max(0, self._state - self._seen.state)
-        excess = expected - (room - room // MARGIN)
+        excess = self._seen.most + max(0, self._state - self._seen.state) - room
         if excess <= 0:
             return None
+        _trim()
         left = max(self._least, self._seen.buffers - excess)
         if left < self.pool.num_bytes:
             warnings.warn(
@@ -199,6 +208,18 @@ class ExpertStream:
             'The system ends a process that exceeds it. Give less, or memory="auto"',
             stacklevel=4,
         )
+
+
+def _trim() -> None:
+    """Returns what heap and operators keep of freed tensors."""
+    ops.release_memory()
+    trim_heap()
+
+
+def _room(memory: Process) -> int | None:
+    """Bytes that the limits let this process have, without what stays free; None without limits."""
+    room = room_of_process(memory.now)
+    return None if room is None else room - room // MARGIN
 
 
 def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:

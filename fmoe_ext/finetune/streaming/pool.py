@@ -171,12 +171,17 @@ class Pool:
             if any(slot.leases for slot in self._slots):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
-            self._slots, self._caches, self._described = [], [], {}
             size, self._most_slots = plan
             self._slot_bytes = bytes_of_experts(self.layers, size)
             self.parts = Parts(self.layers, size)
-            if hasattr(mmap, "MADV_DONTNEED"):
-                self._memory.madvise(mmap.MADV_DONTNEED)
+            self._forget()
+
+    def forget(self) -> None:
+        """Gives the memory of the buffers back until they are read again; not while tensors use it."""
+        with self._lock:
+            self._settle()
+            if not any(slot.leases for slot in self._slots):
+                self._forget()
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
         """The weights of a layer of one part; its buffer is free again when the last tensor of them is gone.
@@ -303,6 +308,11 @@ class Pool:
             ]
             self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
         return needed <= min(cache.num_slots for cache in self._caches)
+
+    def _forget(self) -> None:
+        self._slots, self._caches, self._described = [], [], {}
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED)
 
     def _settle(self) -> None:
         """Waits for reads that are under way."""
