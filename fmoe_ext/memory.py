@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -77,6 +79,37 @@ def bytes_of_text(memory: int | str) -> int:
     if match is None:
         raise ValueError(f'memory must be bytes or a text like "8GiB", or "auto", but got {memory!r}')
     return int(float(match[1]) * UNITS[match[2]])
+
+
+class Process(NamedTuple):
+    """Bytes of this process in memory. most: the largest number so far; files that it maps count."""
+
+    now: int
+    most: int
+
+
+def process(proc: str | Path = "/proc") -> Process | None:
+    """Memory of this process as the system counts it; None without /proc."""
+    try:
+        text = (Path(proc) / "self/status").read_text()
+    except OSError:
+        return None
+    sizes = {
+        name: int(size) * 1024 for name, size in re.findall(r"^Vm(RSS|HWM):\s+(\d+) kB", text, re.MULTILINE)
+    }
+    return Process(sizes["RSS"], sizes["HWM"]) if len(sizes) == 2 else None
+
+
+def trim_heap() -> None:
+    """Returns the free pages of the C library's heap to the system, where that library is glibc."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(ctypes.c_size_t(0))
+
+
+def room_of_process(now: int, proc: str | Path = "/proc") -> int | None:
+    """Bytes that the limits let this process have in all, of which it has now; None without limits."""
+    found = limits(proc)
+    return now + min(limit.free for limit in found) if found else None
 
 
 def limits(proc: str | Path = "/proc") -> list[_Limit]:

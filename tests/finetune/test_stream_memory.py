@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fmoe_ext
-from fmoe_ext.finetune.streaming import pool
+from fmoe_ext.finetune.streaming import budget, pool
 from fmoe_ext.finetune.streaming.budget import bytes_of_state
-from fmoe_ext.memory import limits, memory_of
+from fmoe_ext.memory import Process, limits, memory_of, process, room_of_process
 from tests.finetune.streamed_models import (
     bytes_of_adapters,
     resident,
@@ -104,6 +104,16 @@ def test_auto_without_proc_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r'memory="auto" needs /proc/meminfo.*memory="8GiB"'):
         memory_of("auto", tmp_path)
     assert memory_of("2KiB", tmp_path) == (2048, "", None, 0)
+
+
+def test_memory_of_the_process_and_what_the_limits_leave_it(tmp_path):
+    proc = machine(tmp_path, "4:memory:/mine\n", mount_v1(tmp_path / "fs"))
+    group_v1(tmp_path / "fs/memory/mine", 400 * MIB, 350 * MIB, files=50 * MIB)
+    assert process(proc) is None and room_of_process(20, tmp_path) is None
+    write(proc / "self/status", "Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\nThreads:\t1\n")
+    assert process(proc) == Process(now=MIB, most=2 * MIB)
+    assert room_of_process(MIB, proc) == 101 * MIB
+    assert 0 < process().now <= process().most
 
 
 def test_auto_streams_and_its_refusal_names_the_limit(tmp_path, monkeypatch):
@@ -263,3 +273,62 @@ def test_weights_outside_of_experts_count_when_they_are_trained(large):
         model(make_ids())
     model.requires_grad_(False)
     assert model(make_ids()).logits.isfinite().all()
+
+
+def test_buffers_give_way_to_the_memory_that_a_step_had(large, monkeypatch):
+    """The optimizer's state comes after the peak of the first step: the second one would exceed the limit."""
+    plain, rooms = with_adapters(resident(large), rank=4), [2**30]
+    whole = 4 * bytes_of_adapters(plain)
+    model = with_adapters(streamed(large, 4, whole), rank=4).train()
+    stream, most = model.expert_stream, [2**29]
+    monkeypatch.setattr(budget, "process", lambda: Process(2**20, most[0]))
+    monkeypatch.setattr(budget, "room_of_process", lambda now: rooms[0])
+    optimizers = [torch.optim.Adam([p for p in m.parameters() if p.requires_grad]) for m in (plain, model)]
+
+    def both():
+        losses = [step(m, make_ids())[1].item() for m in (plain.train(), model)]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert losses[0] == losses[1]
+        return stream.pool.num_bytes
+
+    both()
+    assert both() == both() and stream.pool.holds_all  # room is there
+    used = stream.pool.bytes_in_use
+    most[0] = 2**29 + 2**20  # the next step is larger
+    both()
+    rooms[0] = (most[0] - used // 2) * budget.MARGIN // (budget.MARGIN - 1)
+    with pytest.warns(UserWarning, match=r"buffers for experts shrink from .* to .*activations="):
+        smaller = both()
+    excess = most[0] - (rooms[0] - rooms[0] // budget.MARGIN)
+    assert smaller == max(stream._least, used - excess) < used
+    assert both() == smaller
+
+
+def test_buffers_are_empty_while_an_optimizer_needs_their_memory(large, monkeypatch):
+    """Its state and what it computes with come on top of gradients; no expert is used then."""
+    plain = with_adapters(resident(large), rank=4).train()
+    adapters = bytes_of_adapters(plain)
+    model = with_adapters(streamed(large, 4, 4 * adapters), rank=4).train()
+    stream, room = model.expert_stream, [2**40]
+    monkeypatch.setattr(budget, "process", lambda: Process(2**28, 2**28))
+    monkeypatch.setattr(budget, "room_of_process", lambda now: room[0] + room[0] // (budget.MARGIN - 1) + 1)
+    optimizers = [torch.optim.Adam([p for p in m.parameters() if p.requires_grad]) for m in (plain, model)]
+    in_use = []
+    for needed, is_short in (
+        (3 * adapters, True),
+        (3 * adapters, False),
+        (adapters, True),
+        (adapters, False),
+    ):
+        losses = [step(m, make_ids())[1].item() for m in (plain, model)]
+        assert losses[0] == losses[1] and stream.pool.bytes_in_use > 0
+        room[0] = 2**28 + needed - is_short * 100
+        for optimizer in optimizers:
+            optimizer.step()
+        room[0] = 2**40
+        in_use.append(stream.pool.bytes_in_use > 0)
+        if needed > adapters:  # begin again: the state is to come
+            optimizers[1].state.clear()
+            optimizers[0].state.clear()
+    assert in_use == [False, True, False, True]

@@ -6,22 +6,32 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fmoe_ext import ops
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.cut import PARTS, bytes_of_experts
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
 from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
 from fmoe_ext.finetune.streaming.progress import Steps
-from fmoe_ext.memory import Memory
+from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
 # Of Adam, each in the dtype of the weight: what an optimizer is taken to keep before its first step.
 MOMENTS = 2
+MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
+
+
+class _Seen(NamedTuple):
+    """Most bytes of the process in a forward and backward, with the bytes of buffers and of states that it had then."""
+
+    most: int
+    buffers: int
+    state: int
 
 
 class ExpertStream:
@@ -48,6 +58,8 @@ class ExpertStream:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of weights of the model
         self.is_counted = False  # adapters, gradients and states, since the last optimizer's step
         self._has_stepped = False  # since the last forward
+        self._seen = _Seen(0, 0, 0)
+        self._most_buffers: int | None = None  # bytes that a step leaves to them, once a step was measured
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
         self._gradients = self._state = 0  # bytes in training, as far as they are known
         for_experts = self._left(0)
@@ -80,7 +92,20 @@ class ExpertStream:
         return [] if model is None else [t for t in _unique(model) if not isinstance(t, StreamedWeight)]
 
     def before(self, optimizer: Optimizer) -> None:
-        """Does nothing: the state is counted after the step."""
+        """Notes the most memory that the process had, and empties the buffers if the step needs their memory."""
+        trained = self._trained()
+        memory = process() if has_a_parameter_of(optimizer, trained) else None
+        if memory is None:
+            return
+        state = bytes_of_state(self._optimizers)
+        if not self._has_stepped and memory.most > self._seen.most:
+            self._seen = _Seen(memory.most, self.pool.bytes_in_use, state)
+        # torch's optimizers have a tensor more for each weight while they step many at once
+        needed = max(0, self._state - state) + sum(map(_bytes_of, trained))
+        room = _room(memory)
+        if room is not None and memory.now + needed > room:
+            self.pool.forget()
+            _trim()
 
     def after(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that stepped weights of the model."""
@@ -95,14 +120,40 @@ class ExpertStream:
             trained = self._trained()
             self._gradients = sum(map(_bytes_of, trained))
             self._state = bytes_of_state(self._optimizers) if self._optimizers else self._expected(trained)
+            if self._has_stepped:
+                self._most_buffers = self._measure()
             self._has_stepped = False
         self.is_counted = True
         adapters = sum(map(_bytes_of, self.resident_tensors())) - self._dense
         left = self._left(adapters)
         if left < self._least:
             raise ValueError(self._arithmetic(adapters))
+        if self._most_buffers is not None:
+            left = min(left, self._most_buffers)
         if left < self.pool.num_bytes or self.pool.would_grow(left):
             self.pool.resize(left)
+
+    def _measure(self) -> int | None:
+        """Bytes that buffers may have in a step like the largest so far, beside the states that came after it."""
+        memory = process()
+        room = None if memory is None else _room(memory)
+        if room is None or not self._seen.most:
+            return None
+        excess = self._seen.most + max(0, self._state - self._seen.state) - room
+        if excess <= 0:
+            return None
+        _trim()
+        left = max(self._least, self._seen.buffers - excess)
+        if left < self.pool.num_bytes:
+            warnings.warn(
+                f"a step had {self._seen.most:,} bytes of memory, and optimizers have made "
+                f"{self._state - self._seen.state:,} of state since, but the limits leave {room:,} to this process: "
+                f"buffers for experts shrink from {self.pool.num_bytes:,} to {left:,}. "
+                + ("That may not be enough. " if left > self._seen.buffers - excess else "")
+                + "A smaller batch or stream(..., activations=) needs less",
+                stacklevel=2,
+            )
+        return left
 
     def _trained(self) -> list[nn.Parameter]:
         return [t for t in self.resident_tensors() if isinstance(t, nn.Parameter) and t.requires_grad]
@@ -157,6 +208,18 @@ class ExpertStream:
             'The system ends a process that exceeds it. Give less, or memory="auto"',
             stacklevel=4,
         )
+
+
+def _trim() -> None:
+    """Returns what heap and operators keep of freed tensors."""
+    ops.release_memory()
+    trim_heap()
+
+
+def _room(memory: Process) -> int | None:
+    """Bytes that the limits let this process have, without what stays free; None without limits."""
+    room = room_of_process(memory.now)
+    return None if room is None else room - room // MARGIN
 
 
 def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:

@@ -142,6 +142,11 @@ class Pool:
         return self._num_bytes
 
     @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the buffers that are there now."""
+        return len(self._slots) * self._slot_bytes or sum(cache.buffer.size for cache in self._caches)
+
+    @property
     def holds_all(self) -> bool:
         """True if every layer has a buffer of its own."""
         return self._num_bytes >= self.layer_bytes * len(self.layers)
@@ -166,12 +171,17 @@ class Pool:
             if any(slot.leases for slot in self._slots):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
-            self._slots, self._caches, self._described = [], [], {}
             size, self._most_slots = plan
             self._slot_bytes = bytes_of_experts(self.layers, size)
             self.parts = Parts(self.layers, size)
-            if hasattr(mmap, "MADV_DONTNEED"):
-                self._memory.madvise(mmap.MADV_DONTNEED)
+            self._forget()
+
+    def forget(self) -> None:
+        """Gives the memory of the buffers back until they are read again; not while tensors use it."""
+        with self._lock:
+            self._settle()
+            if not any(slot.leases for slot in self._slots):
+                self._forget()
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
         """The weights of a layer of one part; its buffer is free again when the last tensor of them is gone.
@@ -298,6 +308,11 @@ class Pool:
             ]
             self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
         return needed <= min(cache.num_slots for cache in self._caches)
+
+    def _forget(self) -> None:
+        self._slots, self._caches, self._described = [], [], {}
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED)
 
     def _settle(self) -> None:
         """Waits for reads that are under way."""
