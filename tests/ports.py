@@ -43,9 +43,10 @@ def bound(port):
 
 
 def firsts(low, high):
-    """First ports of all slices, those below the ephemeral range from its lower end down first."""
+    """First ports of all slices: below the ephemeral range, above it, and in it where it is nearly all there is."""
     yield from range(low - SLICE, 1023, -SLICE)
     yield from range(high + 1, (1 << 16) - SLICE, SLICE)
+    yield from range(low, high - SLICE, SLICE)
 
 
 class Slice:
@@ -59,7 +60,7 @@ class Slice:
                 continue  # of another process
             self._first, self._given = first, 0
             return
-        raise OSError(f"no {SLICE} ports in a row are left outside the ephemeral range {ephemeral()}")
+        raise OSError(f"no {SLICE} ports in a row are left")
 
     def next(self):
         for _ in range(SLICE - 1):
