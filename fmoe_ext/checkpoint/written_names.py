@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 
@@ -51,9 +52,9 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
 
 
 def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model's files as its modules have them; those that it lacks, as experts, are renamed alone.
+    """Tensors of a model's files as Transformers' modules have them; experts one by one are renamed alone.
 
-    model: on the meta device or not. Tensors that are not all there for one of the model's keep their files' shapes.
+    model: on the meta device or not. Raises CheckpointError for tensors that cannot be put together.
     Equivalent to: what from_pretrained() does to the tensors before it assigns them.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -73,15 +74,27 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     groups: dict[str, _Group] = {}
     for name in sorted(tensors, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters)
-        if pattern is not None and renamed in own:
+        if pattern is not None and (renamed in own or not _is_of_experts(by_pattern[pattern])):
             group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
             group.sources[name] = pattern, StoredTensor.of(tensors[name])
         else:
             out[name if name in own else rename_source_key(name, renamings, [])[0]] = tensors[name]
     for group in groups.values():
-        values = {name: tensors[name] for name in group.sources}
-        out |= group.converted(values) if group.is_whole() else values
+        try:
+            out |= group.converted({name: tensors[name] for name in group.sources})
+        except (
+            Exception
+        ) as error:  # of an operation of Transformers, as a KeyError for a part that is missing
+            kinds = ", ".join(type(operation).__name__ for operation in group.converter.operations)
+            raise CheckpointError(
+                f"{group.name} is not made of {', '.join(group.sources)} by {kinds}: {error!r}"
+            ) from error
     return out
+
+
+def _is_of_experts(converter: Any) -> bool:
+    """True if a converter begins with a list of tensors, one for each expert."""
+    return type(converter.operations[0]).__name__ == "MergeModulelist"
 
 
 class _Group:
@@ -109,10 +122,6 @@ class _Group:
         """True if the converter ends with one tensor for each expert of one source."""
         last = type(self.converter.operations[-1]).__name__
         return len(self.sources) == 1 and last == "SplitModulelist"
-
-    def is_whole(self) -> bool:
-        """True if there is a tensor for each pattern of the converter."""
-        return {pattern for pattern, _ in self.sources.values()} == set(self.converter.source_patterns)
 
     def converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
