@@ -52,8 +52,9 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
 
 
 def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model's files as Transformers' modules have them; experts one by one are renamed alone.
+    """Tensors of a model's files as Transformers' modules have them.
 
+    Experts one by one, and stacks that have their name already, are renamed alone: from_huggingface() reads them.
     model: on the meta device or not. Raises CheckpointError for tensors that cannot be put together.
     Equivalent to: what from_pretrained() does to the tensors before it assigns them.
     """
@@ -74,17 +75,17 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     groups: dict[str, _Group] = {}
     for name in sorted(tensors, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters)
-        if pattern is not None and (renamed in own or not _is_of_experts(by_pattern[pattern])):
+        plain = rename_source_key(name, renamings, [])[0]
+        is_new = renamed != plain and pattern is not None and not _is_of_experts(by_pattern[pattern])
+        if pattern is not None and (renamed in own or is_new):
             group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
             group.sources[name] = pattern, StoredTensor.of(tensors[name])
         else:
-            out[name if name in own else rename_source_key(name, renamings, [])[0]] = tensors[name]
+            out[name if name in own else plain] = tensors[name]
     for group in groups.values():
         try:
             out |= group.converted({name: tensors[name] for name in group.sources})
-        except (
-            Exception
-        ) as error:  # of an operation of Transformers, as a KeyError for a part that is missing
+        except Exception as error:  # of Transformers' operations: a KeyError for a part that is missing
             kinds = ", ".join(type(operation).__name__ for operation in group.converter.operations)
             raise CheckpointError(
                 f"{group.name} is not made of {', '.join(group.sources)} by {kinds}: {error!r}"
