@@ -139,7 +139,7 @@ class FMoE(SpreadLayer):
     def __prepare_scriptable__(self) -> None:  # torch.jit.script() asks it
         raise RuntimeError("TorchScript does not compile an FMoE layer: use torch.export or torch.compile")
 
-    def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None) -> Nest:
+    def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None, gate_inp: Nest | None = None) -> Nest:
         """Sends every token through its experts.
 
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
@@ -150,11 +150,13 @@ class FMoE(SpreadLayer):
         reach no expert, loss, capacity or counter, and their output is zero; everything else is as in the batch without
         them, to the bit: forward(x, valid)[valid] is forward(x[valid]). (In another batch a token's last bits may
         differ; see batch_invariant().) fmoe_ext.valid_tokens() says the same to all layers of a model.
+        gate_inp: what the gate sees of the T tokens, where that is not moe_inp (Gemma 4).
         Raises ValueError for inputs, masks or choices whose number of tokens differs, TypeError for integer tokens.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
         # 1. Take off padding, masks and the tokens of other slices; find the original of a repeated forward.
-        step = begin(self._forwards, self._slices, moe_inp, valid, self.mask, self.mask_dict, self.training)
+        masks = self.mask, self.mask_dict
+        step = begin(self._forwards, self._slices, moe_inp, valid, *masks, self.training, gate_inp)
         experts = self._ready_experts(step)
         # 2. The gate chooses experts for every token; a masked token gets none.
         topk_idx, topk_weights = self._choose(step)
@@ -209,14 +211,14 @@ class FMoE(SpreadLayer):
         """Run the gate and the hook; a repeated forward reuses its recorded choices if the gate is a BaseGate."""
         gate, forward = self.gate, step.forward
         if forward is None or not isinstance(gate, BaseGate):
-            topk_idx, topk_weights = choices_of(gate, gate(step.x))
+            topk_idx, topk_weights = choices_of(gate, gate(step.gate_x))
         elif forward.kept is None or forward.selected is None:
-            topk_idx, topk_weights = choices_of(gate, gate(step.x))
+            topk_idx, topk_weights = choices_of(gate, gate(step.gate_x))
             forward.choose(step.selected, topk_idx, gate.weighs_while_choosing, self.num_experts)
         else:
             tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
             try:
-                _, topk_weights = gate(step.x)
+                _, topk_weights = gate(step.gate_x)
             finally:
                 gate.tape = tape
             topk_idx = forward.kept.long()

@@ -37,7 +37,7 @@ class _Slices(Protocol):
 
 
 class Step:
-    """One forward. x: the tokens to compute, without padding and without those of other slices.
+    """One forward. x: the tokens to compute, without padding and without those of other slices; gate_x: the gate's.
 
     batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
     is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
@@ -46,12 +46,13 @@ class Step:
     """
 
     __slots__ = (  # noqa: RUF023 - by use, not by name
-        "x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange",
+        "x", "gate_x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange",
         "_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, forward: Forward | None, is_repeated: bool, is_counted: bool):
         self.x: Nest = None
+        self.gate_x: Nest = None
         self.batch = batch
         self.forward = forward
         self.is_repeated = is_repeated
@@ -147,9 +148,11 @@ def begin(
     mask: torch.Tensor | None,
     mask_dict: Mapping[int, Any] | None,
     training: bool,
+    gate_inp: Nest | None = None,
 ) -> Step:
     """The step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
-    leaves = [moe_inp] if isinstance(moe_inp, torch.Tensor) else leaves_of(moe_inp)
+    both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
+    leaves = [both] if isinstance(both, torch.Tensor) else leaves_of(both)
     num_tokens = _check(leaves)
     if torch.compiler.is_compiling():
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
@@ -158,12 +161,13 @@ def begin(
     else:
         step = _find_or_begin(forwards, leaves[0], valid, training)
     if step.batch.rows is not None:
-        moe_inp = step.batch.take(moe_inp)
+        both = step.batch.take(both)
     if mask is not None:
         mask = step.batch.take(mask.flatten())
     if slices is not None:
-        moe_inp, mask = slices.cut(moe_inp), None if mask is None else slices.cut(mask)
-    step.x, step._slices, step._mask, step._mask_dict = moe_inp, slices, mask, mask_dict
+        both, mask = slices.cut(both), None if mask is None else slices.cut(mask)
+    step.x, step.gate_x = (both, both) if gate_inp is None else both
+    step._slices, step._mask, step._mask_dict = slices, mask, mask_dict
     return step
 
 

@@ -126,13 +126,16 @@ class FMoETransformerMLP(FMoE):
             )
         self.mark_parallel_comm(expert_dp_comm)
 
-    def forward(self, inp: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, inp: torch.Tensor, valid: torch.Tensor | None = None, gate_inp: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension.
 
-        valid [...]: the tokens that are not padding (FMoE.forward).
+        valid [...]: the tokens that are not padding. gate_inp [..., d_model]: what the gate sees (FMoE.forward).
         """
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
         # a view of a matrix too, so that gate and experts sum their gradients before a residual joins them
-        out = super().forward(inp.reshape(-1, self.d_model), valid)
+        of_gate = None if gate_inp is None else gate_inp.reshape(-1, gate_inp.shape[-1])
+        out = super().forward(inp.reshape(-1, self.d_model), valid, of_gate)
         return out if inp.dim() == 2 else out.reshape(inp.shape)

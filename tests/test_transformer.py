@@ -61,6 +61,28 @@ def test_top_k(top_k):
     assert_same(run_layer(layer, x, grad_out), truth)
 
 
+def test_gate_with_another_input_than_the_experts():
+    """Choices and weights are those of gate_inp, without its padding; both inputs get their gradient."""
+    layer, plain = make_layer(), make_layer()
+    x, of_gate = (t.view(1, T, D).requires_grad_() for t in make_input())
+    valid = torch.arange(T).view(1, T) % 3 > 0
+    out = layer(x, valid, gate_inp=of_gate)
+    chosen = plain.gate(of_gate[valid])
+    plain.gate.forward = lambda inp: chosen
+    expected = torch.zeros_like(x)
+    expected[valid] = plain(x[valid])
+    assert torch.equal(out, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.square().sum(), [x, of_gate, *layer.parameters()]),
+        torch.autograd.grad(expected.square().sum(), [x, of_gate, *plain.parameters()]),
+        strict=True,
+    ):
+        assert theirs.any()
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="one number of tokens"):
+        layer(x, gate_inp=of_gate[:, 1:])
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype, activation):

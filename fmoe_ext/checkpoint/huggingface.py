@@ -19,6 +19,7 @@ from fmoe_ext.checkpoint.layouts import (
     GATE_NAMES,
     LATENT,
     PER_EXPERT,
+    PLACES,
     STACKED,
     UNGATED,
     W1,
@@ -52,10 +53,12 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
     out: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for key in tensors:
-        layer, found = _layer_of_gate(tensors, key)
+        layer, gate, found = _layer_of_gate(tensors, key)
         if found:
             _check_shapes(key, found[0])
-            if f"{layer}{W1}" not in names:
+            if place := PLACES.get(gate):
+                layer = f"{layer}{place}."
+            elif f"{layer}{W1}" not in names:
                 layer = _renamed(layer, "mlp")
             out |= {layer + name: tensor for name, tensor in found[0].items()}
             used |= found[1]
@@ -66,15 +69,15 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
 
 def _layer_of_gate(
     tensors: Mapping[str, StoredTensor], key: str
-) -> tuple[str, tuple[dict[str, StoredTensor], set[str]] | None]:
-    """(prefix of the layer whose gate a tensor is, find_layer() of it); None for other tensors."""
+) -> tuple[str, str, tuple[dict[str, StoredTensor], set[str]] | None]:
+    """(prefix of the layer whose gate a tensor is, the gate's name, find_layer() of it); None for other tensors."""
     for gate in GATE_NAMES:
         layer = key.removesuffix(f"{gate}.weight")
         if layer != key and (not layer or layer.endswith(".")):
             found = find_layer(tensors, layer, gate)
             if found:
-                return layer, found
-    return key, None
+                return layer, gate, found
+    return key, "", None
 
 
 def _check_shapes(gate: str, layer: Mapping[str, StoredTensor]) -> None:
@@ -127,7 +130,7 @@ def to_huggingface(
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):
             check_writable(routing or {}, prefix, layout)
-        renamed = _renamed(prefix, into.block)
+        renamed = prefix.removesuffix(f"{into.place}.") if into.place else _renamed(prefix, into.block)
         out |= {renamed + name: tensor for name, tensor in converted.items()}
     return _returned(out, lazy)
 

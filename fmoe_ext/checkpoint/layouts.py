@@ -9,6 +9,7 @@ theirs   families/: one file a family has its names and shapes; "fused" is gate.
 import re
 from collections.abc import Callable, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.w
 SHARED = "shared_experts.mlp."
 SHARED_GATE = "shared_experts.gate.weight"
 LATENT = ("latent.narrow.weight", "latent.widen.weight")
+GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
 EXPERT_BIAS = "gate.expert_bias"
 TABLE = "gate.expert_of_id"
 PENDING_LOAD = (
@@ -31,6 +33,8 @@ PENDING_LOAD = (
 # Every layout that is known, of files and of modules: a state dict does not say which it has.
 KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
 GATE_NAMES = tuple(sorted({layout.gate for layout in KNOWN}))
+# {gate: our layer in the decoder layer} of layouts whose tensors are a decoder layer's
+PLACES = MappingProxyType({layout.gate: layout.place for layout in KNOWN if layout.place})
 BLOCKS = tuple(sorted({layout.block for layout in KNOWN}))
 STACKED = tuple(sorted({layout.experts for layout in KNOWN if layout.gated}))
 UNGATED = tuple(sorted({layout.experts for layout in KNOWN if not layout.gated}))
@@ -58,6 +62,8 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
     out |= _experts_to_layout(left, w1, w2, layout)
     if layout.latent and LATENT[0] in left:
         out |= {f"{name}.weight": left.pop(ours) for name, ours in zip(layout.latent, LATENT, strict=True)}
+    if layout.gate_scales:
+        out |= {name: left.pop(ours) for name, ours in zip(layout.gate_scales, GATE_SCALES, strict=True)}
     if layout.table and TABLE in left:
         out[layout.table] = left.pop(TABLE)
     elif layout.expert_bias:
@@ -202,6 +208,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
     read.expert_bias()
     read.shared()
     read.latent()
+    read.gate_scales()
     return read.layer, read.used
 
 
@@ -308,6 +315,12 @@ class _Reading:
         for names in sorted({layout.latent for layout in KNOWN if layout.latent}):
             for ours, name in zip(LATENT, names, strict=True):
                 self.take(ours, f"{name}.weight")
+
+    def gate_scales(self) -> None:
+        """Takes the factors of a gate's inputs and experts, if there are any."""
+        for names in sorted({layout.gate_scales for layout in KNOWN if layout.gate_scales}):
+            for ours, name in zip(GATE_SCALES, names, strict=True):
+                self.take(ours, name)
 
 
 def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:

@@ -43,7 +43,7 @@ METHODS = (
 )
 OPTIONS = (
     *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
-    *("norm_eps", "biased"),
+    *("norm_eps", "biased", "rms_eps"),
 )
 USUAL = (
     MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise

@@ -14,6 +14,8 @@ from fmoe_ext.checkpoint.model_folder import Base
 
 # The experts of ERNIE 4.5 VL: those of text come before those of images.
 _SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
+# Leaves experts as they are if the files have no scales.
+_DEQUANTIZE = "Inkling2LoopDequantizeExperts"
 
 
 class WeightNames:
@@ -77,6 +79,8 @@ class WeightNames:
         }
         lists = [list(of_pattern) for of_pattern in names.values()]
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
+        if sum(map(bool, lists)) == 1:
+            steps = [step for step in steps if step[0] != _DEQUANTIZE]
         if [name for name, _ in steps] == [_SPLIT_BY_KIND]:
             lists = [self._share(parameter, converter, of_pattern) for of_pattern in lists]
             return InFiles(tuple(zip(*lists, strict=True)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 
@@ -50,29 +51,62 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
     return out
 
 
-def as_in_modules(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of a model's files under the names that they have in its modules; experts keep the files' shapes."""
+def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model's files as Transformers' modules have them.
+
+    Experts one by one, and stacks that have their name already, are renamed alone: from_huggingface() reads them.
+    model: on the meta device or not. Raises CheckpointError for tensors that cannot be put together.
+    Equivalent to: what from_pretrained() does to the tensors before it assigns them.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     mapping = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     own = model.state_dict().keys()
-    return {
-        name if name in own else rename_source_key(name, renamings, [])[0]: tensor
-        for name, tensor in tensors.items()
-    }
+    out: dict[str, torch.Tensor] = {}
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        plain = rename_source_key(name, renamings, [])[0]
+        is_new = renamed != plain and pattern is not None and not _is_of_experts(by_pattern[pattern])
+        if pattern is not None and (renamed in own or is_new):
+            group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
+            group.sources[name] = pattern, StoredTensor.of(tensors[name])
+        else:
+            out[name if name in own else plain] = tensors[name]
+    for group in groups.values():
+        try:
+            out |= group.converted({name: tensors[name] for name in group.sources})
+        except Exception as error:  # of Transformers' operations: a KeyError for a part that is missing
+            kinds = ", ".join(type(operation).__name__ for operation in group.converter.operations)
+            raise CheckpointError(
+                f"{group.name} is not made of {', '.join(group.sources)} by {kinds}: {error!r}"
+            ) from error
+    return out
+
+
+def _is_of_experts(converter: Any) -> bool:
+    """True if a converter begins with a list of tensors, one for each expert."""
+    return type(converter.operations[0]).__name__ == "MergeModulelist"
 
 
 class _Group:
-    """The tensors of modules that one converter turns into tensors of files."""
+    """The tensors that one converter turns into others, of modules or of files."""
 
     def __init__(self, model: Any, name: str, converter: Any) -> None:
         self.model, self.name, self.converter = model, name, converter
         self.sources: dict[str, tuple[str, StoredTensor]] = {}
 
     def tensors(self) -> dict[str, StoredTensor]:
-        shapes = self._converted(
+        shapes = self.converted(
             {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, (_, t) in self.sources.items()}
         )
         is_by_expert = self._is_by_expert()
@@ -90,7 +124,7 @@ class _Group:
         last = type(self.converter.operations[-1]).__name__
         return len(self.sources) == 1 and last == "SplitModulelist"
 
-    def _converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
         for name, value in values.items():
             converter.add_tensor(self.name, name, self.sources[name][0], value)
@@ -98,10 +132,10 @@ class _Group:
         return {n: value[0] if isinstance(value, list) else value for n, value in found.items()}
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._converted({n: t.read() for n, (_, t) in self.sources.items()})[name]
+        return self.converted({n: t.read() for n, (_, t) in self.sources.items()})[name]
 
     def _read_expert(self, part: int, expert: int) -> torch.Tensor:
         """Part 0 or 1 (gate and up of one weight) of an expert."""
         ((name, (_, tensor)),) = self.sources.items()
-        found = self._converted({name: tensor.rows(expert, expert + 1)})
+        found = self.converted({name: tensor.rows(expert, expert + 1)})
         return [*found.values()][part]

@@ -111,11 +111,16 @@ def import_model(source: Any, **options: Any) -> Any:
         for name, module in model.named_modules()
         if hasattr(getattr(module, "experts", None), up)
     ]
+    place = family.in_modules.place
     if not blocks:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
     for name, block in blocks:
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _converted(name, block, family, facts, activation))
+        layer = _converted(name, block, family, facts, activation)
+        if place:
+            _put_beside(block, place, layer, family)
+        else:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, layer)
     heed_attention_masks(model)
     _turn_off_router_logits(model.config)
     model.register_load_state_dict_pre_hook(_take_format)
@@ -160,18 +165,24 @@ def _turn_off_router_logits(config: Any) -> None:
 
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Lets load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
-    if prefix == "" and is_huggingface(state_dict):
-        converted = from_huggingface(as_in_modules(model, state_dict), model.state_dict().keys())
-        state_dict.clear()
-        state_dict |= converted
+    own = model.state_dict().keys()
+    if prefix == "" and not state_dict.keys() <= own:
+        found = as_in_modules(model, state_dict)
+        if is_huggingface(found):
+            converted = from_huggingface(found, own)
+            state_dict.clear()
+            state_dict |= converted
 
 
 def _converted(
     name: str, block: nn.Module, family: Family, facts: dict[str, Any], activation: Any
 ) -> nn.Module:
     """The layer of ours with the tensors of a block, on its device and in its mode."""
-    values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     gate = family.in_modules.gate
+    values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
+    if family.in_modules.place:  # the block has other parts
+        parts = tuple(f"{part.partition('.')[0]}." for part in (gate, *family.in_modules.experts))
+        values = {key: value for key, value in values.items() if key.startswith(parts)}
     found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
     kept = {key for key in values if family.norm and key.startswith(f"{family.norm}.")}
     if found is None or found[1] != values.keys() - kept:
@@ -262,6 +273,25 @@ class _TokenIds:
         outer = self._open.pop()
         if outer is not None:
             leave(outer)
+
+
+class _GateInput(nn.Module):
+    """In the place of a router whose output the experts get: hands them its input."""
+
+    def forward(self, x: Tensor) -> tuple[None, Tensor, None]:
+        return None, x, None
+
+
+def _put_beside(block: nn.Module, place: str, layer: nn.Module, family: Family) -> None:
+    """Lets a decoder layer, which calls experts(x, choices, weights) with those of router(h), call ours on x and h."""
+    setattr(block, place, layer)
+    setattr(block, family.in_modules.gate.partition(".")[0], _GateInput())
+    layer.register_forward_pre_hook(_with_gate_input, with_kwargs=True)
+
+
+def _with_gate_input(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    x, _, gate_inp = args
+    return (x,), {**kwargs, "gate_inp": gate_inp}
 
 
 def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:

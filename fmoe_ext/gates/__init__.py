@@ -15,7 +15,7 @@ from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_los
 from fmoe_ext.gates.naive_gate import NaiveGate, ZeroGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
 from fmoe_ext.gates.quantile_gate import QuantileGate
-from fmoe_ext.gates.scored_gate import ScoredGate, SoftmaxGate, UniformGate
+from fmoe_ext.gates.scored_gate import NormedGate, ScoredGate, SoftmaxGate, UniformGate
 from fmoe_ext.gates.sigmoid_gate import BiasedSoftmaxGate, SigmoidGate, SqrtSoftplusGate, update_biases
 from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
@@ -33,6 +33,7 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "faster": gen_faster_gate(0),
         "zero": ZeroGate,
         "softmax": SoftmaxGate,
+        "normed": NormedGate,
         "sigmoid": SigmoidGate,
         "biased_softmax": BiasedSoftmaxGate,
         "sqrtsoftplus": SqrtSoftplusGate,
@@ -62,6 +63,7 @@ __all__ = [
     "HashGate",
     "NaiveGate",
     "NoisyGate",
+    "NormedGate",
     "OneRank",
     "QuantileGate",
     "ScoredGate",

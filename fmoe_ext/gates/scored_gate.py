@@ -2,6 +2,8 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from typing_extensions import Unpack
 
 from fmoe_ext.gates.balanced_gate import BalancedGate, BalanceOptions
@@ -182,6 +184,52 @@ class SoftmaxGate(ScoredGate):
     """
 
     score = "softmax"
+
+
+class NormedGate(SoftmaxGate):
+    """The gate of Gemma 4: SoftmaxGate behind an RMS norm, with a factor for each input and for each expert.
+
+    logits = gate(rms_norm(x) * input_scale / sqrt(d_model)), with input_scale [d_model]; the weights of SoftmaxGate are
+    multiplied by expert_scale [E]. Both begin as ones. rms_eps: of the norm. Other arguments: ScoredGate.
+
+    Example:
+
+        >>> gate = NormedGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(10, 8))
+        >>> torch.allclose(topk_weights.sum(1), torch.ones(10))
+        True
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
+        *,
+        rms_eps: float = 1e-6,
+        **options: Any,
+    ) -> None:
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias, **options)
+        self.rms_eps = rms_eps
+        self.input_scale = nn.Parameter(torch.ones(d_model))
+        self.expert_scale = nn.Parameter(torch.ones(self.num_experts))
+
+    @property
+    def weights_vary(self) -> str | None:
+        return "it multiplies them by a factor for each expert; SoftmaxGate does not"
+
+    def logits(self, inp: torch.Tensor) -> torch.Tensor:
+        """As NaiveGate.logits, behind the norm."""
+        if isinstance(inp, torch.Tensor):
+            wide = inp.to(torch.promote_types(inp.dtype, torch.float32))
+            inp = F.rms_norm(wide, wide.shape[-1:], eps=self.rms_eps) * self.input_scale * self.d_model**-0.5
+        return super().logits(inp)
+
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        topk_idx, topk_weights = super().select(logits)
+        return topk_idx, topk_weights * self.expert_scale[topk_idx.clamp(min=0).long()]
 
 
 class UniformGate(ScoredGate):

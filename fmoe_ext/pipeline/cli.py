@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int, reason
 from fmoe_ext.ep.cost import Hardware
+from fmoe_ext.pipeline.counted import count
 from fmoe_ext.pipeline.plan import GIB, Estimate, advice, plan
 from fmoe_ext.pipeline.shapes import left_out, read_shape
 
@@ -61,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _build_parser().parse_args(arguments)
     hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:
-        shape = read_shape(options.model)
-        if missing := left_out(options.model):
+        counts = count(options.model)
+        shape = counts or read_shape(options.model)
+        if counts is None and (missing := left_out(options.model)):
             print(f"not in the estimate: {', '.join(missing)}", file=sys.stderr)
         kept = options.length * shape.d_model * options.element_bytes if options.checkpoint else 0
         layers = shape.layers(options.length, options.element_bytes)

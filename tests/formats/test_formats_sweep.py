@@ -20,7 +20,7 @@ from tests.huggingface.huggingface_models import make_ids
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface import moe_architectures  # noqa: E402
-from tests.huggingface.moe_architectures import architectures, said_in_docs, tiny_model  # noqa: E402
+from tests.huggingface.moe_architectures import architectures, said_in_docs, skip_without, tiny_model  # noqa: E402
 
 # What the defaults of Transformers leave out, or our layers do not compute
 CHANGES = {
@@ -80,6 +80,21 @@ def there_and_back(name, folder):
     assert (logits(ours) - expected).abs().max() <= 1e-12 * expected.abs().max()
     ours.save_pretrained(folder / "ours")
     assert_equal_folders(folder / "theirs", folder / "ours")
+    assert_taken_back(ours, folder / "ours")
+
+
+def assert_taken_back(model, folder):
+    """load_state_dict() of the tensors in a folder, as a Trainer resumes: the weights are those of the model."""
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    left = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    tied = set(model.all_tied_weights_keys)
+    own = {key for key in expected if key.endswith(("gate.pending_load", "gate.expert_bias"))}
+    assert set(left.missing_keys) <= tied | own and not left.unexpected_keys, left
+    got = model.state_dict()
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
 
 
 def assert_equal_folders(theirs, ours):
@@ -147,19 +162,14 @@ def test_experts_that_compute_nothing_are_refused_by_name():
         fmoe_ext.import_model(model)
 
 
-NOT_JOINED = "files have Kimi Linear's conv1d in three parts, which a resumed Trainer does not join: it warns"
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "Lfm2MoeForCausalLM",
         pytest.param("AXK1ForCausalLM", marks=pytest.mark.slow),
         pytest.param("NemotronHForCausalLM", marks=pytest.mark.slow),
-        pytest.param(
-            "KimiLinearForCausalLM",
-            marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=NOT_JOINED)],
-        ),
+        pytest.param("KimiLinearForCausalLM", marks=pytest.mark.slow),
+        pytest.param("Gemma4ForCausalLM", marks=pytest.mark.slow),
     ],
 )
 def test_trainer_resumes_an_imported_model(name, tmp_path):
@@ -168,6 +178,28 @@ def test_trainer_resumes_an_imported_model(name, tmp_path):
     got = resumed(lambda: fmoe_ext.import_model(model_of(name)), tmp_path).state_dict()
     before = fmoe_ext.import_model(model_of(name)).state_dict()
     assert any(not torch.equal(before[k], got[k]) for k in got)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "says"),
+    [
+        ("KimiLinearForCausalLM", "self_attn.k_conv1d.weight", "size mismatch for .*self_attn.conv1d.weight"),
+        (
+            "Inkling2LoopForCausalLM",
+            "middle_cycle_cross_pass_kv_queries",
+            "message_input.query is not made of .*cross_pass_queries by Inkling2LoopMergeMessageQueries",
+        ),
+    ],
+)
+def test_tensor_of_which_a_part_is_missing_is_one_clear_error(name, missing, says, tmp_path):
+    skip_without(name)
+    model = fmoe_ext.import_model(model_of(name))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    left = {key: value for key, value in tensors.items() if not key.endswith(missing)}
+    assert len(left) < len(tensors)
+    with pytest.raises((RuntimeError, CheckpointError), match=says):
+        model.load_state_dict(left, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +227,14 @@ def test_shared_experts_may_be_added_instead_of_averaged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepseekV4ForCausalLM", "AXK1ForCausalLM", "NemotronHForCausalLM", "MiniMaxM3VLForCausalLM"]
+    "name",
+    [
+        "DeepseekV4ForCausalLM",
+        "AXK1ForCausalLM",
+        "NemotronHForCausalLM",
+        "MiniMaxM3VLForCausalLM",
+        "Gemma4ForCausalLM",
+    ],
 )
 def test_gradients_of_an_imported_model(name):
     """Gradients of the experts and of all other parameters are those of Transformers."""
@@ -210,9 +249,17 @@ def test_gradients_of_an_imported_model(name):
             assert (parameter.grad - grad).abs().max() <= 1e-5 * grad.abs().max() + 1e-12, key
     for key, layer in ours.named_modules():
         if isinstance(layer, FMoETransformerMLP):
-            grad = theirs.get_submodule(key).experts.down_proj.grad
-            assert grad.any()
-            assert (layer.experts.h4toh.weight.grad - grad).abs().max() <= 1e-5 * grad.abs().max(), key
+            block = theirs.get_submodule(key.removesuffix(".experts"))
+            pairs = [(layer.experts.h4toh.weight, block.experts.down_proj)]
+            if key.endswith(".experts"):  # of Gemma 4, beside the router
+                pairs += [
+                    (layer.gate.gate.weight, block.router.proj.weight),
+                    (layer.gate.input_scale, block.router.scale),
+                    (layer.gate.expert_scale, block.router.per_expert_scale),
+                ]
+            for ours, grad in ((ours.grad, theirs.grad) for ours, theirs in pairs):
+                assert grad.any()
+                assert (ours - grad).abs().max() <= 1e-5 * grad.abs().max(), key
 
 
 def test_conversion_of_files_that_halve_the_output_is_refused(tmp_path):

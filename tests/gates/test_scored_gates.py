@@ -6,6 +6,7 @@ import torch
 from fmoe_ext.gates import (
     BiasedSoftmaxGate,
     GShardGate,
+    NormedGate,
     SigmoidGate,
     SoftmaxGate,
     SqrtSoftplusGate,
@@ -360,3 +361,24 @@ def test_nan_logits_give_nan_weights():
     _, topk_weights = gate(x)
     assert topk_weights[1].isnan().all()
     assert topk_weights[[0, 2, 3]].isfinite().all()
+
+
+def test_normed_gate_is_gemmas_router():
+    modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    config = modeling.Gemma4TextConfig(hidden_size=D, num_experts=E, top_k_experts=2)
+    router = modeling.Gemma4TextRouter(config).double()
+    gate = NormedGate(D, E, 1, 2, gate_bias=False, rms_eps=config.rms_norm_eps).double()
+    torch.manual_seed(0)
+    for ours, theirs in zip(
+        (gate.gate.weight, gate.input_scale, gate.expert_scale),
+        (router.proj.weight, router.scale, router.per_expert_scale),
+        strict=True,
+    ):
+        theirs.data.normal_()
+        ours.data.copy_(theirs.data)
+    x = torch.randn(20, D, dtype=torch.float64)
+    (topk_idx, topk_weights), (_, weights, chosen) = gate(x), router(x)
+    assert torch.equal(topk_idx, chosen)
+    torch.testing.assert_close(
+        topk_weights, weights.double(), rtol=1e-6, atol=1e-6
+    )  # Transformers' in float32

@@ -32,8 +32,9 @@ class Layout:
     instead. interleaved: [E, D, 2H] with gate and up in turn and [E, H, D], with biases (GPT-OSS). transposed: [E, D,
     2H], gate before up, and [E, H, D]. gated: False for experts of up [E, H, D] and down alone.
     shared: prefix of the shared experts; shared_names: their weights, three, or two where gate and up are one or there
-    is no gate. latent: projections before and behind the experts. table: experts of each token of the vocabulary, in
-    layers that have one instead of expert_bias.
+    is no gate. latent: projections before and behind the experts. gate_scales: factors of NormedGate for its inputs and
+    for its experts. place: name of our layer where the tensors are those of a decoder layer with other parts. table:
+    experts of each token of the vocabulary, in layers that have one instead of expert_bias.
     """
 
     block: str = "mlp"
@@ -50,6 +51,8 @@ class Layout:
     shared_names: tuple[str, ...] = PROJECTIONS
     shared_gate: str = ""
     latent: tuple[str, str] | None = None
+    gate_scales: tuple[str, str] | None = None
+    place: str = ""
     table: str = ""
 
     @property

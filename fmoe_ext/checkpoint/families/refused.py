@@ -6,16 +6,11 @@ huggingface.use(model) runs their experts on our operators; their own save_pretr
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_OF_GEMMA = (
-    "its router sees the tokens before the norm that its experts see behind it, and scales each expert"
-)
-
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "diffusion_gemma_text": _OF_GEMMA,
+        "diffusion_gemma_text": "its encoder and its decoder share their experts",
         "dots3_note_text": "the tower for its images has experts too, by another router",
         "ernie4_5_vl_moe_text": "each layer has two gates and two sets of experts, for text and for images",
-        "gemma4_text": _OF_GEMMA,
         "inkling_text": "its router weighs the shared experts together with the chosen ones",
         "longcat_flash": "some of its experts compute nothing",
         "muse_spark_text": "a norm follows each of its experts",

@@ -48,8 +48,10 @@ class MegatronMLP(FMoETransformerMLP):
         megatron_init_method(self.experts.htoh4, rng, self.sigma)
         megatron_init_method(self.experts.h4toh, rng, self.sigma / math.sqrt(2.0 * self.num_layers))
 
-    def forward(self, inp: torch.Tensor, valid: torch.Tensor | None = None) -> Any:
-        output = super().forward(inp, valid)
+    def forward(
+        self, inp: torch.Tensor, valid: torch.Tensor | None = None, gate_inp: torch.Tensor | None = None
+    ) -> Any:
+        output = super().forward(inp, valid, gate_inp)
         return output, output.new_zeros(self.hidden_size)
 
 

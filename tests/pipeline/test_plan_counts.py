@@ -1,0 +1,58 @@
+"""The planner's parameters of each layer are those of the Transformers model, for every MoE architecture."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+from fmoe_ext.pipeline.cli import main
+from fmoe_ext.pipeline.counted import count
+from tests.huggingface.moe_architectures import CHANGES, architectures, tiny_config
+
+FAST = ("Gemma4ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3VLMoeForConditionalGeneration")
+SIZES_REFUSED = ("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration")  # by the class, small ones
+GEMMA = {
+    **{"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+def config_of(name, **changes):
+    config_class = getattr(transformers, name).config_class
+    return tiny_config(config_class, {**CHANGES.get(config_class.__name__, {}), **changes})
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in architectures()]
+)
+def test_parameters_of_each_layer(name, tmp_path):
+    if name in SIZES_REFUSED:
+        pytest.skip("its class refuses the sizes of small models")
+    config = config_of(name)
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    found = count(str(tmp_path))
+    plans = found.layers(length=8, element=1)
+    numels = {key: p.numel() for key, p in model.named_parameters()}
+    assert sum(p.dense_bytes + p.expert_bytes for p in plans) == sum(numels.values())
+    experts = {key: size for key, size in numels.items() if ".experts." in key}
+    assert sum(p.expert_bytes for p in plans) == sum(experts.values()) > 0
+    stack = next(iter(experts)).partition("layers.")[0]
+    for i, plan in enumerate(plans[1:-1]):
+        own = [size for key, size in numels.items() if key.startswith(f"{stack}layers.{i}.")]
+        assert plan.dense_bytes + plan.expert_bytes == sum(own)
+
+
+def test_layers_with_heads_of_their_own(tmp_path, capsys):
+    """Full attention of Gemma 4 has wider heads, and values that are its keys."""
+    config_of("Gemma4ForCausalLM", **GEMMA).save_pretrained(tmp_path)
+    found = count(str(tmp_path))
+    assert [q for q, _ in found.widths] == [64, 96, 64, 96]
+    assert found.dense[0] == found.dense[2] != found.dense[1] == found.dense[3]
+    main(["plan", "--model", str(tmp_path), "--ranks", "2", "--json"])
+    out = capsys.readouterr()
+    assert '"layouts"' in out.out and not out.err
