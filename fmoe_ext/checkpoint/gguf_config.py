@@ -47,6 +47,8 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
             values.setdefault("num_key_value_heads", heads)
             values.setdefault("head_dim", values["hidden_size"] // heads)
         values["rope_parameters"] = {"rope_theta": values.pop("rope_theta", 10000.0), **scaling}
+        if scaling and not family.gguf.rounds_yarn:
+            values["rope_parameters"]["truncate"] = False
         if family.gguf.is_partial:
             rotated = values.pop("rotated", values["head_dim"])
             values["rope_parameters"]["partial_rotary_factor"] = rotated / values["head_dim"]

@@ -130,7 +130,8 @@ def check(path: Path, fields: Fields, config: Any) -> None:
         wrong = _why_not(key, value, family, config, computed)
         if wrong:
             raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
-    found = _with_defaults(config)
+    _check_windows(path, family, config)
+    found = _with_defaults(config, family)
     for name, value in rope(path, fields, family, config.max_position_embeddings).items():
         if not _same(found.get(name), value):
             raise CheckpointError(
@@ -265,13 +266,24 @@ def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, 
     return found
 
 
-def _with_defaults(config: Any) -> dict[str, Any]:
+def _check_windows(path: Path, family: Family, config: Any) -> None:
+    """CheckpointError for a model whose layers have other windows than those of llama.cpp's graph."""
+    kinds = getattr(config, "layer_types", None)
+    assert family.gguf is not None
+    if family.gguf.window_period and kinds != family.gguf.window_kinds(config.num_hidden_layers):
+        raise CheckpointError(
+            f"{path}: llama.cpp's {family.gguf.name} has full attention in one of {family.gguf.window_period} layers, "
+            f"but config.json has layer_types {_short(kinds)}"
+        )
+
+
+def _with_defaults(config: Any, family: Family) -> dict[str, Any]:
     """rope_parameters, those of YaRN that are left out too."""
     said = {name: value for name, value in config.rope_parameters.items() if value is not None}
     if (
         said.get("rope_type") != "yarn"
         or {"mscale", "mscale_all_dim"} & said.keys()
-        or not said.get("truncate", True)
+        or (not said.get("truncate", True) and family.gguf is not None and family.gguf.rounds_yarn)
     ):
         return said
     context = config.max_position_embeddings

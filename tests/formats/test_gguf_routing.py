@@ -9,9 +9,10 @@ from fmoe_ext import frozen, huggingface
 from fmoe_ext.checkpoint import CheckpointError, gguf_keys
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.compress.gguf import GgufCut
+from tests.finetune.streamed_models import with_adapters
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
-from tests.formats.test_gguf import WRITTEN, llama_cpp_or_skip
+from tests.formats.test_gguf import OSS, WRITTEN, YARN, llama_cpp_or_skip
 from tests.formats.test_gguf_keys import (
     IDS,
     logits,
@@ -31,8 +32,13 @@ NAMES = (
     "glm4_moe, biases",
     "ernie4_5_moe, none shared",
     "deepseek_v3, queries whole",
+    "gpt_oss, yarn",
 )
 MORE = {
+    "gpt_oss, yarn": (
+        *("gpt_oss", "gpt-oss"),
+        {**OSS, "rope_parameters": {**YARN, "truncate": False}},
+    ),
     "glm4_moe, biases": (
         *("glm4_moe", "glm4moe"),
         {**MODELS["glm4_moe, one group"], "attention_bias": True, "use_qk_norm": False},
@@ -84,6 +90,7 @@ ARCHITECTURES = {
     },
     "dots1": OF_DEEPSEEK,
     "hunyuan_v1_moe": {},
+    "gpt_oss": {"attention.sliding_window": "sliding_window"},
 }
 WIDE = {
     **{"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256},
@@ -150,18 +157,39 @@ def test_correction_bias_with_one_row_is_read(files, tmp_path):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_gradients_of_adapters_are_those_of_the_model_in_memory(name, files, tmp_path):
+    model, _, original = files(name)
+    file = rewritten(original, tmp_path / "model.gguf", {})
+    found = []
+    for other in (copy.deepcopy(model), streamed(file)):
+        adapted = with_adapters(other)
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        found.append({n: p.grad for n, p in adapted.named_parameters() if p.requires_grad})
+    expected, ours = found
+    assert expected.keys() == ours.keys() and any("down_proj" in n or "base_layer" in n for n in ours)
+    for parameter, gradient in expected.items():
+        assert gradient.abs().max() > 0, parameter
+        torch.testing.assert_close(ours[parameter], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "mxfp4"])
 def test_quantised_experts_stay_packed(name, kind, tmp_path, monkeypatch):
     model, _ = build(name, **WIDE)
     plain = write(model, tmp_path / "out", {}, monkeypatch)
     values = {}
 
     def pack(name, data):
-        if "_exps." not in name:
+        if not name.endswith("_exps.weight"):
             return data, None
+        raw = gguf.GGMLQuantizationType[kind.upper()]
+        if kind == "mxfp4":
+            packed = gguf.quants.quantize(data, raw)
+            values[name] = gguf.quants.dequantize(packed, raw)
+            return packed, raw
         packed = frozen.quantize(torch.from_numpy(data.copy()), kind)
         values[name] = packed.dequantize().numpy()
-        return packed.data.numpy(), gguf.GGMLQuantizationType[kind.upper()]
+        return packed.data.numpy(), raw
 
     packed = streamed(rewritten(plain, tmp_path / "packed.gguf", {}, pack))
     assert values and all(layer.is_packed for layer in packed.expert_stream.pool.layers)
@@ -264,10 +292,8 @@ def test_key_that_differs_from_config_json_is_refused(name, files, tmp_path):
 def test_tensor_of_another_model_is_refused(name, files, tmp_path):
     _, _, original = files(name)
     vector = torch.zeros(32).numpy()
-    file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.attn_output.bias", vector)])
-    with pytest.raises(
-        CheckpointError, match=r"has model\.layers\.1\.self_attn\.o_proj\.bias, which .* lacks"
-    ):
+    file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.attn_norm.bias", vector)])
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.1\.\w+norm\.bias, which .* lacks"):
         streamed(file)
     file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.ssm_a", vector)])
     with pytest.raises(CheckpointError, match=r"blk\.1\.ssm_a has no name in Transformers"):

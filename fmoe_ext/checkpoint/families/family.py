@@ -70,6 +70,9 @@ class Gguf:
     does not say it}. flags: {attribute: tensor of the first layer that only models with it have}. is_partial: a part of
     each head may be rotated. leaves_out_heads: heads for the
     tokens after the next may be in the file, and are left out. needs: keys without which it is another model.
+    window_period: all layers but the last of each such number have a sliding window; 0 for none. fixed: {attribute:
+    the only value that llama.cpp's graph computes}. rounds_yarn: the bounds of YaRN's ramp are whole numbers, as
+    llama.cpp has them for all; False where Transformers has not.
     """
 
     name: str
@@ -86,11 +89,20 @@ class Gguf:
     is_partial: bool = False
     leaves_out_heads: bool = False
     needs: tuple[str, ...] = ()
+    window_period: int = 0
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    rounds_yarn: bool = True
 
     @property
     def says_routing(self) -> bool:
         """True if a file says how its router computes."""
         return self.normalizes is None
+
+    def window_kinds(self, num_layers: int) -> list[str]:
+        """layer_types of a model of so many layers."""
+        period = self.window_period
+        is_full = [not period or i % period == period - 1 for i in range(num_layers)]
+        return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
 # Names of GGUF that many architectures have
