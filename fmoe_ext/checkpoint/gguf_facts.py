@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.families.family import Family
 
-Facts: TypeAlias = dict[str, bool | int | float | str]  # {key behind the architecture: value}
+Facts: TypeAlias = dict[str, Any]  # {key behind the architecture: value}
 GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
 # Keys on layers and routers of files that say how their routers compute
 ROUTING = (
@@ -64,6 +64,8 @@ def facts(config: Any, family: Family) -> Facts:
         found["attention.sliding_window"] = config.sliding_window
     if config.rope_parameters.get("rope_type") == "yarn":
         found |= _yarn(config)
+    if architecture.facts:
+        found |= architecture.facts(config)
     for key, attribute in architecture.multipliers.items():
         found[key] = float(getattr(config, attribute))
     return found
@@ -114,7 +116,7 @@ def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
         "interleave_moe_layer_step": getattr(config, "moe_layer_interval", 1),
     }
     if shared:
-        found["expert_shared_feed_forward_length"] = shared * said["d_hidden"]
+        found["expert_shared_feed_forward_length"] = said.get("shared") or shared * said["d_hidden"]
     if said.get("num_groups", 1) > 1:
         found |= {
             "expert_group_count": said["num_groups"],

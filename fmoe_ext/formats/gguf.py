@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family, Gguf
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Turned
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.gguf_facts import facts
 from fmoe_ext.checkpoint.gguf_names import OUTSIDE, names_inside
@@ -21,6 +21,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 DOWNLOAD = "pip install gguf"
 
+CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
@@ -107,7 +108,8 @@ _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfl
 
 def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
     """Storage type of a tensor: vectors and gates in float32, as llama.cpp computes with them."""
-    if len(tensor.shape) < 2 or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
+    is_vector = len(tensor.shape) < 2 or name.endswith(CONVOLUTIONS)
+    if is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
         return torch.float32
     return tensor.dtype
 
@@ -125,8 +127,14 @@ def _named(
         if match:
             rest = match[2]
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
-            parts = _in_layer(rest, tensor, inside, config, family.in_modules.interleaved)
+            turned = next((turned for turned in architecture.turned if turned.name == rest), None)
+            if turned is None:
+                parts = _in_layer(rest, tensor, inside, config, family.in_modules.interleaved)
+            else:
+                parts = _parts(turned, tensor, config)
+        is_added = name.endswith(architecture.added) if architecture.added else False
         for new, part in parts:
+            part = _mapped(part, part.shape, _plus_one) if is_added else part
             full = f"blk.{match[1]}.{new}" if match else new
             rotated = ROTATED.fullmatch(full) if architecture.turns_pairs else None
             if rotated:
@@ -197,6 +205,16 @@ def _renamed(names: Mapping[str, str], name: str, tensor: StoredTensor) -> Itera
     raise CheckpointError(f"{name} has no name in GGUF")
 
 
+def _parts(turned: Turned, tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
+    shapes = turned.write(config, torch.empty(tensor.shape, device="meta"))
+    for i, name in enumerate(turned.parts):
+        yield name, _mapped(tensor, tuple(shapes[i].shape), lambda w, i=i: turned.write(config, w)[i])
+
+
+def _plus_one(w: Tensor) -> Tensor:
+    return w.double() + 1
+
+
 def _in_pairs(tensor: StoredTensor, heads: int) -> StoredTensor:
     """Rows of a projection for the rotation of neighbours where they were for the rotation of halves."""
 
@@ -214,7 +232,13 @@ def write_facts(writer: Any, config: Any, family: Family) -> None:
     """Adds to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
     assert family.gguf is not None
     writer.add_name(config.architectures[0])
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in facts(config, family).items():
         add[type(value)](f"{family.gguf.name}.{key}", value)
     writer.add_tokenizer_model("no_vocab")

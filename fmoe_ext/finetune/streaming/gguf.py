@@ -10,7 +10,7 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint import gguf_keys
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.families.family import Family, Turned
 from fmoe_ext.checkpoint.gguf_config import config_of
 from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import OUTSIDE, in_transformers
@@ -71,6 +71,8 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
     latent: dict[int, dict[str, Any]] = {}
+    turned: dict[int, dict[str, Any]] = {}
+    of_turned = {part for tensor in family.gguf.turned for part in tensor.parts}
     scales = _scales(file, reader)
     left_out = {factor.name for factor in scales.values()}
     biases: dict[int, dict[str, Any]] = {}
@@ -96,10 +98,19 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
         if match and family.gguf.is_latent and match[2] in LATENT:
             latent.setdefault(int(match[1]), {})[match[2]] = tensor
             continue
+        if match and match[2] in of_turned and tensor.name not in scales:
+            turned.setdefault(int(match[1]), {})[match[2]] = tensor
+            continue
         factor = scales.get(tensor.name)
-        found[_name(file, tensor.name, family)] = _stored(file, tensor, heads, dtype, family, factor)
+        name = _name(file, tensor.name, family)
+        if family.gguf.added and name.endswith(family.gguf.added):
+            found[name] = _less_one(file, tensor, dtype)
+            continue
+        found[name] = _stored(file, tensor, heads, dtype, family, factor)
     for number, of_experts in biases.items():
         found |= _biases(file, number, of_experts, family, dtype)
+    for number, parts in turned.items():
+        found |= _turned(file, number, parts, family, config, dtype)
     for number, halves in latent.items():
         name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
         found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
@@ -189,6 +200,56 @@ def _biases(
             shapes["down"], dtype, lambda: _decoded(file, tensors["down"], dtype)
         ),
     }
+
+
+def _less_one(file: Path, tensor: Any, dtype: torch.dtype) -> StoredTensor:
+    """A norm to which the file adds 1."""
+
+    def read() -> torch.Tensor:
+        return (_decoded(file, tensor, torch.float32) - 1).to(dtype)
+
+    return StoredTensor(tuple(int(n) for n in reversed(tensor.shape)), dtype, read)
+
+
+def _turned(
+    file: Path, number: int, parts: Mapping[str, Any], family: Family, config: Any, dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """{name in Transformers: tensor} of a layer's tensors that differ from those of the file by more than names."""
+    assert family.gguf is not None
+    return {
+        f"model.layers.{number}.{turned.name}": _of_parts(file, number, turned, parts, config, dtype)
+        for turned in family.gguf.turned
+        if any(name in parts for name in turned.parts)
+    }
+
+
+def _of_parts(
+    file: Path, number: int, turned: Turned, parts: Mapping[str, Any], config: Any, dtype: torch.dtype
+) -> StoredTensor:
+    for name in turned.parts:
+        if name not in parts:
+            raise CheckpointError(f"{file} lacks blk.{number}.{name}")
+    tensors = [parts[name] for name in turned.parts]
+    try:
+        shapes = [tuple(int(n) for n in reversed(tensor.shape)) for tensor in tensors]
+        shape = tuple(turned.read(config, *(torch.empty(s, device="meta") for s in shapes)).shape)
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: {', '.join(turned.parts)} of layer {number} do not fit the metadata: {error}"
+        ) from error
+    kinds = {tensor.tensor_type.name.lower() for tensor in tensors}
+    kind = next(iter(kinds))
+
+    def read() -> torch.Tensor:
+        return turned.read(config, *(_decoded(file, tensor, torch.float32) for tensor in tensors)).to(dtype)
+
+    def packed() -> frozen.Quantized:
+        rows = (torch.from_numpy(tensor.data.copy()) for tensor in tensors)
+        return quantized(kind, turned.read(config, *rows), None)
+
+    if turned.has_rows and len(kinds) == 1 and kind in PIECES:
+        return PackedTensor(shape, dtype, packed)
+    return StoredTensor(shape, dtype, read)
 
 
 def _joined(file: Path, number: int, halves: list[Any], dtype: torch.dtype) -> StoredTensor:
