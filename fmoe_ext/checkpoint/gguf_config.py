@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.families.family import Family, Gguf
 from fmoe_ext.checkpoint.gguf_keys import (
     COMPARED,
     READ,
@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.gguf_keys import (
     Fields,
     attribute_of,
     family_of,
+    layer_kinds,
     num_heads,
     rope,
 )
@@ -39,6 +40,11 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
             _complete(values, shapes, family)
         else:
             values["norm_topk_prob"] = family.gguf.normalizes
+        if family.gguf.complete:
+            _make(path, family.gguf, values)
+        kinds = layer_kinds(path, fields, family, values["num_hidden_layers"])
+        if kinds is not None:
+            values["layer_types"] = kinds
         heads = values["num_attention_heads"]
         if family.gguf.is_latent:
             values["num_key_value_heads"] = heads
@@ -47,6 +53,8 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
             values.setdefault("num_key_value_heads", heads)
             values.setdefault("head_dim", values["hidden_size"] // heads)
         values["rope_parameters"] = {"rope_theta": values.pop("rope_theta", 10000.0), **scaling}
+        if scaling and not family.gguf.rounds_yarn:
+            values["rope_parameters"]["truncate"] = False
         if family.gguf.is_partial:
             rotated = values.pop("rotated", values["head_dim"])
             values["rope_parameters"]["partial_rotary_factor"] = rotated / values["head_dim"]
@@ -78,6 +86,14 @@ def _said(fields: Fields, family: Family) -> Values:
             is_unused = value == 0 and key in UNUSED and architecture.says_routing
             values[attribute_of(attribute, family)] = type(value)(1) if is_unused else value
     return values
+
+
+def _make(path: Path, architecture: Gguf, values: Values) -> None:
+    assert architecture.complete is not None
+    try:
+        architecture.complete(values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {architecture.name}.{error}") from None
 
 
 def _complete(values: Values, shapes: Shapes, family: Family) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.families.family import Family
 
-Facts: TypeAlias = dict[str, bool | int | float]  # {key behind the architecture: value}
+Facts: TypeAlias = dict[str, Any]  # {key behind the architecture: value}
 GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
 # Keys on layers and routers of files that say how their routers compute
 ROUTING = (
@@ -60,9 +60,28 @@ def facts(config: Any, family: Family) -> Facts:
         found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if architecture.says_routing:
         found |= _routing(config, family, said)
+    if architecture.window_period:
+        found["attention.sliding_window"] = config.sliding_window
+    if config.rope_parameters.get("rope_type") == "yarn":
+        found |= _yarn(config)
+    if architecture.facts:
+        found |= architecture.facts(config)
     for key, attribute in architecture.multipliers.items():
         found[key] = float(getattr(config, attribute))
     return found
+
+
+def _yarn(config: Any) -> Facts:
+    """rope.scaling, whose factor of the attention is the usual one."""
+    said = config.rope_parameters
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(said["factor"]),
+        "rope.scaling.original_context_length": said.get("original_max_position_embeddings")
+        or config.max_position_embeddings,
+        "rope.scaling.yarn_beta_fast": float(said.get("beta_fast") or 32),
+        "rope.scaling.yarn_beta_slow": float(said.get("beta_slow") or 1),
+    }
 
 
 def _latent_attention(config: Any) -> Facts:
@@ -97,7 +116,7 @@ def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
         "interleave_moe_layer_step": getattr(config, "moe_layer_interval", 1),
     }
     if shared:
-        found["expert_shared_feed_forward_length"] = shared * said["d_hidden"]
+        found["expert_shared_feed_forward_length"] = said.get("shared") or shared * said["d_hidden"]
     if said.get("num_groups", 1) > 1:
         found |= {
             "expert_group_count": said["num_groups"],

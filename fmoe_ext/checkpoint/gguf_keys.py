@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.families.family import Family, Gguf
 from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
@@ -130,7 +130,8 @@ def check(path: Path, fields: Fields, config: Any) -> None:
         wrong = _why_not(key, value, family, config, computed)
         if wrong:
             raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
-    found = _with_defaults(config)
+    _check_kinds(path, fields, family, config)
+    found = _with_defaults(config, family)
     for name, value in rope(path, fields, family, config.max_position_embeddings).items():
         if not _same(found.get(name), value):
             raise CheckpointError(
@@ -153,9 +154,13 @@ def _why_not(key: str, value: Any, family: Family, config: Any, computed: Fields
     rest = key.removeprefix(f"{family.gguf.name}.")
     if rest in READ or rest.startswith(_SCALING):
         return ""
+    if rest in family.gguf.keys and family.gguf.keys[rest] is None:
+        return ""
     if rest in computed:
         said = 1 if value == 0 and rest in UNUSED else value
         return "" if _same(computed[rest], said) else f"but the model is computed with {computed[rest]}"
+    if family.gguf.keys.get(rest) == "":  # which layer_kinds() or others read
+        return ""
     if rest in ONLY:
         allowed = ONLY[rest]
         return "" if value in allowed else f"but only {' or '.join(map(str, allowed))} is computed"
@@ -225,10 +230,14 @@ def routing_table() -> str:
     rows = []
     for family in FAMILIES.values():
         if family.gguf and family.gguf.says_routing:
-            known = sorted({*ROUTING, *family.gguf.keys, *family.gguf.multipliers})
+            known = sorted({*ROUTING, *_compared(family.gguf), *family.gguf.multipliers})
             compared, needs = (", ".join(f"`{key}`" for key in keys) for keys in (known, family.gguf.needs))
             rows.append(f"| `{family.gguf.name}` ({family.name}) | {compared} | {needs or 'none more'} |")
     return "\n".join(rows)
+
+
+def _compared(architecture: Gguf) -> list[str]:
+    return [key for key, attribute in architecture.keys.items() if attribute is not None]
 
 
 def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
@@ -265,13 +274,37 @@ def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, 
     return found
 
 
-def _with_defaults(config: Any) -> dict[str, Any]:
+def layer_kinds(path: Path, fields: Fields, family: Family, num_layers: int) -> list[str] | None:
+    """layer_types of a file's model; None if the architecture fixes none."""
+    architecture = family.gguf
+    assert architecture is not None
+    if architecture.kinds is None:
+        return architecture.window_kinds(num_layers) if architecture.window_period else None
+    begin = f"{architecture.name}."
+    said = {key.removeprefix(begin): value for key, value in fields.items() if key.startswith(begin)}
+    try:
+        return architecture.kinds(said, num_layers)
+    except (TypeError, IndexError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} has keys on the kinds of layers with other values: {error}") from error
+
+
+def _check_kinds(path: Path, fields: Fields, family: Family, config: Any) -> None:
+    """CheckpointError for a model whose layers are of other kinds than the file's, or than llama.cpp's graph has."""
+    kinds = layer_kinds(path, fields, family, config.num_hidden_layers)
+    said = getattr(config, "layer_types", None)
+    if kinds is not None and kinds != said:
+        raise CheckpointError(
+            f"{path} has layers of the kinds {_short(kinds)}, but config.json has layer_types {_short(said)}"
+        )
+
+
+def _with_defaults(config: Any, family: Family) -> dict[str, Any]:
     """rope_parameters, those of YaRN that are left out too."""
     said = {name: value for name, value in config.rope_parameters.items() if value is not None}
     if (
         said.get("rope_type") != "yarn"
         or {"mscale", "mscale_all_dim"} & said.keys()
-        or not said.get("truncate", True)
+        or (not said.get("truncate", True) and family.gguf is not None and family.gguf.rounds_yarn)
     ):
         return said
     context = config.max_position_embeddings

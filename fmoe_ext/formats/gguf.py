@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family, Gguf
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Turned
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.gguf_facts import facts
 from fmoe_ext.checkpoint.gguf_names import OUTSIDE, names_inside
@@ -21,6 +21,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 DOWNLOAD = "pip install gguf"
 
+CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
@@ -44,14 +45,18 @@ def check_writable(family: Family, config: Any) -> Gguf:
         "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
-        "sliding_window": getattr(config, "sliding_window", None)
+        "sliding_window": not architecture.window_period
+        and getattr(config, "sliding_window", None)
         and getattr(config, "use_sliding_window", True)
         and set(getattr(config, "layer_types", None) or ()) != {"full_attention"},
-        "rope_parameters": config.rope_parameters.get("rope_type", "default") != "default",
+        "layer_types": architecture.window_period
+        and config.layer_types != architecture.window_kinds(config.num_hidden_layers),
+        "rope_parameters": not _has_place(config.rope_parameters, architecture),
         "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
         "num_key_value_heads": config.num_key_value_heads != config.num_attention_heads
         and not architecture.groups_heads,
     }
+    wrong |= {name: getattr(config, name) != value for name, value in architecture.fixed.items()}
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise CheckpointError(
@@ -59,6 +64,14 @@ def check_writable(family: Family, config: Any) -> Gguf:
                 "computes another model"
             )
     return architecture
+
+
+def _has_place(rope: Mapping[str, Any], architecture: Gguf) -> bool:
+    """True for rotary embeddings as they are by default, and for YaRN where it is usual."""
+    kind = rope.get("rope_type", "default")
+    return kind == "default" or (
+        kind == "yarn" and not architecture.rounds_yarn and rope.get("attention_factor") is None
+    )
 
 
 def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, config: Any) -> None:
@@ -95,7 +108,8 @@ _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfl
 
 def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
     """Storage type of a tensor: vectors and gates in float32, as llama.cpp computes with them."""
-    if len(tensor.shape) < 2 or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
+    is_vector = len(tensor.shape) < 2 or name.endswith(CONVOLUTIONS)
+    if is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
         return torch.float32
     return tensor.dtype
 
@@ -113,8 +127,14 @@ def _named(
         if match:
             rest = match[2]
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
-            parts = _in_layer(rest, tensor, inside, config)
+            turned = next((turned for turned in architecture.turned if turned.name == rest), None)
+            if turned is None:
+                parts = _in_layer(rest, tensor, inside, config, family.in_modules.interleaved)
+            else:
+                parts = _parts(turned, tensor, config)
+        is_added = name.endswith(architecture.added) if architecture.added else False
         for new, part in parts:
+            part = _mapped(part, part.shape, _plus_one) if is_added else part
             full = f"blk.{match[1]}.{new}" if match else new
             rotated = ROTATED.fullmatch(full) if architecture.turns_pairs else None
             if rotated:
@@ -124,9 +144,11 @@ def _named(
 
 
 def _in_layer(
-    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any
+    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any, interleaved: bool
 ) -> Iterator[tuple[str, StoredTensor]]:
-    if name == "mlp.experts.gate_up_proj":
+    if interleaved and name.startswith("mlp.experts."):
+        yield from _in_turn(name.removeprefix("mlp.experts."), tensor)
+    elif name == "mlp.experts.gate_up_proj":
         num_experts, rows, d_model = tensor.shape
         half = num_experts, rows // 2, d_model
         yield "ffn_gate_exps.weight", by_rows(tensor, half, lambda w: w[:, : rows // 2])
@@ -141,6 +163,23 @@ def _in_layer(
         yield "exp_probs_b.bias", _mapped(tensor, tensor.shape[-1:], torch.Tensor.flatten)
     else:
         yield from _renamed(inside, name, tensor)
+
+
+def _in_turn(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """Weights [E, in, out] and biases [E, out] of experts whose gate and up take turns in the columns."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    num_experts, *inner, columns = tensor.shape
+    if name.startswith("down_proj"):
+        down = by_rows(tensor, (num_experts, columns, *inner), _transposed)
+        yield f"ffn_down_exps.{kind}", down
+        return
+    shape = num_experts, columns // 2, *inner
+    yield f"ffn_gate_exps.{kind}", by_rows(tensor, shape, lambda w: _transposed(w[..., ::2]))
+    yield f"ffn_up_exps.{kind}", by_rows(tensor, shape, lambda w: _transposed(w[..., 1::2]))
+
+
+def _transposed(w: Tensor) -> Tensor:
+    return w.mT if w.ndim > 2 else w
 
 
 def _split_latent(tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
@@ -166,6 +205,16 @@ def _renamed(names: Mapping[str, str], name: str, tensor: StoredTensor) -> Itera
     raise CheckpointError(f"{name} has no name in GGUF")
 
 
+def _parts(turned: Turned, tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
+    shapes = turned.write(config, torch.empty(tensor.shape, device="meta"))
+    for i, name in enumerate(turned.parts):
+        yield name, _mapped(tensor, tuple(shapes[i].shape), lambda w, i=i: turned.write(config, w)[i])
+
+
+def _plus_one(w: Tensor) -> Tensor:
+    return w.double() + 1
+
+
 def _in_pairs(tensor: StoredTensor, heads: int) -> StoredTensor:
     """Rows of a projection for the rotation of neighbours where they were for the rotation of halves."""
 
@@ -183,7 +232,13 @@ def write_facts(writer: Any, config: Any, family: Family) -> None:
     """Adds to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
     assert family.gguf is not None
     writer.add_name(config.architectures[0])
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     for key, value in facts(config, family).items():
         add[type(value)](f"{family.gguf.name}.{key}", value)
     writer.add_tokenizer_model("no_vocab")

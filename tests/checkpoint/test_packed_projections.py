@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
+from fmoe_ext.checkpoint.gguf_packings import PIECES
 from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
-from fmoe_ext.frozen.formats import GGUF
 from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
@@ -229,19 +229,25 @@ def test_gguf_experts_are_read_as_they_are(tmp_path):
     assert (w1.format, w2.format) == ("q4_k", "q6_k")
 
 
-def write_types(path, types, width=256):
-    """A layer whose projections gate, up and down have random bytes of these types -> their values."""
+def write_types(path, types, width=256, beside=(), roles=("gate", "up", "down")):
+    """A layer whose projections have random bytes of these types -> their values. beside: further tensors."""
     generator = np.random.default_rng(0)
     writer, values = gguf.GGUFWriter(path, "qwen3moe"), {}
-    for role, kind in zip(("gate", "up", "down"), types, strict=True):
+    for role, kind in zip(roles, types, strict=True):
         raw = gguf.GGMLQuantizationType[kind]
         block, num_bytes = gguf.GGML_QUANT_SIZES[raw]
         data = generator.integers(0, 256, (E, width, width // block * num_bytes), np.uint8)
+        if kind == "MXFP4":
+            data[..., ::num_bytes] %= 255  # no NaN, which gguf takes for 2^128
+        elif kind == "NVFP4":
+            data.reshape(E, width, -1, num_bytes)[..., :4] &= 127  # scales have no sign
         writer.add_tensor(f"blk.0.ffn_{role}_exps.weight", data, raw_dtype=raw)
         try:
             values[role] = gguf.quants.dequantize(data, raw)
         except NotImplementedError:
             continue
+    for name, data in beside:
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -267,12 +273,51 @@ def test_every_type_of_gguf_is_read_or_refused_by_name(kind, tmp_path):
     layer = gguf_layers(path, open_gguf(path))[0]
     assert layer.shapes == ((E, 512, 256), (E, 256, 256))
     weights = read(layer, [2, 0])
-    assert all(torch.is_tensor(w) != (kind.lower() in GGUF) for w in weights)
+    assert all(torch.is_tensor(w) != (kind.lower() in PIECES) for w in weights)
     w1, w2 = (w if torch.is_tensor(w) else w.dequantize() for w in weights)
     for slot, e in enumerate((2, 0)):
         joined = np.concatenate((values["gate"][e], values["up"][e]))
         for ours, theirs in ((w1, joined), (w2, values["down"][e])):
             np.testing.assert_array_equal(ours[slot].numpy(), theirs.astype(np.float32))
+
+
+@pytest.mark.parametrize("kinds", [["NVFP4"] * 3, ["NVFP4", "NVFP4", "Q3_K"]])
+def test_factors_of_experts_in_nvfp4(kinds, tmp_path):
+    """llama.cpp's converter writes one for each expert beside the blocks."""
+    path = tmp_path / "model.gguf"
+    scales = np.linspace(0.1, 0.7, E, dtype=np.float32)
+    values = write_types(path, kinds, beside=[("blk.0.ffn_up_exps.scale", scales)])
+    w1, w2 = (
+        w if torch.is_tensor(w) else w.dequantize()
+        for w in read(gguf_layers(path, open_gguf(path))[0], [2, 0])
+    )
+    for slot, e in enumerate((2, 0)):
+        joined = np.concatenate((values["gate"][e], values["up"][e] * scales[e]))
+        np.testing.assert_allclose(w1[slot].numpy(), joined, rtol=2e-7)
+        np.testing.assert_array_equal(w2[slot].numpy(), values["down"][e].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "message"),
+    [
+        ("MXFP4", np.ones(E, np.float32), "scales a weight in mxfp4, which is not computed"),
+        ("NVFP4", np.ones(E + 1, np.float32), rf"expected F32 \[{E}\]"),
+        ("NVFP4", np.ones(E, np.float16), "is F16"),
+    ],
+)
+def test_factors_of_experts_that_do_not_fit_are_refused(kind, scales, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_types(path, [kind] * 3, beside=[("blk.0.ffn_up_exps.scale", scales)])
+    with pytest.raises(CheckpointError, match=rf"blk\.0\.ffn_up_exps\.scale.*{message}"):
+        gguf_layers(path, open_gguf(path))
+
+
+def test_gate_and_up_of_gguf_in_one_tensor(tmp_path):
+    path = tmp_path / "model.gguf"
+    values = write_types(path, ["MXFP4", "MXFP4"], roles=("gate_up", "down"))
+    w1, w2 = read(gguf_layers(path, open_gguf(path))[0], [1])
+    np.testing.assert_array_equal(w1.dequantize()[0].numpy(), values["gate_up"][1])
+    np.testing.assert_array_equal(w2.dequantize()[0].numpy(), values["down"][1])
 
 
 def test_gguf_files_that_are_broken(tmp_path):

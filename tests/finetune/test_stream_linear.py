@@ -211,21 +211,47 @@ def test_turned_pairs_of_gguf(tmp_path, kind):
         assert torch.equal(tensor.read(), expected)
 
 
-def test_layer_in_mxfp4_of_gguf_is_decoded_as_the_gguf_package_does(tmp_path):
-    """Its blocks hold their scales, unlike those of the operators' format of this name."""
+def gguf_with(tmp_path, kind, scale=None):
+    """(file of one linear layer with random blocks, its values as the gguf package decodes them)."""
     gguf = pytest.importorskip("gguf")
-    transformers = pytest.importorskip("transformers")
-    writer, kind = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe"), gguf.GGMLQuantizationType.MXFP4
-    data = torch.randint(100, 140, (64, 2 * 17), generator=torch.Generator().manual_seed(0)).byte().numpy()
-    writer.add_tensor("blk.0.attn_q.weight", data, raw_dtype=kind)
+    writer, raw = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe"), gguf.GGMLQuantizationType[kind]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[raw]
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 255, (64, 128 // block * num_bytes), generator=generator).byte()
+    if kind == "MXFP4":
+        data[:, ::17] = torch.randint(100, 140, (64, 4), generator=generator)
+    writer.add_tensor("blk.0.attn_q.weight", data.numpy(), raw_dtype=raw)
+    if scale is not None:
+        writer.add_tensor("blk.0.attn_q.scale", torch.tensor([scale]).numpy())
+        writer.add_tensor("blk.0.attn_q.input_scale", torch.tensor([3.0]).numpy())
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
     writer.close()
-    file = tmp_path / "model.gguf"
-    config = transformers.Qwen3MoeConfig(num_attention_heads=1, num_key_value_heads=1)
-    found = streamed_gguf.outside_experts(file, open_gguf(file), config, torch.float32)
+    return tmp_path / "model.gguf", torch.from_numpy(gguf.quants.dequantize(data.numpy(), raw)).float()
+
+
+def outside(file):
+    config = pytest.importorskip("transformers").Qwen3MoeConfig(num_attention_heads=1, num_key_value_heads=1)
+    return streamed_gguf.outside_experts(file, open_gguf(file), config, torch.float32)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("MXFP4", None), ("NVFP4", None), ("NVFP4", 0.3)])
+def test_four_bits_of_gguf_stay_packed_with_the_values_of_the_gguf_package(tmp_path, kind, scale):
+    """Its blocks hold their scales and have another order of nibbles than the operators' formats."""
+    file, expected = gguf_with(tmp_path, kind, scale)
+    found = outside(file)
+    assert [*found] == ["model.layers.0.self_attn.q_proj.weight"]
     tensor = found["model.layers.0.self_attn.q_proj.weight"]
-    assert not isinstance(tensor, PackedTensor)
-    assert torch.equal(tensor.read(), torch.from_numpy(gguf.quants.dequantize(data, kind)))
+    assert isinstance(tensor, PackedTensor) and tensor.packed().format == kind.lower()
+    expected = expected if scale is None else expected * scale
+    torch.testing.assert_close(tensor.read(), expected, rtol=0 if scale is None else 2e-7, atol=0)
+
+
+def test_factor_of_a_type_that_has_none_is_refused(tmp_path):
+    from fmoe_ext.checkpoint import CheckpointError
+
+    file, _ = gguf_with(tmp_path, "MXFP4", 0.3)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.scale scales a weight in mxfp4"):
+        outside(file)
 
 
 def test_config_with_another_shape(tmp_path):

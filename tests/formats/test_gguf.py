@@ -78,6 +78,11 @@ GGUF = {
 }
 
 
+OSS = {**MODELS["gpt_oss"], "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4},
+    **{"beta_fast": 2.0, "beta_slow": 0.5},
+}
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
     "deepseek_v2": ("deepseek_v2", "deepseek2", MODELS["deepseek_v2, no groups"]),
@@ -90,6 +95,22 @@ WRITTEN = {
     "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
+    "gpt_oss": ("gpt_oss", "gpt-oss", OSS),
+    "qwen3_next": ("qwen3_next", "qwen3next", MODELS["qwen3_next"]),
+    "qwen3_5_moe_text": (
+        *("qwen3_5_moe_text", "qwen35moe"),
+        {
+            **{key: value for key, value in MODELS["qwen3_next"].items() if key != "norm_topk_prob"},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                "mrope_section": [1, 1, 0],  # llama.cpp wants no more than a head has
+            },
+        },
+    ),
+}
+# llama.cpp rounds the bounds of YaRN's ramp; for GPT-OSS Transformers does so with truncate=True alone
+OF_LLAMA_CPP = {
+    "gpt_oss, yarn": ("gpt_oss", "gpt-oss", {**OSS, "rope_parameters": {**YARN, "truncate": True}}),
 }
 
 
@@ -130,9 +151,18 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
     assert types["blk.1.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(
-        CheckpointError, match=r"gguf is written for deepseek_v2, .* but this model is gpt_oss"
+        CheckpointError, match=r"gguf is written for deepseek_v2, .* but this model is flex_olmo"
     ):
-        fmoe_ext.export(fmoe_ext.import_model(make("gpt_oss", **MODELS["gpt_oss"])), tmp_path / "out", "gguf")
+        model = fmoe_ext.import_model(make("flex_olmo", **MODELS["flex_olmo"]))
+        fmoe_ext.export(model, tmp_path / "out", "gguf")
+    for name, value, said in (
+        ("swiglu_limit", 6.0, "6.0"),
+        ("layer_types", ["full_attention"] * 2, "..full_attention.*"),
+        ("rope_parameters", {**YARN, "attention_factor": 0.9}, ".*"),
+    ):
+        model = fmoe_ext.import_model(make("gpt_oss", **{**OSS, name: value}))
+        with pytest.raises(CheckpointError, match=f"{name}={said} has no place in GGUF's gpt-oss"):
+            fmoe_ext.export(model, tmp_path / "out", "gguf")
     sizes = {**MODELS["qwen3_moe"], "norm_topk_prob": False, "mlp_only_layers": []}
     with pytest.raises(CheckpointError, match="norm_topk_prob=False has no place in GGUF's qwen3moe"):
         fmoe_ext.export(fmoe_ext.import_model(make("qwen3_moe", **sizes)), tmp_path / "out", "gguf")
@@ -160,7 +190,7 @@ FMOEFIED = {
 
 
 def of_transformers(name):
-    model_type, _, values = {**GGUF, **WRITTEN}[name]
+    model_type, _, values = {**GGUF, **WRITTEN, **OF_LLAMA_CPP}[name]
     return fmoe_ext.import_model(make(model_type, **values))
 
 
@@ -184,10 +214,11 @@ def llama_cpp_or_skip():
     return llama_cpp
 
 
-@pytest.mark.parametrize("name", [*GGUF, *WRITTEN])
+@pytest.mark.parametrize("name", [*GGUF, *WRITTEN, *OF_LLAMA_CPP])
 def test_llama_cpp(name, tmp_path):
     """A model of Transformers: log-probabilities to float32's precision."""
-    assert_llama_cpp_agrees(of_transformers(name), tmp_path / "out", 1e-5)
+    tolerance = 2e-5 if name == "qwen3_next" else 1e-5  # its scan is in another order
+    assert_llama_cpp_agrees(of_transformers(name), tmp_path / "out", tolerance)
 
 
 @pytest.mark.parametrize("name", FMOEFIED)

@@ -28,6 +28,7 @@ KINDS = {
     int: gguf.GGUFValueType.UINT32,
     float: gguf.GGUFValueType.FLOAT32,
     str: gguf.GGUFValueType.STRING,
+    list: gguf.GGUFValueType.ARRAY,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
 

@@ -13,7 +13,9 @@ from fmoe_ext.checkpoint.families.family import Family, Layout
 
 def _families() -> dict[str, Family]:
     names = (
-        module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("family", "refused")
+        module.name
+        for module in pkgutil.iter_modules(__path__)
+        if module.name not in ("family", "gguf_delta", "refused")
     )
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     found = [family for module in modules for family in (module.FAMILY, *getattr(module, "VARIANTS", ()))]

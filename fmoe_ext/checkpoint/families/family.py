@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.ops.activations import GATED_ACTIVATIONS
@@ -61,6 +63,20 @@ class Layout:
         return self.interleaved or self.transposed
 
 
+class Turned(NamedTuple):
+    """A tensor of a layer that is others in a file.
+
+    name: in Transformers, inside of the layer. parts: names in a block of GGUF. read: (configuration, parts) -> tensor;
+    write: (configuration, tensor) -> parts. has_rows: both only move rows, so that packed rows stay packed.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    read: Callable[..., Tensor]
+    write: Callable[[Any, Tensor], tuple[Tensor, ...]]
+    has_rows: bool = False
+
+
 @dataclass(frozen=True)
 class Gguf:
     """An architecture of llama.cpp, whose graph fixes what a file cannot say.
@@ -69,10 +85,16 @@ class Gguf:
     and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
     a layer of Transformers: name of a tensor} beside the usual ones. multipliers: {key: attribute of the
     configuration}. is_latent: keys and values are latent (MLA).
-    keys: further {key: attribute}, "" for a key that follows from others. missing: {attribute: value of a file that
-    does not say it}. flags: {attribute: tensor of the first layer that only models with it have}. is_partial: a part of
-    each head may be rotated. leaves_out_heads: heads for the
-    tokens after the next may be in the file, and are left out. needs: keys without which it is another model.
+    keys: further {key: attribute}, "" for a key that follows from others, None for one that changes no logit.
+    missing: {attribute: value of a file that does not say it}. flags: {attribute: tensor of the first layer that only
+    models with it have}. is_partial: a part of each head may be rotated. leaves_out_heads: heads for the tokens after
+    the next may be in the file, and are left out. needs: keys without which it is another model.
+    window_period: all layers but the last of each such number have a sliding window; 0 for none. fixed: {attribute:
+    the only value that llama.cpp's graph computes}. rounds_yarn: the bounds of YaRN's ramp are whole numbers, as
+    llama.cpp has them for all; False where Transformers has not.
+    turned: tensors that differ by more than their names. added: ends of the names of norms to which the file adds 1.
+    kinds: layer_types that {key: value} say. facts: further {key: value} of a configuration. complete: makes
+    attributes of the values that `keys` read.
     """
 
     name: str
@@ -83,17 +105,31 @@ class Gguf:
     names: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     is_latent: bool = False
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str | None] = field(default_factory=dict)
     missing: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     is_partial: bool = False
     leaves_out_heads: bool = False
     needs: tuple[str, ...] = ()
+    window_period: int = 0
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    rounds_yarn: bool = True
+    turned: tuple[Turned, ...] = ()
+    added: tuple[str, ...] = ()
+    kinds: Callable[[Values, int], list[str]] | None = None
+    facts: Callable[[Any], dict[str, Any]] | None = None
+    complete: Callable[[dict[str, Any]], None] | None = None
 
     @property
     def says_routing(self) -> bool:
         """True if a file says how its router computes."""
         return self.normalizes is None
+
+    def window_kinds(self, num_layers: int) -> list[str]:
+        """layer_types of a model of so many layers."""
+        period = self.window_period
+        is_full = [not period or i % period == period - 1 for i in range(num_layers)]
+        return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
 # Names of GGUF that many architectures have

@@ -1,6 +1,7 @@
 """A model in a GGUF file: weights outside of the experts by name, as Transformers has them."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,23 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint import gguf_keys
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.families.family import Family, Turned
 from fmoe_ext.checkpoint.gguf_config import config_of
+from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import OUTSIDE, in_transformers
+from fmoe_ext.checkpoint.gguf_packings import PIECES
+from fmoe_ext.checkpoint.gguf_packings import packed as quantized
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.frozen.formats import GGUF
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
 BIAS = "exp_probs_b.bias"  # [E] there
 LATENT = ("attn_k_b.weight", "attn_v_b.weight")  # [heads, rank, nope] and [heads, v, rank]
+# A tensor of a layer's experts; scales are factors of their weights, which gguf_layers() reads
+OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
+INPUT_SCALE = ".input_scale"
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
 
@@ -65,9 +71,20 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
     latent: dict[int, dict[str, Any]] = {}
+    turned: dict[int, dict[str, Any]] = {}
+    of_turned = {part for tensor in family.gguf.turned for part in tensor.parts}
+    scales = _scales(file, reader)
+    left_out = {factor.name for factor in scales.values()}
+    biases: dict[int, dict[str, Any]] = {}
     for tensor in reader.tensors:
         match = IN_LAYER.fullmatch(tensor.name)
-        if "_exps." in tensor.name or (match and last is not None and int(match[1]) >= last):
+        if tensor.name in left_out or (match and last is not None and int(match[1]) >= last):
+            continue
+        if tensor.name.endswith(INPUT_SCALE):  # of a setting that rounds inputs
+            continue
+        if match and (experts := OF_EXPERTS.fullmatch(match[2])):
+            if experts[2] == "bias":
+                biases.setdefault(int(match[1]), {})[experts[1]] = tensor
             continue
         if tensor.name == "rope_freqs.weight":
             if (tensor.data != 1).any():
@@ -81,7 +98,19 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
         if match and family.gguf.is_latent and match[2] in LATENT:
             latent.setdefault(int(match[1]), {})[match[2]] = tensor
             continue
-        found[_name(file, tensor.name, family)] = _stored(file, tensor, heads, dtype, family)
+        if match and match[2] in of_turned and tensor.name not in scales:
+            turned.setdefault(int(match[1]), {})[match[2]] = tensor
+            continue
+        factor = scales.get(tensor.name)
+        name = _name(file, tensor.name, family)
+        if family.gguf.added and name.endswith(family.gguf.added):
+            found[name] = _less_one(file, tensor, dtype)
+            continue
+        found[name] = _stored(file, tensor, heads, dtype, family, factor)
+    for number, of_experts in biases.items():
+        found |= _biases(file, number, of_experts, family, dtype)
+    for number, parts in turned.items():
+        found |= _turned(file, number, parts, family, config, dtype)
     for number, halves in latent.items():
         name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
         found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
@@ -103,15 +132,29 @@ def _name(file: Path, name: str, family: Family) -> str:
     return full
 
 
-def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, family: Family) -> StoredTensor:
+def _scales(file: Path, reader: Any) -> dict[str, Any]:
+    """{name of a weight outside of the experts: its factor}."""
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    found = {}
+    for tensor in reader.tensors:
+        weight = names.get(f"{tensor.name.removesuffix('scale')}weight")
+        if tensor.name.endswith(".scale") and weight is not None and "_exps." not in tensor.name:
+            check_factors(file, tensor, weight.tensor_type.name.lower(), 1)
+            found[weight.name] = tensor
+    return found
+
+
+def _stored(
+    file: Path, tensor: Any, heads: int | None, dtype: torch.dtype, family: Family, factor: Any
+) -> StoredTensor:
     shape = tuple(int(n) for n in reversed(tensor.shape))
     name = tensor.tensor_type.name.lower()
-    if name in GGUF and len(shape) == 2:
+    if name in PIECES and len(shape) == 2:
 
         def packed() -> frozen.Quantized:
             # a copy in memory, whatever becomes of the file
             rows = _halves(torch.from_numpy(tensor.data.copy()), heads)
-            return frozen.Quantized(name, rows[None])
+            return quantized(name, rows, None if factor is None else torch.from_numpy(factor.data.copy()))
 
         return PackedTensor(shape, dtype, packed)
     is_row = family.in_modules.bias_is_row and tensor.name.endswith(BIAS)
@@ -132,6 +175,81 @@ def _decoded(file: Path, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     except (NotImplementedError, ValueError) as error:
         raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
     return torch.from_numpy(values.copy()).to(dtype)
+
+
+def _biases(
+    file: Path, number: int, tensors: Mapping[str, Any], family: Family, dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """{name in Transformers: tensor} of the biases of a layer's experts, gate and up in turn."""
+    prefix = f"model.layers.{number}.{family.in_modules.block}.experts."
+    for role in ("gate", "up", "down"):
+        if role not in tensors:
+            raise CheckpointError(f"{file} lacks blk.{number}.ffn_{role}_exps.bias")
+    shapes = {role: tuple(int(n) for n in reversed(tensor.shape)) for role, tensor in tensors.items()}
+    if len({shapes["gate"], shapes["up"]}) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        raise CheckpointError(f"{file}: the biases of the experts of layer {number} are {shapes}")
+
+    def joined() -> torch.Tensor:
+        pair = [_decoded(file, tensors[role], dtype) for role in ("gate", "up")]
+        return torch.stack(pair, -1).flatten(1) if family.in_modules.interleaved else torch.cat(pair, 1)
+
+    num_experts, width = shapes["up"]
+    return {
+        f"{prefix}gate_up_proj_bias": StoredTensor((num_experts, 2 * width), dtype, joined),
+        f"{prefix}down_proj_bias": StoredTensor(
+            shapes["down"], dtype, lambda: _decoded(file, tensors["down"], dtype)
+        ),
+    }
+
+
+def _less_one(file: Path, tensor: Any, dtype: torch.dtype) -> StoredTensor:
+    """A norm to which the file adds 1."""
+
+    def read() -> torch.Tensor:
+        return (_decoded(file, tensor, torch.float32) - 1).to(dtype)
+
+    return StoredTensor(tuple(int(n) for n in reversed(tensor.shape)), dtype, read)
+
+
+def _turned(
+    file: Path, number: int, parts: Mapping[str, Any], family: Family, config: Any, dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """{name in Transformers: tensor} of a layer's tensors that differ from those of the file by more than names."""
+    assert family.gguf is not None
+    return {
+        f"model.layers.{number}.{turned.name}": _of_parts(file, number, turned, parts, config, dtype)
+        for turned in family.gguf.turned
+        if any(name in parts for name in turned.parts)
+    }
+
+
+def _of_parts(
+    file: Path, number: int, turned: Turned, parts: Mapping[str, Any], config: Any, dtype: torch.dtype
+) -> StoredTensor:
+    for name in turned.parts:
+        if name not in parts:
+            raise CheckpointError(f"{file} lacks blk.{number}.{name}")
+    tensors = [parts[name] for name in turned.parts]
+    try:
+        shapes = [tuple(int(n) for n in reversed(tensor.shape)) for tensor in tensors]
+        shape = tuple(turned.read(config, *(torch.empty(s, device="meta") for s in shapes)).shape)
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: {', '.join(turned.parts)} of layer {number} do not fit the metadata: {error}"
+        ) from error
+    kinds = {tensor.tensor_type.name.lower() for tensor in tensors}
+    kind = next(iter(kinds))
+
+    def read() -> torch.Tensor:
+        return turned.read(config, *(_decoded(file, tensor, torch.float32) for tensor in tensors)).to(dtype)
+
+    def packed() -> frozen.Quantized:
+        rows = (torch.from_numpy(tensor.data.copy()) for tensor in tensors)
+        return quantized(kind, turned.read(config, *rows), None)
+
+    if turned.has_rows and len(kinds) == 1 and kind in PIECES:
+        return PackedTensor(shape, dtype, packed)
+    return StoredTensor(shape, dtype, read)
 
 
 def _joined(file: Path, number: int, halves: list[Any], dtype: torch.dtype) -> StoredTensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,9 @@ CHUNK = 4 * 2**20  # bytes of one read
 MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
 RAW = 64 * 2**20  # bytes that are in memory before they are turned
 THREADS = 2
+
+
+Source: TypeAlias = tuple[Path, int, int]  # file, begin and number of bytes
 
 
 class _Chunk(NamedTuple):
@@ -64,17 +67,15 @@ class Reader:
         """
         num_bytes = self._fetch([span for span in spans if span.turn is None], into)
         for group in _groups([span for span in spans if span.turn is not None]):
-            moved: list[Span] = []
-            places: list[list[slice]] = []
+            moved: dict[Source, Span] = {}  # each once: codes and scales may be of the same bytes
             end = 0
-            for span in group:
-                places.append([])
-                for part in (span, *span.beside):
-                    moved.append(Span(part.path, part.begin, part.num_bytes, end))
-                    places[-1].append(slice(end, end + part.num_bytes))
-                    end += -(-part.num_bytes // ALIGNED) * ALIGNED
+            for source in (part[:3] for span in group for part in (span, *span.beside)):
+                if source not in moved:
+                    moved[source] = Span(*source, end)
+                    end += -(-source[2] // ALIGNED) * ALIGNED
+            places = [[_place(moved[part[:3]]) for part in (span, *span.beside)] for span in group]
             raw = np.empty(end, dtype=np.uint8)
-            num_bytes += self._fetch(moved, raw)
+            num_bytes += self._fetch([*moved.values()], raw)
             for _ in self._threads.map(functools.partial(_turn, into, raw), group, places):
                 pass
         return num_bytes
@@ -140,6 +141,10 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
         if count == 0:
             raise CheckpointError(f"{chunk.path} is damaged: it ends {size - done} bytes too early")
         done += count
+
+
+def _place(span: Span) -> slice:
+    return slice(span.at, span.at + span.num_bytes)
 
 
 def _turn(

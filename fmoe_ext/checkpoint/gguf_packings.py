@@ -1,0 +1,64 @@
+"""Blocks of GGUF as tensors of frozen.Quantized: as they lie, or with codes and scales apart.
+
+In a block of MXFP4 and NVFP4 the low nibbles are the first half of the values, the high nibbles the second. Their
+tables have twice the values and half the scales of the formats with these names, so the products are the same.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+
+from fmoe_ext import frozen
+from fmoe_ext.frozen.formats import GGUF
+
+Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # uint8 [rows, bytes] -> [rows, *]
+
+
+def _mxfp4_data(rows: torch.Tensor) -> torch.Tensor:
+    return _in_turn(rows.unflatten(-1, (-1, 17))[..., 1:])
+
+
+def _mxfp4_scale(rows: torch.Tensor) -> torch.Tensor:
+    return rows.unflatten(-1, (-1, 17))[..., 0]
+
+
+def _nvfp4_data(rows: torch.Tensor) -> torch.Tensor:
+    return _in_turn(rows.unflatten(-1, (-1, 36))[..., 4:].unflatten(-1, (4, 8))).flatten(1)
+
+
+def _nvfp4_scale(rows: torch.Tensor) -> torch.Tensor:
+    scale = rows.unflatten(-1, (-1, 36))[..., :4].flatten(1) & 127  # without a sign
+    return torch.where(scale == 127, 0, scale)  # which E4M3 has for NaN
+
+
+def _in_turn(halves: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., 2n], low nibbles first, -> [..., 2n] of neighbours, the low nibble first."""
+    pairs = halves.contiguous().view(torch.int16)
+    low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
+    return torch.cat((low, high), -1).to(torch.uint8)
+
+
+# {type of GGUF, a name in frozen.FORMATS: {tensor of Quantized: piece}}
+PIECES: Mapping[str, Mapping[str, Piece]] = MappingProxyType(
+    {
+        **{name: {"data": lambda rows: rows} for name in GGUF},
+        "mxfp4": {"data": _mxfp4_data, "scale": _mxfp4_scale},
+        "nvfp4": {"data": _nvfp4_data, "scale": _nvfp4_scale},
+    }
+)
+SCALED = "nvfp4"  # the type whose tensors may have a factor each, or one for each expert
+
+
+def factors(factor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
+    return torch.stack((factor.flatten(), torch.ones(1)), -1).expand(rows, 2)
+
+
+def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen.Quantized:
+    """A matrix uint8 [rows, bytes] as a weight of one expert. factor: of NVFP4, 1 if None."""
+    tensors = {name: piece(rows)[None].contiguous() for name, piece in PIECES[kind].items()}
+    if kind == SCALED:
+        tensors["zero"] = factors(torch.ones(1) if factor is None else factor, len(rows))[None].contiguous()
+    return frozen.Quantized(kind, tensors["data"], tensors.get("scale"), tensors.get("zero"))
