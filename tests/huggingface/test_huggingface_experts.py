@@ -293,6 +293,8 @@ def experts_with_own_gates():
 def test_every_gate_of_transformers_with_a_clamp_is_one_operator(dtype):
     found = {}
     for family, cls in experts_with_own_gates():
+        if family.startswith("inkling2"):  # its activation takes gate and up
+            continue
         experts = cls.__new__(cls)
         torch.nn.Module.__init__(experts)
         # No bfloat16 number is the limit: torch's gradient at the limit itself depends on its version.
