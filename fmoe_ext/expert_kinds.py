@@ -5,7 +5,6 @@ A new kind is a class here and an entry in KINDS.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from torch import nn
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.experts import FusedExperts
-from fmoe_ext.ops.outside_graphs import is_exporting
+from fmoe_ext.ops.outside_graphs import is_exporting, outside_graphs
 from fmoe_ext.routing import ExpertInput, permute_rows, sort_choices, unpermute_rows
 from fmoe_ext.tokens import Nest, leaves_of, map_structure
 
@@ -162,7 +161,7 @@ class Fused(ExpertKind):
 
     def _with_weights(self, weights: Callable[[int], tuple[Any, ...]]) -> ExpertKind:
         """weights(end): the arguments weights and main_grads of FusedExperts for the experts that end there."""
-        other = copy.copy(self)
+        other = type(self)(self.layer)  # Dynamo of torch 2.11 cannot trace copy.copy
         other._weights = weights
         return other
 
@@ -178,6 +177,18 @@ class SeparateExperts(nn.ModuleList):
     def __init__(self, modules: Iterable[nn.Module] | None = None):
         super().__init__(modules)
         self.takes_count = [_takes_count(module) for module in self]
+
+
+_SEPARATE = (
+    "separate experts, whose numbers of rows are read on the host: use experts in one module, as FMoETransformerMLP "
+    "has"
+)
+
+
+# Dynamo of torch 2.11 goes on with another expert's number if numbers of rows are symbols of a graph.
+@outside_graphs(f"no graph has {_SEPARATE}")
+def _on_the_host(tokens_per_expert: torch.Tensor) -> list[int]:
+    return torch.as_tensor(tokens_per_expert).tolist()
 
 
 class Separate(ExpertKind):
@@ -204,12 +215,9 @@ class Separate(ExpertKind):
                 "each expert has of this one: use torch.compile, or experts in one module, as FMoETransformerMLP has"
             )
         if is_exporting():
-            raise RuntimeError(
-                "torch.export cannot trace separate experts, whose numbers of rows are read on the host: use "
-                "experts in one module, as FMoETransformerMLP has"
-            )
+            raise RuntimeError(f"torch.export cannot trace {_SEPARATE}")
         outputs, begin = [], 0
-        for idx, count in enumerate(torch.as_tensor(tokens_per_expert).tolist(), first):
+        for idx, count in enumerate(_on_the_host(tokens_per_expert), first):
             own = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], rows)
             result = self.layer.expert_fn_single(own, count, idx)
             if wrong := [x for x in leaves_of(result) if x.shape[:1] != (count,)]:

@@ -12,7 +12,7 @@ from torch import nn
 from fmoe_ext import ops
 from fmoe_ext.adapters import Lora
 from fmoe_ext.linear import FMoELinear, WideLinear, adapted_gemm, cast_to_weight, check_plain, cumulative_ends
-from fmoe_ext.ops.activations import GATED_ACTIVATIONS
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS, clamp_above, clamp_both
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
 
 # w1, b1 or None, w2, b2 or None
@@ -83,8 +83,8 @@ class ClampedSwiGLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
-        gate = gate.clamp(max=self.limit)
-        return (up.clamp(-self.limit, self.limit) + 1) * gate * torch.sigmoid(self.alpha * gate)
+        gate = clamp_above(gate, self.limit)
+        return (clamp_both(up, self.limit) + 1) * gate * torch.sigmoid(self.alpha * gate)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, limit={self.limit}"
@@ -111,7 +111,7 @@ class GatedActivation(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
         if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            gate, up = clamp_above(gate, self.limit), clamp_both(up, self.limit)
         return self.activation(gate) * (up + self.offset if self.offset else up)
 
     def __repr__(self) -> str:

@@ -111,7 +111,8 @@ class _MaskReader:
         if outer.rows is not None or not isinstance(mask, Tensor) or tokens is None:
             return None
         if mask.dim() > 2:
-            mask = _attends_to_itself(mask, tokens, given.get("past_key_values"))
+            past = given.get("cache", given.get("past_key_values"))  # the former since Transformers 5.24
+            mask = _attends_to_itself(mask, tokens, past)
         valid = mask[:, -tokens.shape[1] :]
         name = type(module).__name__
         # its layers get the tokens, and predictions for each of the next ones

@@ -26,8 +26,18 @@ def _gelu_tanh(h: Tensor) -> Tensor:
     return F.gelu(h, approximate="tanh")
 
 
+def clamp_above(x: Tensor, limit: float) -> Tensor:
+    """x.clamp(max=limit) with gradient 1 where x is limit, as in the kernels (torch has 0 there since 2.14)."""
+    return x.masked_fill(x > limit, limit)
+
+
+def clamp_both(x: Tensor, limit: float) -> Tensor:
+    """x.clamp(-limit, limit) with gradient 1 where x is limit or -limit, as clamp_above."""
+    return clamp_above(x, limit).masked_fill(x < -limit, -limit)
+
+
 def _clamped_silu(gate: Tensor) -> Tensor:
-    gate = gate.clamp(max=7.0)
+    gate = clamp_above(gate, 7.0)
     return gate * torch.sigmoid(1.702 * gate)
 
 
@@ -83,8 +93,8 @@ def _function(kind: _Kind) -> Callable[..., Tensor]:
 
 def _clamped_swiglu(h: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
-    gate = gate.clamp(max=7.0)
-    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+    gate = clamp_above(gate, 7.0)
+    return (clamp_both(up, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 FUNCTIONS = tuple(_function(kind) for kind in KINDS)

@@ -9,6 +9,7 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
+from fmoe_ext.ops.activations import clamp_above, clamp_both
 
 
 def clamped_glu(
@@ -26,7 +27,8 @@ def clamped_glu(
     above and up on both sides; offset: added to up. interleaved: gate and up take turns in h, as in GPT-OSS.
     clamps_activated: the activated gate is clamped, in place of the gate (Step 3.7). Computed in float32 (float64:
     float64) and rounded once. Raises RuntimeError for an odd width or a negative limit, and for a second derivative
-    on the CPU. PyTorch computes it on other devices.
+    on the CPU. PyTorch computes it on other devices. At the limit itself the gradient is that below it, whatever
+    torch.clamp's is (1 up to torch 2.13, 0 since).
     Equivalent to: clamped_glu_ref. GPT-OSS and MiniMax-M3 (1.702, 7, 1), DeepSeek-V4, GLM-5 and Hy4 (1, limit, 0).
     """
     options = (alpha, limit, offset, interleaved, clamps_activated)
@@ -49,11 +51,11 @@ def clamped_glu_ref(
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     gate, up = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     if not clamps_activated:
-        gate = gate.clamp(max=limit)
+        gate = clamp_above(gate, limit)
     gate = gate * torch.sigmoid(alpha * gate)
     if clamps_activated:
-        gate = gate.clamp(max=limit)
-    return (gate * (up.clamp(-limit, limit) + offset)).to(h.dtype)
+        gate = clamp_above(gate, limit)
+    return (gate * (clamp_both(up, limit) + offset)).to(h.dtype)
 
 
 @register_fake("fmoe_ext::clamped_glu", h=2)

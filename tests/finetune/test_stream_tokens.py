@@ -1,6 +1,7 @@
 """New tokens of a stream whose attention has packed projections, and the cache that grows in place."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 from transformers.cache_utils import DynamicCache
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
+from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from fmoe_ext.finetune.streaming.token_attention import SPARE, append
 from tests.finetune.streamed_models import WIDE, save, streamed, write_gguf
@@ -69,6 +72,22 @@ def test_hook_of_all_modules_is_called_by_a_copy_too(tmp_path):
     finally:
         watch.remove()
     assert logits_of_token(copied)[1]["_attention_inputs"] == LAYERS
+
+
+def test_decorators_of_an_attention_stay_around_ours(tmp_path, monkeypatch):
+    """Transformers 5.24 renames an argument by one."""
+    theirs, called = Qwen3MoeAttention.forward, []
+
+    @functools.wraps(theirs)
+    def decorated(*args, **kwargs):
+        called.append(1)
+        return theirs(*args, **kwargs)
+
+    monkeypatch.setattr(Qwen3MoeAttention, "forward", decorated)
+    decoding._derived.cache_clear()
+    _, calls = logits_of_token(packed_stream(tmp_path, dtype=torch.bfloat16))
+    decoding._derived.cache_clear()
+    assert calls["_attention_inputs"] == LAYERS and len(called) == 2 * LAYERS  # a prompt and a token
 
 
 def test_attention_of_transformers_can_be_chosen(tmp_path):

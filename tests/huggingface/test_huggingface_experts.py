@@ -293,9 +293,13 @@ def experts_with_own_gates():
 def test_every_gate_of_transformers_with_a_clamp_is_one_operator(dtype):
     found = {}
     for family, cls in experts_with_own_gates():
+        if family.startswith("inkling2"):  # its activation takes gate and up
+            continue
         experts = cls.__new__(cls)
         torch.nn.Module.__init__(experts)
-        numbers = {"alpha": 1.5, "swiglu_alpha": 1.5, "limit": 2.0, "swiglu_limit": 2.0}
+        # No bfloat16 number is the limit: torch's gradient at the limit itself depends on its version.
+        limit = 2.003
+        numbers = {"alpha": 1.5, "swiglu_alpha": 1.5, "limit": limit, "swiglu_limit": limit}
         vars(experts).update(numbers, act_fn=torch.nn.SiLU())
         found[family] = glu_options(experts)
         h = (2 * torch.randn(9, 48)).to(dtype).double().requires_grad_()
@@ -309,10 +313,10 @@ def test_every_gate_of_transformers_with_a_clamp_is_one_operator(dtype):
         torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
     assert found.pop("beam", None) is None  # it computes in float32, also for float64
     known = {
-        **dict.fromkeys(("deepseek_v4", "glm5_next", "hy_v4"), (1.0, 2.0, 0.0, False, False)),
-        **dict.fromkeys(("minimax_m3_vl", "openai_privacy_filter"), (1.5, 2.0, 1.0, False, False)),
-        "gpt_oss": (1.5, 2.0, 1.0, True, False),
-        "step3p7": (1.0, 2.0, 0.0, False, True),
+        **dict.fromkeys(("deepseek_v4", "glm5_next", "hy_v4"), (1.0, limit, 0.0, False, False)),
+        **dict.fromkeys(("minimax_m3_vl", "openai_privacy_filter"), (1.5, limit, 1.0, False, False)),
+        "gpt_oss": (1.5, limit, 1.0, True, False),
+        "step3p7": (1.0, limit, 0.0, False, True),
     }
     assert {family: known.get(family) for family in found} == found
 

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from fmoe_ext import fmoefy, huggingface
 from fmoe_ext.testing import DistributedPool
@@ -62,11 +63,17 @@ def test_losses_equal_eager(train, tmp_path):
     assert got == pytest.approx(expected, rel=1e-8)
 
 
+IS_5_24 = Version(transformers.__version__) >= Version("5.24")  # has no ep_router
+
+
 def load_expert_parallel(folder, architecture, implementation, ep_plan):
     """One rank's step on a model of which it loaded its own experts -> logits, loss, gradients, experts here."""
     huggingface.register()
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    config = transformers.distributed.DistributedConfig(tp_size=2, ep_size=2, tp_plan={}, ep_plan=ep_plan)
+    options = dict(tp_size=2, ep_size=2, tp_plan={}, ep_plan=ep_plan)
+    if IS_5_24:
+        options = dict(ep_size=2, ep_implementation="all_reduce" if ep_plan else "auto")
+    config = transformers.distributed.DistributedConfig(**options)
     model = getattr(transformers, architecture).from_pretrained(
         folder, experts_implementation=implementation, dtype=torch.float64, distributed_config=config
     )

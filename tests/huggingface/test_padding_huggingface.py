@@ -142,6 +142,19 @@ def test_4d_mask_with_a_cache_leaves_out_the_padding_of_the_new_tokens():
     assert seen == [int(mask[:, :4].sum()), int(mask[:, 4:].sum())]
 
 
+def test_4d_mask_of_a_static_cache_is_read_where_the_new_tokens_are():
+    ids, mask, positions = batch("right")
+    model, seen = make(), []
+    causal = torch.zeros(ids.shape[0], 1, S, S + 3, dtype=torch.bool)  # the cache has room for three more
+    causal[..., :S] = torch.ones(S, S, dtype=torch.bool).tril() & (mask > 0)[:, None, None]
+    model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    cache = transformers.StaticCache(config=model.config, max_cache_len=S + 3)
+    for part in (slice(0, 4), slice(4, S)):
+        given = dict(position_ids=positions[:, part], past_key_values=cache)
+        model(ids[:, part], attention_mask=causal[:, :, part], **given)
+    assert seen == [int(mask[:, :4].sum()), int(mask[:, 4:].sum())]
+
+
 def test_valid_tokens_around_the_model_take_precedence():
     ids, mask, positions = batch("right")
     model, seen = make(), []

@@ -53,6 +53,18 @@ def test_clamped_glu_special_values_equal_pytorch(isa, name, dtype):
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("function", [clamped_glu, clamped_glu_ref])
+def test_clamped_glu_gradient_at_the_limit_is_that_below_it(function):
+    """torch.clamp has 1 there up to torch 2.13 and 0 since 2.14 (pytorch#184574)."""
+    h = torch.tensor([[2.0, 2.0, 3.0, 0.5, 2.0, -2.0, 0.5, 3.0]])  # four gates, four ups
+    _, grad = values_and_gradient(lambda h, **options: function(h, **options).sum(), h, {"limit": 2.0})
+    _, below = values_and_gradient(
+        lambda h, **options: function(h, **options).sum(), h, {"limit": 2.0 + 2e-7}
+    )
+    assert (grad != 0).tolist() == [[True, True, False, True, True, True, True, False]]
+    torch.testing.assert_close(grad, below)
+
+
 @pytest.mark.parametrize("shape", [(3_000, 70), (2, 20_000)])
 def test_clamped_glu_any_number_of_threads_gives_the_same_bits(isa, shape):
     h, threads = torch.randn(shape), torch.get_num_threads()

@@ -499,4 +499,5 @@ def test_info():
 def test_names_of_a_build_without_cuda_kernels():
     if ops.cuda_module_missing is None:
         pytest.skip("the CUDA kernels are loaded")
-    assert not hasattr(torch.ops.fmoe_ext, "_gpu_kernels")
+    # torch.ops may hold what another test defined: 2.11 keeps names of libraries that are gone.
+    assert "fmoe_ext::_gpu_kernels" not in torch._C._dispatch_get_all_op_names()

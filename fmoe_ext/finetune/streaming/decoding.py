@@ -50,21 +50,22 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
     """A class with another forward and the same name; None if its forward has nothing that is known here."""
     from transformers.models.llama import modeling_llama as llama
 
-    used = _globals_of(cls.forward)
+    plain = inspect.unwrap(cls.forward)
+    used = _globals_of(plain)
     forward: Any = None
     if _is_same(cls.forward, llama.LlamaRMSNorm.forward):
         forward = _norm(cls.forward)
     elif _is_same(used.get("apply_rotary_pos_emb"), llama.apply_rotary_pos_emb):
-        ours = _rotary(llama.apply_rotary_pos_emb)
-        forward = _with_global(cls.forward, "apply_rotary_pos_emb", ours)
-        if any(_is_same(cls.forward, known) for known in _attention_forwards()):
-            forward = token_attention.forward_of(forward, attention, NAME, _is_norm)
-    elif _is_same(inspect.unwrap(cls.forward), inspect.unwrap(llama.LlamaRotaryEmbedding.forward)):
+        ours = _with_global(plain, "apply_rotary_pos_emb", _rotary(llama.apply_rotary_pos_emb))
+        if any(_is_same(plain, inspect.unwrap(known)) for known in _attention_forwards()):
+            ours = token_attention.forward_of(ours, attention, NAME, _is_norm)
+        forward = _decorated_as(cls.forward, ours)
+    elif _is_same(plain, inspect.unwrap(llama.LlamaRotaryEmbedding.forward)):
         forward = _sines(cls.forward)
     elif is_gate and _is_same(cls.forward, _softmax_gate()):
         forward = _gate(_with_global(cls.forward, "F", _Functional()))
     elif is_gate and used.get("F") is nn.functional:
-        forward = _with_global(cls.forward, "F", _Functional())
+        forward = _decorated_as(cls.forward, _with_global(plain, "F", _Functional()))
     if forward is None:
         return None
 
@@ -125,6 +126,22 @@ def _with_global(forward: Any, name: str, value: Any) -> Any:
     )
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours
+
+
+def _decorated_as(forward: Any, ours: Any) -> Any:
+    """Ours in the place of the function under the decorators of forward: Transformers 5.24 renames an argument so."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        return ours
+    inside = _decorated_as(inner, ours)
+    cells = tuple(
+        types.CellType(inside) if c.cell_contents is inner else c for c in forward.__closure__ or ()
+    )
+    outside = types.FunctionType(
+        forward.__code__, forward.__globals__, "forward", forward.__defaults__, cells
+    )
+    outside.__kwdefaults__, outside.__wrapped__ = forward.__kwdefaults__, inside  # type: ignore[attr-defined]
+    return outside
 
 
 def _norm(theirs: Any) -> Any:

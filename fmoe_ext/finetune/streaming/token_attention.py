@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,25 +22,29 @@ def forward_of(theirs: Any, attend: Any, name: str, is_norm: Callable[[Any], boo
 
     attend: the attention interface that is registered as `name`; is_norm: True for modules that are Llama's norm.
     """
+    is_new = "cache" in inspect.signature(theirs).parameters  # Transformers 5.24
+    name_of_cache = "cache" if is_new else "past_key_values"
 
     def forward(
         self: Any,
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        past: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        past = options.pop(name_of_cache, past)
         found = None
         if self.config._attn_implementation == name and not (self.training and self.attention_dropout):
             found = _inputs(self, hidden_states, position_embeddings, is_norm)
         if found is None:
-            given = hidden_states, position_embeddings, attention_mask, past_key_values
+            given = hidden_states, position_embeddings, attention_mask, past
             result: tuple[Tensor, Tensor | None] = theirs(self, *given, **options)
             return result
         query, key, value = found
-        if past_key_values is not None:
-            key, value = append(past_key_values, key, value, self.layer_idx)
+        if past is not None:
+            also = {"kwargs": options} if is_new else {}
+            key, value = append(past, key, value, self.layer_idx, **also)
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **options)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
@@ -106,14 +111,14 @@ def _nothing(*args: Any) -> None:
     pass
 
 
-def append(past: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """past.update(key, value, index) for one token [B, heads, 1, width], in place where `past` would copy its tensors.
+def append(past: Any, key: Tensor, value: Tensor, index: int, **also: Any) -> tuple[Tensor, Tensor]:
+    """past.update(key, value, index, **also) for one token [B, heads, 1, width], in place where that would copy.
 
     A tensor that was returned before keeps its values: a cache that was cut, reordered or assigned gets other memory.
     """
     layer = _growing_layer(past, key, value, index)
     if layer is None:
-        found: tuple[Tensor, Tensor] = past.update(key, value, index)
+        found: tuple[Tensor, Tensor] = past.update(key, value, index, **also)
         return found
     room = layer.__dict__.get("fmoe_room")
     if room is None or not room.is_of(layer):
