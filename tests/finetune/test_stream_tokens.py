@@ -97,6 +97,15 @@ def test_module_that_is_replaced_is_called(tmp_path, path):
     assert len(called) == 2
 
 
+def test_experts_of_floats_are_called(tmp_path, monkeypatch):
+    model = packed_stream(tmp_path, dtype=torch.bfloat16)
+    expected, _ = logits_of_token(model)
+    floats = torch.zeros(6, 2, 2), torch.zeros(6, 2, 2)
+    monkeypatch.setattr(model.model.layers[1].mlp.experts.streamed, "for_few", lambda *_: floats)
+    found, calls = logits_of_token(model)
+    assert calls["_token_experts"] == LAYERS - 1 and torch.equal(found, expected)
+
+
 def test_weight_that_is_replaced_is_used(tmp_path):
     model = packed_stream(tmp_path, dtype=torch.bfloat16)
     before, _ = logits_of_token(model)
@@ -141,6 +150,12 @@ def test_positions_of_new_tokens_are_as_exact(tmp_path, dtype):
     for one, other, exact in zip(found, expected, (angles.cos(), angles.sin()), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype == dtype
         assert (one - exact).abs().max() <= (other - exact).abs().max() + 1e-9
+
+
+def test_whole_slice_of_the_layers_is_no_new_list(tmp_path):
+    layers = packed_stream(tmp_path, dtype=torch.bfloat16).model.layers
+    assert layers[:LAYERS] is layers and layers[:] is layers
+    assert list(layers[:1]) == [layers[0]] and list(layers[::-1]) == [layers[1], layers[0]]
 
 
 @torch.no_grad()

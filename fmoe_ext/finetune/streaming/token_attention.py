@@ -116,8 +116,8 @@ def append(past: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, T
 
     A tensor that was returned before keeps its values: a cache that was cut, reordered or assigned gets other memory.
     """
-    shapes = ((*t.shape[:2], t.shape[3]) for t in (key, value))
-    found = room_of(past, index, *shapes, key.dtype) if key.dtype == value.dtype else None
+    keys, values = ((*t.shape[:2], t.shape[3]) for t in (key, value))
+    found = room_of(past, index, keys, values, key.dtype) if key.dtype == value.dtype else None
     if found is None:
         updated: tuple[Tensor, Tensor] = past.update(key, value, index)
         return updated

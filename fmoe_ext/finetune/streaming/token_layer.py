@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from fmoe_ext.finetune.streaming.token_attention import MOST, Hooks, room_of
-from fmoe_ext.frozen import decode
+from fmoe_ext.frozen import Quantized, decode
 from fmoe_ext.huggingface.experts import NAME, activation_of
 
 Test = Callable[[Any], bool]  # of a module
@@ -155,12 +155,12 @@ class _ExpertsHalf(_Half):
     def __init__(self, modules: list[Any], is_norm: Test, is_block: Test) -> None:
         super().__init__(modules)
         norm, block, _, experts, _ = modules
-        self.activation = None
+        self.activation = ""
         self._made: Any = (None, None, None)
         if None not in modules and is_norm(norm) and is_block(block) and hasattr(experts, "streamed"):
             has_more = experts.has_bias or getattr(experts, "has_post_expert_norm", False)
-            self.activation = None if has_more else activation_of(experts, True)
-        self.fits = self.activation is not None
+            self.activation = "" if has_more else activation_of(experts, True) or ""
+        self.fits = bool(self.activation)
 
     def is_usable(self, layer: Any) -> bool:
         return self.fits and self.hooks.are_bare() and self.modules[3].config._experts_implementation == NAME
@@ -172,11 +172,11 @@ class _ExpertsHalf(_Half):
         if x.shape[0] != 1 or not x.dtype == factors.dtype == weight.dtype == experts.streamed.dtype:
             return None
         weights = experts.streamed.for_few(experts, gate.top_k)
-        if weights is None:
+        if weights is None or not all(isinstance(w, Quantized) for w in weights):
             return None
         w1, w2, operator = self._made
         if weights[0] is not w1 or weights[1] is not w2:
-            operator = decode.TokenExperts(*weights, self.activation)
-            self._made = (*weights, operator)
+            operator = decode.TokenExperts(weights[0], weights[1], self.activation)
+            self._made = *weights, operator
         y: Tensor = operator(x, factors, norm.variance_epsilon, weight, gate.top_k, gate.norm_topk_prob)
         return y
