@@ -81,14 +81,20 @@ std::tuple<Tensor, Tensor, Tensor> attention_inputs_cpu(Tensor x, std::vector<Te
   const Tensor c = as_contiguous(cos), s = as_contiguous(sin);
   dispatch_float(x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    for (int i = 0; i < 2; ++i) {
-      auto* data = static_cast<T*>(rows[i].mutable_data_ptr());
-      const int64_t heads = weights[i].size(1) / width;
-      if (norms[i])
-        norm_rows(data, static_cast<const T*>(norms[i]->const_data_ptr()), R * heads, width, eps, data);
-      rotate_rows(data, static_cast<const T*>(c.const_data_ptr()), static_cast<const T*>(s.const_data_ptr()),
-                  R, heads, width, data);
-    }
+    // Jobs of up to kHeads heads of one sequence, those of queries first.
+    constexpr int64_t kHeads = 8;
+    const int64_t heads[] = {weights[0].size(1) / width, weights[1].size(1) / width};
+    const int64_t groups[] = {divide_up(heads[0], kHeads), divide_up(heads[1], kHeads)};
+    for_each_job(R * (groups[0] + groups[1]), [&](int64_t job) {
+      const int i = job < R * groups[0] ? 0 : 1;
+      if (i == 1) job -= R * groups[0];
+      const int64_t r = job / groups[i], first = job % groups[i] * kHeads;
+      const int64_t n = std::min(kHeads, heads[i] - first);
+      T* const data = static_cast<T*>(rows[i].mutable_data_ptr()) + (r * heads[i] + first) * width;
+      if (norms[i]) norm_rows(data, static_cast<const T*>(norms[i]->const_data_ptr()), n, width, eps, data);
+      rotate_rows(data, static_cast<const T*>(c.const_data_ptr()) + r * width,
+                  static_cast<const T*>(s.const_data_ptr()) + r * width, 1, n, width, data);
+    });
   });
   const auto heads_of = [&](int i) {
     return torch::stable::view(rows[i], {R, weights[i].size(1) / width, 1, width});
@@ -135,9 +141,9 @@ Tensor token_attention_cpu(Tensor x, Tensor norm, std::vector<Tensor> weights, O
   const auto first = [](const auto& list, int n) {
     return std::remove_cvref_t<decltype(list)>(list.begin(), list.begin() + n);
   };
-  const auto [q, k, v] = attention_inputs_cpu(rms_norm_cpu(x, norm, constants[0]), first(weights, 3),
-                                              first(packing, 6), first(options, 6), norms, cos, sin,
-                                              constants[1]);
+  const auto [q, k, v] =
+      attention_inputs_cpu(rms_norm_cpu(x, norm, constants[0]), first(weights, 3), first(packing, 6),
+                           first(options, 6), norms, cos, sin, constants[1]);
   for (const auto& [cache, rows, name] : {std::tuple{&keys, &k, "keys"}, std::tuple{&values, &v, "values"}}) {
     check_cpu(*cache, name);
     check_same_dtype(*cache, x, name, "x");
@@ -153,8 +159,8 @@ Tensor token_attention_cpu(Tensor x, Tensor norm, std::vector<Tensor> weights, O
   const Tensor rows = torch::stable::view(out, {x.size(0), out.size(2) * out.size(3)});
   STD_TORCH_CHECK(weights[3].dim() == 3 && weights[3].size(1) == x.size(1), "o must have ", x.size(1),
                   " rows, but got shape ", shape_text(weights[3]));
-  return with_residual(x, frozen_gemm_cpu(rows, weights[3], std::nullopt, std::nullopt, packing[6], packing[7],
-                                          options[6], options[7] != 0));
+  return with_residual(x, frozen_gemm_cpu(rows, weights[3], std::nullopt, std::nullopt, packing[6],
+                                          packing[7], options[6], options[7] != 0));
 }
 
 // The experts that a gate chooses for x [R, D], with the norm before them and the residual.
