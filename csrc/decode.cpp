@@ -13,25 +13,6 @@ namespace {
 
 using namespace gemm;
 
-Tensor rms_norm_cpu(Tensor x, Tensor weight, double eps) {
-  check_cpu(x, "x");
-  check_cpu(weight, "weight");
-  check_float(x, "x");
-  check_same_dtype(weight, x, "weight", "x");
-  STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1),
-                  "weight must have as many elements as the last dimension of x ", shape_text(x),
-                  ", but got shape ", shape_text(weight));
-  const Tensor rows = as_contiguous(x), factors = as_contiguous(weight);
-  Tensor out = torch::stable::empty_like(rows);
-  const int64_t D = weight.size(0);
-  dispatch_float(x.scalar_type(), [&](auto tag) {
-    using T = decltype(tag);
-    norm_rows(static_cast<const T*>(rows.const_data_ptr()), static_cast<const T*>(factors.const_data_ptr()),
-              rows.numel() / D, D, eps, static_cast<T*>(out.mutable_data_ptr()));
-  });
-  return out;
-}
-
 Tensor rotate_cpu(Tensor x, Tensor cos, Tensor sin) {
   check_cpu(x, "x");
   check_float(x, "x");
@@ -174,6 +155,27 @@ class Attention {
   Tensor out;  // [B, 1, H, V]
 };
 
+}  // namespace
+
+Tensor rms_norm_cpu(Tensor x, Tensor weight, double eps) {
+  check_cpu(x, "x");
+  check_cpu(weight, "weight");
+  check_float(x, "x");
+  check_same_dtype(weight, x, "weight", "x");
+  STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(x.dim() - 1),
+                  "weight must have as many elements as the last dimension of x ", shape_text(x),
+                  ", but got shape ", shape_text(weight));
+  const Tensor rows = as_contiguous(x), factors = as_contiguous(weight);
+  Tensor out = torch::stable::empty_like(rows);
+  const int64_t D = weight.size(0);
+  dispatch_float(x.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    norm_rows(static_cast<const T*>(rows.const_data_ptr()), static_cast<const T*>(factors.const_data_ptr()),
+              rows.numel() / D, D, eps, static_cast<T*>(out.mutable_data_ptr()));
+  });
+  return out;
+}
+
 Tensor attend_cpu(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, double scale) {
   check_cpu(q, "q");
   check_float(q, "q");
@@ -204,8 +206,6 @@ Tensor attend_cpu(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, doub
   const Tensor query = as_contiguous(q);
   return Attention(query, k, v, mask, scale).out;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("_rms_norm", TORCH_BOX(&rms_norm_cpu));

@@ -7,12 +7,21 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "float_types.h"
 
 namespace fmoe_ext {
 
 Tensor few_rows_linear_cpu(Tensor x, Tensor weight);
+Tensor rms_norm_cpu(Tensor x, Tensor weight, double eps);
+Tensor attend_cpu(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, double scale);
+Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
+                       std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
+                       int64_t weight_format, bool weight_interleaved);
+Tensor frozen_experts_cpu(Tensor x, Tensor topk_idx, Tensor topk_weights,
+                          std::vector<std::optional<Tensor>> weights_,
+                          std::vector<std::optional<Tensor>> packing, std::vector<int64_t> options);
 std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, int64_t score, bool normalize,
                                          std::optional<Tensor> bias, int64_t num_groups, int64_t topk_groups,
                                          double scale);
@@ -79,6 +88,13 @@ void rotate_rows(const T* from, const T* cos, const T* sin, int64_t B, int64_t H
       to[i + half] = stored_as<T>(product(high, c[i + half]) + product(low, s[i + half]));
     }
   }
+}
+
+// y += x, each sum rounded.
+template <class T>
+void add_to(const T* x, int64_t n, T* y) {
+  using C = compute_t<T>;
+  for (int64_t i = 0; i < n; ++i) y[i] = stored_as<T>(static_cast<C>(x[i]) + static_cast<C>(y[i]));
 }
 
 }  // namespace fmoe_ext

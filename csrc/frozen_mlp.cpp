@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "decode.h"
+
 namespace fmoe_ext {
 namespace {
 
@@ -147,6 +149,8 @@ struct FewSorted {
   }
 };
 
+}  // namespace
+
 Tensor frozen_experts_cpu(Tensor x, Tensor topk_idx, Tensor topk_weights, OptionalTensors weights_,
                           OptionalTensors packing, std::vector<int64_t> options) {
   const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
@@ -154,8 +158,6 @@ Tensor frozen_experts_cpu(Tensor x, Tensor topk_idx, Tensor topk_weights, Option
   const ExpertRows args = weights.rows(x, {sorted.row_idx, sorted.inverse, sorted.offs}, topk_weights);
   return args.sum_choices(Forward(args, weights, Adapters(), false).y);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("frozen_mlp", TORCH_BOX(&frozen_mlp_cpu));

@@ -218,19 +218,6 @@ std::vector<int64_t> bounds_of(const std::optional<Tensor>& offs, int64_t num_ro
   return {0, num_rows};
 }
 
-Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
-                       std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
-                       int64_t weight_format, bool weight_interleaved) {
-  const FrozenWeight weight =
-      packed_weight(weight_, weight_scale, weight_zero, weight_format, weight_interleaved);
-  check_cpu(x, "x");
-  if (offs) check_cpu(*offs, "offs");
-  if (bias) check_cpu(*bias, "bias");
-  check_grouped_gemm(x, weight, offs, bias);
-  if (bias) bias = as_contiguous(*bias);
-  return multiply(as_contiguous(x), weight, bounds_of(offs, x.size(0)), bias);
-}
-
 Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Tensor> offs,
                                 std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
                                 int64_t weight_format, bool weight_interleaved) {
@@ -250,6 +237,19 @@ Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Ten
 }
 
 }  // namespace
+
+Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
+                       std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
+                       int64_t weight_format, bool weight_interleaved) {
+  const FrozenWeight weight =
+      packed_weight(weight_, weight_scale, weight_zero, weight_format, weight_interleaved);
+  check_cpu(x, "x");
+  if (offs) check_cpu(*offs, "offs");
+  if (bias) check_cpu(*bias, "bias");
+  check_grouped_gemm(x, weight, offs, bias);
+  if (bias) bias = as_contiguous(*bias);
+  return multiply(as_contiguous(x), weight, bounds_of(offs, x.size(0)), bias);
+}
 
 Tensor few_rows_linear_cpu(Tensor x, Tensor weight) {
   check_cpu(x, "x");

@@ -106,6 +106,12 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("_attention_inputs(Tensor x, Tensor[] weights, Tensor?[] packing, int[] options, Tensor?[] norms, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor, Tensor)");
   // Softmax of x [R, D] times weight [E, D]^T -> logits [R, E], weights and numbers of the largest [R, K]
   m.def("_route(Tensor x, Tensor weight, int top_k, bool normalize) -> (Tensor, Tensor, Tensor)");
+  // The halves of a layer for x [R, D], one new token a sequence: x plus what each makes of _rms_norm(x, norm).
+  // Lists as of _attention_inputs, with o [1, D, heads * width] behind q, k, v. Keys and values [R, G, room, width] get
+  // a row at `length`; constants: eps of norm, eps of norms, scale of _attend.
+  m.def("_token_attention(Tensor x, Tensor norm, Tensor[] weights, Tensor?[] packing, int[] options, Tensor?[] norms, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, int length, Tensor? mask, float[] constants) -> Tensor");
+  // _route with the gate [E, D], then _frozen_experts with the lists.
+  m.def("_token_experts(Tensor x, Tensor norm, float eps, Tensor gate, int top_k, bool normalize, Tensor?[] weights, Tensor?[] packing, int[] options) -> Tensor");
 
   // The checks of the operators above, and nothing else: they raise or return.
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");

@@ -38,17 +38,22 @@ def take(module: nn.Module) -> Mapping[str, Lora]:
     return taken
 
 
+def waiting(module: nn.Module) -> bool:
+    """True if take() would return an adapter."""
+    return bool(module.__dict__.get(_KEY))
+
+
 @contextmanager
 def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
     """Gives a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
-    waiting: dict[str, Lora] = module.__dict__.setdefault(_KEY, {})
-    waiting[name] = adapter
+    left: dict[str, Lora] = module.__dict__.setdefault(_KEY, {})
+    left[name] = adapter
     try:
         yield
-        if name in waiting:
+        if name in left:
             raise RuntimeError(
                 f"the adapter of {name} was left out: {type(module).__name__} is not computed by fmoe_ext any more. "
                 'For a model of Transformers call set_experts_implementation("fmoe") before the forward'
             )
     finally:
-        waiting.pop(name, None)
+        left.pop(name, None)

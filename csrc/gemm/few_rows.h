@@ -10,8 +10,12 @@ constexpr int kRowsAtOnce = kRegisters / 4;
 constexpr int kFewRows = 16;            // up to which a product is computed here
 constexpr int kSums = 2 * kRowsAtOnce;  // in registers
 
-// How many columns M rows are multiplied with at once.
+constexpr bool kHasFewRegisters = kRegisters == 16 && kBytes == 32;
+
+// How many columns M rows are multiplied with at once: with 16 registers 4 x 3 sums, three columns and a row
+// fill them.
 constexpr int columns_at_once(int M, int most) {
+  if (kHasFewRegisters && M == 4) return 3;
   const int columns = kSums / (M == 1 ? 1 : M == 2 ? 2 : M <= 4 ? 4 : 8);
   return columns < most ? columns : most;
 }
@@ -21,23 +25,28 @@ template <class Sum, class Acc, int M, int C>
 inline void store_sums(const Sum (&sums)[M][C], Acc* out, int64_t out_stride) {
 #if FMOE_BYTES >= 32
   if constexpr (sizeof(Acc) == 4) {
-    Words block[W] = {};
+#pragma GCC unroll 2
+    for (int first = 0; first < M * C; first += W) {
+      const int count = M * C - first < W ? M * C - first : W;
+      Words block[W] = {};
 #pragma GCC unroll 16
-    for (int i = 0; i < M * C; ++i) block[i] = (Words)sums[i / C][i % C];
-    transpose(block);
-    VF total = (VF)block[0];
+      for (int i = 0; i < count; ++i) block[i] = (Words)sums[(first + i) / C][(first + i) % C];
+      transpose(block);
+      VF total = (VF)block[0];
 #pragma GCC unroll 16
-    for (int i = 1; i < W; ++i) total += (VF)block[i];
-    Acc line[W];
-    store(line, total);
-    for (int i = 0; i < M * C; ++i) out[i / C * out_stride + i % C] = line[i];
+      for (int i = 1; i < W; ++i) total += (VF)block[i];
+      Acc line[W];
+      store(line, total);
+      for (int i = 0; i < count; ++i) out[(first + i) / C * out_stride + (first + i) % C] = line[i];
+    }
     return;
   }
 #endif
   for (int i = 0; i < M * C; ++i) out[i / C * out_stride + i % C] = sum_lanes(sums[i / C][i % C]);
 }
 
-constexpr int64_t kRowBytes = 32 << 10;  // of all rows together, which stay in the first-level cache
+// Of all rows together, which stay in the first-level cache; beside 2 x 3 columns if those are read at once.
+constexpr int64_t kRowBytes = kHasFewRegisters ? 16 << 10 : 32 << 10;
 
 // Positions [begin, end) of k for M rows times C columns; `kept` has the sums' lanes between two parts of k.
 // With each line of a column one is prefetched: of the next columns, or, if those are so many that they would
@@ -92,35 +101,46 @@ void multiply_few_columns(int64_t begin, int64_t end, int64_t k, const OperandOf
   for (int i = 0; i < M * C; ++i) kept[i] = sums[i / C][i % C];
 }
 
-// At most kFewRows rows, M at once: a column is read from memory for the first of them, and from the cache
-// for the others.
+// Columns [column, column + C) for all rows, M at once: a column is read from memory for the first of them,
+// and from the cache for the others. Behind the last column the first ones of the next part follow.
+template <class T, int M, int C>
+void multiply_columns_rows(int64_t rows, int64_t begin, int64_t end, int64_t k, const OperandOf<T>* a,
+                           int64_t stride, const T* const* columns, int column, int64_t part,
+                           typename UnitOf<T>::type::Sum* kept, AccOf<T>* tile) {
+  constexpr int nr = NR<typename UnitOf<T>::type>;
+  bool is_empty = true;  // as most of a panel of an adapter's few columns is
+  for (int c = 0; c < C; ++c) is_empty &= !columns[column + c];
+  if (is_empty) return;
+  const T *b[C], *next[C];
+#pragma GCC unroll 16
+  for (int c = 0; c < C; ++c) {
+    const int after = column + C + c < nr ? column + C + c : c;
+    b[c] = columns[column + c] ? columns[column + c] : columns[0];
+    next[c] = (columns[after] ? columns[after] : columns[0]) + (column + C + c < nr ? 0 : part);
+  }
+  for (int64_t row = 0; row < rows; row += M) {
+    const int64_t first = row + M <= rows ? row : rows - M;
+    multiply_few_columns<T, M, C>(begin, end, k, a + first * stride, stride, b, next,
+                                  kept + row * nr + column * M, tile + first * nr + column);
+  }
+}
+
+// At most kFewRows rows.
 template <class T, int M>
-void multiply_columns_rows(int64_t rows, int64_t k, const OperandOf<T>* a, int64_t stride,
-                           const T* const* columns, AccOf<T>* tile) {
+void multiply_columns_parts(int64_t rows, int64_t k, const OperandOf<T>* a, int64_t stride,
+                            const T* const* columns, AccOf<T>* tile) {
   using U = typename UnitOf<T>::type;
-  constexpr int nr = NR<U>, C = columns_at_once(M, nr);
+  constexpr int nr = NR<U>, C = columns_at_once(M, nr), rest = nr % C;
   constexpr int64_t line = 64 / sizeof(T);
   const int64_t part = (kRowBytes / int64_t(sizeof(OperandOf<T>)) / rows + line - 1) / line * line;
   typename U::Sum kept[kFewRows * nr];
   for (int64_t begin = 0; begin == 0 || begin < k; begin += part) {
     const int64_t end = begin + part < k ? begin + part : k;
-    for (int column = 0; column < nr; column += C) {
-      bool is_empty = true;  // as most of a panel of an adapter's few columns is
-      for (int c = 0; c < C; ++c) is_empty &= !columns[column + c];
-      if (is_empty) continue;
-      const T *b[C], *next[C];
-#pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) {
-        const int after = column + C < nr ? column + C + c : c;
-        b[c] = columns[column + c] ? columns[column + c] : columns[0];
-        next[c] = (columns[after] ? columns[after] : columns[0]) + (column + C < nr ? 0 : part);
-      }
-      for (int64_t row = 0; row < rows; row += M) {
-        const int64_t first = row + M <= rows ? row : rows - M;
-        multiply_few_columns<T, M, C>(begin, end, k, a + first * stride, stride, b, next,
-                                      kept + row * nr + column * M, tile + first * nr + column);
-      }
-    }
+    int column = 0;
+    for (; column + C <= nr; column += C)
+      multiply_columns_rows<T, M, C>(rows, begin, end, k, a, stride, columns, column, part, kept, tile);
+    if constexpr (rest > 0)
+      multiply_columns_rows<T, M, rest>(rows, begin, end, k, a, stride, columns, column, part, kept, tile);
   }
   for (int column = 0; column < nr; ++column)
     for (int64_t m = 0; m < rows && !columns[column]; ++m) tile[m * nr + column] = 0;
@@ -133,7 +153,7 @@ void multiply_columns(int64_t m, int64_t k, const OperandOf<T>* a, int64_t strid
   if constexpr (M > 1) {
     if ((rows + parts - 1) / parts < M) return multiply_columns<T, M - 1>(m, k, a, stride, columns, tile);
   }
-  multiply_columns_rows<T, M>(rows, k, a, stride, columns, tile);
+  multiply_columns_parts<T, M>(rows, k, a, stride, columns, tile);
   if constexpr (M == kRowsAtOnce)
     if (m > rows)
       multiply_columns<T>(m - rows, k, a + rows * stride, stride, columns,

@@ -85,16 +85,73 @@ def attention_inputs(
     x [B, D], weights [1, heads * width, D], norms: of the heads of queries and of keys, [width] or None each,
     cos and sin [B, 1, width] -> [B, heads, 1, width] each.
     """
+    q, k, v = torch.ops.fmoe_ext._attention_inputs(x, *_lists(weights), norms, cos, sin, eps)
+    return q, k, v
+
+
+def _lists(
+    weights: Sequence[Quantized],
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[int]]:
+    """Bytes, packing and formats of weights as operators take them."""
     packing: list[torch.Tensor | None] = []
     options: list[int] = []
     for weight in weights:
         scale, zero, *format = weight.packing()
         packing += scale, zero
         options += format
-    q, k, v = torch.ops.fmoe_ext._attention_inputs(
-        x, [w.rows() for w in weights], packing, options, norms, cos, sin, eps
-    )
-    return q, k, v
+    return [w.rows() for w in weights], packing, options
+
+
+class TokenAttention:
+    """rms_norm(), attention_inputs(), attend(), gemm() of the results, and the residual, in one operator.
+
+    weights: of queries, keys, values [1, heads * width, D] and of the output [1, D, heads * width].
+    """
+
+    def __init__(self, weights: Sequence[Quantized]) -> None:
+        self._lists = _lists(weights)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        norms: Sequence[torch.Tensor | None],
+        positions: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[torch.Tensor, torch.Tensor],
+        length: int,
+        mask: torch.Tensor | None,
+        constants: Sequence[float],
+    ) -> torch.Tensor:
+        """x [B, D] of one new token a sequence -> [B, D].
+
+        norms, positions: as of attention_inputs(); mask: as of attend(). cache: keys and values [B, G, room, width],
+        whose row `length` is written; constants: eps of norm and of norms, scale of attend().
+        """
+        y: torch.Tensor = torch.ops.fmoe_ext._token_attention(
+            x, norm, *self._lists, norms, *positions, *cache, length, _added(mask), constants
+        )
+        return y
+
+
+class TokenExperts:
+    """rms_norm(), route(), experts() without biases, and the residual, in one operator."""
+
+    def __init__(self, w1: Quantized, w2: Quantized, activation: str) -> None:
+        (rows1, rows2), packing, (*format1, format2, _) = _lists((w1, w2))
+        self._lists = (
+            [rows1, None, rows2, None],
+            packing,
+            [activation_number(activation), 1, 0, *format1, format2],
+        )
+
+    def __call__(
+        self, x: torch.Tensor, norm: torch.Tensor, eps: float, gate: torch.Tensor, top_k: int, normalize: bool
+    ) -> torch.Tensor:
+        """x [T, D], gate [E, D] -> [T, D]."""
+        y: torch.Tensor = torch.ops.fmoe_ext._token_experts(
+            x, norm, eps, gate, top_k, normalize, *self._lists
+        )
+        return y
 
 
 def route(
@@ -122,8 +179,12 @@ def attend(
     q [B, H, 1, D], k [B, G, S, D], v [B, G, S, V], not float64 -> [B, 1, H, V].
     Heads share keys and values in groups of H / G. mask [B, S]: False for keys to leave out, or floats that are added.
     """
+    y: torch.Tensor = torch.ops.fmoe_ext._attend(q, k, v, _added(mask), scale)
+    return y
+
+
+def _added(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask as floats that are added to scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    given = None if mask is None else mask.float().contiguous()
-    y: torch.Tensor = torch.ops.fmoe_ext._attend(q, k, v, given, scale)
-    return y
+    return None if mask is None else mask.float().contiguous()

@@ -46,32 +46,92 @@ def test_new_token_with_packed_attention_is_as_exact(tmp_path, dtype, batch):
         module.register_forward_hook(lambda *_: None)  # a module with a hook is called as ever
     found, calls = logits_of_token(model, batch)
     expected, usual = logits_of_token(plain, batch)
-    assert calls["_attention_inputs"] == LAYERS and calls["_rotate"] == 0
-    assert "_attention_inputs" not in usual
+    is_half = dtype == torch.bfloat16
+    assert calls["_token_attention" if is_half else "_attention_inputs"] == LAYERS and calls["_rotate"] == 0
+    assert calls["_token_experts"] == (LAYERS if is_half and batch == 1 else 0)
+    assert usual.keys().isdisjoint(("_token_attention", "_token_experts", "_attention_inputs"))
+    if is_half:
+        assert torch.equal(found, expected)
     assert error(found, expected) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
-def test_hook_of_a_projection_is_called(tmp_path):
+@pytest.mark.parametrize(
+    "path, attention, experts",
+    [
+        ("self_attn.k_proj", 1, 2),
+        ("self_attn.o_proj", 1, 2),
+        ("self_attn", 1, 2),
+        ("input_layernorm", 1, 2),
+        ("mlp", 2, 1),
+        ("mlp.gate", 2, 1),
+        ("mlp.experts", 2, 1),
+        ("post_attention_layernorm", 2, 1),
+    ],
+)
+def test_hook_of_a_module_is_called(tmp_path, path, attention, experts):
+    """attention, experts: layers whose half is still one operator; a layer without the first is called as ever."""
     model, called = packed_stream(tmp_path, dtype=torch.bfloat16), []
-    projection = model.model.layers[1].self_attn.k_proj
-    assert type(projection) is PackedLinear
-    projection.register_forward_hook(lambda *_: called.append(1))
+    module = model.model.layers[1].get_submodule(path)
+    assert type(module) is PackedLinear or "proj" not in path
+    module.register_forward_hook(lambda *_: called.append(1))
     _, calls = logits_of_token(model)
-    assert len(called) == 2 and calls["_attention_inputs"] == LAYERS - 1
+    assert len(called) == 2 and calls["_token_attention"] == attention
+    assert calls["_token_experts"] == min(attention, experts)
+
+
+@pytest.mark.parametrize("path", ["self_attn", "mlp.gate", "input_layernorm"])
+def test_module_that_is_replaced_is_called(tmp_path, path):
+    model, called = packed_stream(tmp_path, dtype=torch.bfloat16), []
+    logits_of_token(model)
+
+    class Watched(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **options):
+            called.append(1)
+            return self.inner(*args, **options)
+
+    parent, _, name = path.rpartition(".")
+    holder = model.model.layers[1].get_submodule(parent)
+    setattr(holder, name, Watched(getattr(holder, name)))
+    logits_of_token(model)
+    assert len(called) == 2
+
+
+def test_experts_of_floats_are_called(tmp_path, monkeypatch):
+    model = packed_stream(tmp_path, dtype=torch.bfloat16)
+    expected, _ = logits_of_token(model)
+    floats = torch.zeros(6, 2, 2), torch.zeros(6, 2, 2)
+    monkeypatch.setattr(model.model.layers[1].mlp.experts.streamed, "for_few", lambda *_: floats)
+    found, calls = logits_of_token(model)
+    assert calls["_token_experts"] == LAYERS - 1 and torch.equal(found, expected)
+
+
+def test_weight_that_is_replaced_is_used(tmp_path):
+    model = packed_stream(tmp_path, dtype=torch.bfloat16)
+    before, _ = logits_of_token(model)
+    layer = model.model.layers[1]
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm):
+        norm.weight = torch.nn.Parameter(2 * norm.weight.detach(), requires_grad=False)
+        found, _ = logits_of_token(model)
+        assert not torch.equal(found, before)
+        before = found
 
 
 def test_hook_of_all_modules_is_called_by_a_copy_too(tmp_path):
     model, called = packed_stream(tmp_path, dtype=torch.bfloat16), []
-    assert logits_of_token(model)[1]["_attention_inputs"] == LAYERS
+    assert logits_of_token(model)[1]["_token_attention"] == LAYERS
     copied = copy.deepcopy(model)
     watch = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
     try:
         for one in (model, copied):
-            assert "_attention_inputs" not in logits_of_token(one)[1]
+            assert "_token_attention" not in logits_of_token(one)[1]
             assert one.model.layers[1].self_attn.k_proj in called
     finally:
         watch.remove()
-    assert logits_of_token(copied)[1]["_attention_inputs"] == LAYERS
+    assert logits_of_token(copied)[1]["_token_attention"] == LAYERS
 
 
 def test_decorators_of_an_attention_stay_around_ours(tmp_path, monkeypatch):
@@ -93,7 +153,8 @@ def test_decorators_of_an_attention_stay_around_ours(tmp_path, monkeypatch):
 def test_attention_of_transformers_can_be_chosen(tmp_path):
     model = packed_stream(tmp_path, dtype=torch.bfloat16)
     model.set_attn_implementation("sdpa")
-    assert logits_of_token(model)[1]["_attention_inputs"] == 0
+    calls = logits_of_token(model)[1]
+    assert calls["_attention_inputs"] == calls["_token_attention"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,6 +169,27 @@ def test_positions_of_new_tokens_are_as_exact(tmp_path, dtype):
     for one, other, exact in zip(found, expected, (angles.cos(), angles.sin()), strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype == dtype
         assert (one - exact).abs().max() <= (other - exact).abs().max() + 1e-9
+
+
+def test_whole_slice_of_the_layers_is_no_new_list(tmp_path):
+    layers = packed_stream(tmp_path, dtype=torch.bfloat16).model.layers
+    assert layers[:LAYERS] is layers and layers[:] is layers
+    assert list(layers[:1]) == [layers[0]] and list(layers[::-1]) == [layers[1], layers[0]]
+
+
+@torch.no_grad()
+def test_kept_positions_are_those_of_the_token(tmp_path):
+    """Positions of one token come from a table, those of several are computed: the bits are the same."""
+    rotary, x = packed_stream(tmp_path, dtype=torch.bfloat16).model.rotary_emb, torch.zeros(1, 1, 8)
+    for frequencies in (rotary.inv_freq, rotary.inv_freq * 2):
+        rotary.inv_freq = frequencies
+        for dtype in (torch.bfloat16, torch.float32):
+            for at in (0, 1, 63, 64, 5, 4095):
+                found = rotary(x.to(dtype), torch.tensor([[at]]))
+                several = rotary(x.to(dtype), torch.tensor([[at], [at + 1]]))
+                assert all(torch.equal(f, s[:1]) for f, s in zip(found, several, strict=True))
+        rotary.inv_freq.mul_(3)
+        assert torch.equal(rotary(x, torch.tensor([[9]]))[0], rotary(x, torch.tensor([[9], [9]]))[0][:1])
 
 
 def token(seed, batch=2):

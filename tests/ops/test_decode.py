@@ -155,6 +155,84 @@ def test_route_is_the_softmax_of_linear(isa, dtype, normalize):
     torch.testing.assert_close(weights.double(), shares, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+def attention_of_token(rows=2, room=9, **change):
+    """Arguments of decode.TokenAttention(...)(...): four heads of queries, two of keys, width 64."""
+    weights = [packed("q4_k", 1, 64 * heads, 256, seed=heads) for heads in (4, 2, 3)]
+    weights[2] = packed("q8_0", 1, 128, 256, seed=7)
+    weights.append(packed("q4_k", 1, 256, 256, seed=8))
+    half = torch.bfloat16
+    given = {
+        "x": normal(rows, 256, dtype=half),
+        "norm": normal(256, dtype=half, seed=1),
+        "norms": [normal(64, dtype=half, seed=2), normal(64, dtype=half, seed=3)],
+        "positions": (normal(rows, 1, 64, dtype=half, seed=4), normal(rows, 1, 64, dtype=half, seed=5)),
+        "cache": tuple(normal(rows, 2, room, 64, dtype=half, seed=s) for s in (6, 7)),
+        "length": 5,
+        "mask": None,
+        "constants": (1e-3, 1e-6, 0.2),
+    }
+    return weights, given | change
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_of_a_token_has_the_bits_of_its_steps(isa, rows, has_norms, masked):
+    weights, given = attention_of_token(rows)
+    if not has_norms:
+        given["norms"] = [None, None]
+    if masked:
+        given["mask"] = torch.tensor([[True, False, True, True, False, True]]).expand(rows, -1)
+    (cos, sin), caches, x = given["positions"], given["cache"], given["x"]
+    normed = decode.rms_norm(x, given["norm"], 1e-3)
+    q, k, v = decode.attention_inputs(normed, weights[:3], given["norms"], cos, sin, 1e-6)
+    kept = [c.clone() for c in caches]
+    for cache, new in zip(kept, (k, v), strict=True):
+        cache[:, :, 5:6] = new
+    out = decode.attend(q, kept[0][:, :, :6], kept[1][:, :, :6], given["mask"], 0.2)
+    expected = x + decode.gemm(out.view(rows, -1), weights[3], None, None)
+    found = decode.TokenAttention(weights)(**given)
+    assert torch.equal(found, expected)
+    assert torch.equal(caches[0], kept[0]) and torch.equal(caches[1], kept[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length": 9}, "keys must have contiguous rows and room behind 9 tokens"),
+        ({"cache": (normal(1, 2, 9, 64), normal(1, 2, 9, 64))}, "keys must have the dtype of x"),
+        ({"cache": (normal(2, 1, 9, 64).bfloat16(),) * 2}, "keys must have shape .* with size 2"),
+        ({"norm": normal(64).bfloat16()}, "weight must have as many elements"),
+        ({"constants": (1e-6, 1e-6)}, "constants must have 3 entries"),
+    ],
+)
+def test_attention_of_a_token_refuses_other_shapes(change, message):
+    weights, given = attention_of_token(**change)
+    with pytest.raises(RuntimeError, match=message):
+        decode.TokenAttention(weights)(**given)
+
+
+def test_attention_of_a_token_refuses_an_output_of_another_width():
+    weights, given = attention_of_token()
+    weights[3] = packed("q8_0", 1, 128, 256)
+    with pytest.raises(RuntimeError, match="o must have 256 rows"):
+        decode.TokenAttention(weights)(**given)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "mxfp4"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_experts_of_a_token_have_the_bits_of_their_steps(isa, name, normalize, tokens):
+    x, norm = normal(tokens, 256, dtype=torch.bfloat16), normal(256, dtype=torch.bfloat16, seed=1)
+    gate = normal(6, 256, dtype=torch.bfloat16, seed=2)
+    w1, w2 = packed(name, 6, 512, 256), packed(name, 6, 256, 256, seed=1)
+    normed = decode.rms_norm(x, norm, 1e-3)
+    _, weights, chosen = decode.route(normed, gate, 2, normalize)
+    expected = x + decode.experts(normed, chosen, weights, w1, None, w2, None, "swiglu")
+    found = decode.TokenExperts(w1, w2, "swiglu")(x, norm, 1e-3, gate, 2, normalize)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keys", [1, 2, 33, 200])
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])

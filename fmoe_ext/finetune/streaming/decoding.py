@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fmoe_ext.finetune.streaming import sixteen_bits, token_attention
+from fmoe_ext.finetune.streaming import sixteen_bits, token_attention, token_layer
 from fmoe_ext.finetune.streaming.packed_linear import GATES
 from fmoe_ext.finetune.streaming.sixteen_bits import SIXTEEN_BITS, is_slow
 from fmoe_ext.finetune.streaming.token_attention import MOST
 from fmoe_ext.frozen import decode
 
 NAME = "fmoe_sdpa"
+POSITIONS = 64  # whose sines and cosines are computed at once
 
 
 def use(model: Any) -> None:
@@ -40,9 +41,20 @@ def use(model: Any) -> None:
     sixteen_bits.use(model)
     for path, module in model.named_modules():
         cls: Any = type(module)
+        if cls is nn.ModuleList and path.endswith("layers"):
+            module.__class__ = Layers
         derived = _derived(cls, is_gate=path.endswith(GATES))
         if derived is not None:
             module.__class__ = derived
+
+
+class Layers(nn.ModuleList):
+    """A list of layers whose whole slice is itself: models take one for each token, and making it takes 90 us."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
 
 
 @functools.cache
@@ -62,6 +74,9 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
         forward = _decorated_as(cls.forward, ours)
     elif _is_same(plain, inspect.unwrap(llama.LlamaRotaryEmbedding.forward)):
         forward = _sines(cls.forward)
+    elif _is_same(plain, inspect.unwrap(llama.LlamaDecoderLayer.forward)):
+        ours = token_layer.forward_of(plain, NAME, _is_norm, _is_attention, _is_block)
+        forward = _decorated_as(cls.forward, ours)
     elif is_gate and _is_same(cls.forward, _softmax_gate()):
         forward = _gate(_with_global(cls.forward, "F", _Functional()))
     elif is_gate and used.get("F") is nn.functional:
@@ -161,6 +176,18 @@ def _is_norm(module: Any) -> bool:
     return getattr(type(module).forward, "is_norm", False)
 
 
+def _is_attention(module: Any) -> bool:
+    return getattr(inspect.unwrap(type(module).forward), "is_of_token", False)
+
+
+def _is_block(module: Any) -> bool:
+    """True for experts and a gate that _gate() computes."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+    has_gate = getattr(type(module._modules.get("gate")), "forward", None)
+    return _is_same(type(module).forward, Block.forward) and getattr(has_gate, "is_gate", False)
+
+
 def _rotary(theirs: Any) -> Any:
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -176,21 +203,43 @@ def _rotary(theirs: Any) -> Any:
 
 
 def _sines(theirs: Any) -> Any:
-    """A forward of Llama's rotary embedding that computes a few positions by NumPy: torch wakes threads for them."""
+    """A forward of Llama's rotary embedding that computes a few positions by NumPy: torch wakes threads for them.
+
+    Those of one token are kept for the POSITIONS that follow.
+    """
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         kind, frequencies = self.rope_type, self.inv_freq
         is_fixed = isinstance(kind, str) and "dynamic" not in kind and kind != "longrope"
         is_few = position_ids.dim() == 2 and position_ids.shape[1] == 1 and position_ids.shape[0] <= 64
         if is_fixed and is_few and frequencies.dtype == torch.float32 and decode.is_wanted(x):
-            angles = position_ids.numpy().astype(np.float32)[..., None] * frequencies.numpy()
-            wide = np.concatenate((angles, angles), -1, dtype=np.float64)
-            cos, sin = (torch.from_numpy(f(wide) * self.attention_scaling) for f in (np.cos, np.sin))
-            return cos.to(x.dtype), sin.to(x.dtype)
-        found: tuple[Tensor, Tensor] = theirs(self, x, position_ids)
-        return found
+            scaling = self.attention_scaling
+            if position_ids.shape[0] > 1 or frequencies.is_inference():
+                return _sines_of(position_ids.numpy(), frequencies, scaling, x.dtype)
+            at = int(position_ids)
+            first = at - at % POSITIONS
+            facts = first, frequencies._version, scaling, x.dtype
+            known = self.__dict__.get("fmoe_sines")
+            if known is None or known[0] is not frequencies or known[1] != facts:
+                positions = np.arange(first, first + POSITIONS)[:, None]
+                found = _sines_of(positions, frequencies, scaling, x.dtype)
+                self.fmoe_sines = known = frequencies, facts, found
+            cos, sin = known[2]
+            return cos[at - first : at - first + 1], sin[at - first : at - first + 1]
+        turned: tuple[Tensor, Tensor] = theirs(self, x, position_ids)
+        return turned
 
     return forward
+
+
+def _sines_of(
+    positions: np.ndarray[Any, Any], frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [B, 1] -> [B, 1, width] each."""
+    angles = positions.astype(np.float32)[..., None] * frequencies.numpy()
+    wide = np.concatenate((angles, angles), -1, dtype=np.float64)
+    cos, sin = (torch.from_numpy(f(wide) * scaling).to(dtype) for f in (np.cos, np.sin))
+    return cos, sin
 
 
 def _gate(theirs: Any) -> Any:
@@ -204,6 +253,7 @@ def _gate(theirs: Any) -> Any:
         found: tuple[Tensor, Tensor, Tensor] = theirs(self, x)
         return found
 
+    forward.is_gate = True  # type: ignore[attr-defined]
     return forward
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmoe_ext.adapters import Lora, take
+from fmoe_ext.adapters import Lora, take, waiting
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.cut import Phase
 from fmoe_ext.finetune.streaming.parts import compute_in_parts
@@ -93,6 +93,18 @@ class Streamed:
         with self._hooks(experts.training):
             out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
         return out.to(hidden_states.dtype)
+
+    def for_few(self, experts: Any, num_choices: int) -> Any:
+        """w1, w2 for so many choices of a step of generation, outside of gradients; None if forward() is needed.
+
+        The experts stay in memory, and nothing is to be counted, shown or adapted.
+        """
+        stream = self.stream
+        if stream.steps is not None or not stream.pool.holds_all or waiting(experts):
+            return None
+        if num_choices >= stream.pool.layers[self.index].num_experts or not (self.index or stream.is_counted):
+            return None
+        return self._whole(is_backward=False, is_training=experts.training)
 
     def format_of(self, parameter: str) -> str:
         """Format in the files of the weight that a parameter of the experts is, one of frozen.FORMATS or "floats"."""

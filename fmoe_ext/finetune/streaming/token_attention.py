@@ -48,6 +48,7 @@ def forward_of(theirs: Any, attend: Any, name: str, is_norm: Callable[[Any], boo
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **options)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
+    forward.is_of_token = True  # type: ignore[attr-defined]
     return forward
 
 
@@ -84,11 +85,11 @@ def _are_bare(attention: Any, modules: list[Any]) -> bool:
     """True if calling each module runs the forward of its class and nothing else."""
     hooks = attention.__dict__.get("fmoe_hooks")
     if hooks is None or hooks.modules != modules:
-        attention.fmoe_hooks = hooks = _Hooks(modules)
-    return not any(hooks.tables) and not any("forward" in module.__dict__ for module in modules)
+        attention.fmoe_hooks = hooks = Hooks(modules)
+    return bool(hooks.are_bare())
 
 
-class _Hooks:
+class Hooks:
     """Tables of the forward hooks of some modules and of all modules, which handles of hooks refer to."""
 
     def __init__(self, modules: list[Any]) -> None:
@@ -103,6 +104,10 @@ class _Hooks:
         for handle in handles:
             handle.remove()
 
+    def are_bare(self) -> bool:
+        """True if calling each module runs the forward of its class and nothing else."""
+        return not any(self.tables) and not any("forward" in module.__dict__ for module in self.modules)
+
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the attention makes its own
 
@@ -116,19 +121,25 @@ def append(past: Any, key: Tensor, value: Tensor, index: int, **also: Any) -> tu
 
     A tensor that was returned before keeps its values: a cache that was cut, reordered or assigned gets other memory.
     """
-    layer = _growing_layer(past, key, value, index)
-    if layer is None:
-        found: tuple[Tensor, Tensor] = past.update(key, value, index, **also)
-        return found
-    room = layer.__dict__.get("fmoe_room")
-    if room is None or not room.is_of(layer):
-        layer.fmoe_room = room = _Room(layer)
-    layer.keys, layer.values = room.append(key, value)
+    keys, values = ((*t.shape[:2], t.shape[3]) for t in (key, value))
+    found = room_of(past, index, keys, values, key.dtype) if key.dtype == value.dtype else None
+    if found is None:
+        updated: tuple[Tensor, Tensor] = past.update(key, value, index, **also)
+        return updated
+    layer, room = found
+    for buffer, new in zip(room.buffers(), (key, value), strict=True):
+        buffer.narrow(2, room.length, 1).copy_(new)
+    layer.keys, layer.values = room.advance()
     return layer.keys, layer.values
 
 
-def _growing_layer(past: Any, key: Tensor, value: Tensor, index: int) -> Any:
-    """The layer of a cache that concatenates its tensors and has some; None if it is another one."""
+def room_of(
+    past: Any, index: int, keys: tuple[int, ...], values: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Any, _Room] | None:
+    """A layer of a cache and its room for one more token; None if it is not one that concatenates its tensors.
+
+    keys, values: [B, heads, width] of the token.
+    """
     from transformers import cache_utils
 
     if type(past) is not cache_utils.DynamicCache or past.offloading or index >= len(past.layers):
@@ -137,12 +148,14 @@ def _growing_layer(past: Any, key: Tensor, value: Tensor, index: int) -> Any:
     known: Any = cache_utils.DynamicLayer
     if type(layer) is not known or not layer.is_initialized or layer.keys.dim() != 4:
         return None
-    pairs = (layer.keys, key), (layer.values, value)
-    is_same = all(
-        old.shape[:2] == new.shape[:2] and old.shape[3] == new.shape[3] and old.dtype == new.dtype
-        for old, new in pairs
-    )
-    return layer if is_same and decode.is_wanted(layer.keys) and decode.is_wanted(layer.values) else None
+    for old, new in ((layer.keys, keys), (layer.values, values)):
+        shape = old.shape
+        if (*shape[:2], shape[3]) != new or old.dtype != dtype or not decode.is_wanted(old):
+            return None
+    room = layer.__dict__.get("fmoe_room")
+    if room is None or not room.is_of(layer):
+        layer.fmoe_room = room = _Room(layer)
+    return layer, room
 
 
 class _Room:
@@ -150,23 +163,28 @@ class _Room:
 
     def __init__(self, layer: Any) -> None:
         self.keys, self.values = layer.keys, layer.values
+        self.length = self.keys.shape[2]
         self._buffers: list[Tensor] | None = None
+        self._size = self.length
 
     def is_of(self, layer: Any) -> bool:
-        """True if the layer has the tensors that append() returned last, and they may be written to."""
+        """True if the layer has the tensors that advance() returned last, and they may be written to."""
         is_mine = self.keys is layer.keys and self.values is layer.values
         return is_mine and self.keys.is_inference() == torch.is_inference_mode_enabled()
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        length = self.keys.shape[2]
-        if self._buffers is None or length == self._buffers[0].shape[2]:
-            self._buffers = [
-                _with_room(t, length + max(SPARE, length // 4)) for t in (self.keys, self.values)
-            ]
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, with room for one token at least behind `length`."""
+        if self._buffers is None or self.length == self._size:
+            self._size = self.length + max(SPARE, self.length // 4)
+            self._buffers = [_with_room(t, self._size) for t in (self.keys, self.values)]
         keys, values = self._buffers
-        keys.narrow(2, length, 1).copy_(key)
-        values.narrow(2, length, 1).copy_(value)
-        self.keys, self.values = keys.narrow(2, 0, length + 1), values.narrow(2, 0, length + 1)
+        return keys, values
+
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with the token that was written behind `length`."""
+        keys, values = self.buffers()
+        self.length += 1
+        self.keys, self.values = keys.narrow(2, 0, self.length), values.narrow(2, 0, self.length)
         return self.keys, self.values
 
 
