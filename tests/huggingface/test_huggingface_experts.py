@@ -313,7 +313,7 @@ def test_every_gate_of_transformers_with_a_clamp_is_one_operator(dtype):
         torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
     assert found.pop("beam", None) is None  # it computes in float32, also for float64
     known = {
-        **dict.fromkeys(("deepseek_v4", "glm5_next", "hy_v4"), (1.0, limit, 0.0, False, False)),
+        **dict.fromkeys(("deepseek_v4", "glm5_next", "hy_v4", "hy_v4_vl"), (1.0, limit, 0.0, False, False)),
         **dict.fromkeys(("minimax_m3_vl", "openai_privacy_filter"), (1.5, limit, 1.0, False, False)),
         "gpt_oss": (1.5, limit, 1.0, True, False),
         "step3p7": (1.0, limit, 0.0, False, True),
