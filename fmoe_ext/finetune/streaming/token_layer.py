@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fmoe_ext.finetune.streaming.token_attention import MOST, Hooks, room_of
 from fmoe_ext.frozen import Quantized, decode
 from fmoe_ext.huggingface.experts import NAME, activation_of
 
-Test = Callable[[Any], bool]  # of a module
+Test: TypeAlias = Callable[[Any], bool]  # of a module
 
 
 def forward_of(theirs: Any, name: str, is_norm: Test, is_attention: Test, is_block: Test) -> Any:
