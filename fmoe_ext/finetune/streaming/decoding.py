@@ -177,7 +177,13 @@ def _is_norm(module: Any) -> bool:
 
 
 def _is_attention(module: Any) -> bool:
-    return getattr(inspect.unwrap(type(module).forward), "is_of_token", False)
+    """True for attention of ours without decorators other than Transformers' own, which rename arguments."""
+    forward: Any = type(module).forward
+    while hasattr(forward, "__wrapped__") and forward.__globals__["__name__"].startswith(
+        "transformers.utils"
+    ):
+        forward = forward.__wrapped__
+    return getattr(forward, "is_of_token", False)
 
 
 def _is_block(module: Any) -> bool:
