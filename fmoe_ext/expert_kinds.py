@@ -161,9 +161,13 @@ class Fused(ExpertKind):
 
     def _with_weights(self, weights: Callable[[int], tuple[Any, ...]]) -> ExpertKind:
         """weights(end): the arguments weights and main_grads of FusedExperts for the experts that end there."""
-        other = type(self)(self.layer)  # Dynamo of torch 2.11 cannot trace copy.copy
+        other = self._again()
         other._weights = weights
         return other
+
+    def _again(self) -> Fused:
+        """A copy without weights of its own; Dynamo of torch 2.11 cannot trace copy.copy."""
+        return Fused(self.layer)
 
 
 def _own_weights(end: int) -> tuple[Any, ...]:

@@ -42,13 +42,13 @@ def use(model: Any) -> None:
     for path, module in model.named_modules():
         cls: Any = type(module)
         if cls is nn.ModuleList and path.endswith("layers"):
-            module.__class__ = Layers
+            module.__class__ = ModuleList
         derived = _derived(cls, is_gate=path.endswith(GATES))
         if derived is not None:
             module.__class__ = derived
 
 
-class Layers(nn.ModuleList):
+class ModuleList(nn.ModuleList):
     """A list of layers whose whole slice is itself: models take one for each token, and making it takes 90 us."""
 
     def __getitem__(self, index: Any) -> Any:

@@ -89,7 +89,7 @@ class FusedByWidth(Fused):
 
     def __init__(self, layer: WidthShardedMLP, width: WidthGroup):
         super().__init__(layer)
-        self._width = width
+        self._of, self._width = layer, width
 
     @property
     def can_be_shadowed(self) -> bool:
@@ -98,6 +98,9 @@ class FusedByWidth(Fused):
     @property
     def depends_on_batch(self) -> str | None:
         return "their results are summed over expert-tensor-parallel ranks; use expert_tensor_parallel_size=1"
+
+    def _again(self) -> Fused:
+        return FusedByWidth(self._of, self._width)
 
     def compute(self, x: Nest, topk_idx: Tensor, topk_weights: Tensor, first: int, end: int) -> Tensor:
         experts, width = self.layer.experts, self._width
