@@ -57,6 +57,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures of modules
+def pytest_runtest_setup(item):
+    """Lets each test draw the same numbers at every run, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 # What ranks of a pool import, by a word of the test's file.
 OF_RANKS = {
     "": ("fmoe_ext.testing", "torch._dynamo"),  # optimizers import it
