@@ -58,7 +58,8 @@ def _architectures_in_turn() -> set[str]:
     return {family.gguf.name for family in FAMILIES.values() if family.gguf and family.in_modules.interleaved}
 
 
-def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], in_turn: bool) -> Layer:
+def _stacks_of(path: Path, number: int, found: Mapping[str, Any]) -> list[list[_Stack]]:
+    """The projections of a layer: gate and up, or both as one, and down."""
     weights = []
     begin = f"blk.{number}.ffn_"
     is_fused = f"{begin}gate_up_exps.weight" in found
@@ -68,9 +69,13 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], in_turn: bool
             if name not in found:
                 raise CheckpointError(f"{path} lacks {name}")
         weights.append([_Stack(path, name, found) for name in names])
-    for stacks in weights:
-        if any(stack.shape != stacks[0].shape for stack in stacks):
-            raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
+    if any(stack.shape != stacks[0].shape for stacks in weights for stack in stacks):
+        raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
+    return weights
+
+
+def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], in_turn: bool) -> Layer:
+    weights = _stacks_of(path, number, found)
     kinds = [{stack.kind for stack in stacks} for stacks in weights]
     is_one = all(len(kind) == 1 for kind in kinds)
     is_float = is_one and not in_turn and all(kind <= _GGUF_FLOATS.keys() for kind in kinds)

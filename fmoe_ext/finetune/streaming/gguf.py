@@ -1,7 +1,7 @@
 """A model in a GGUF file: weights outside of the experts by name, as Transformers has them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +68,43 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
             f"{file}: general.architecture is {fields['general.architecture']}, but config.json has {config.model_type}"
         )
     assert family.gguf is not None
+    scales = _scales(file, reader)
     last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
-    latent: dict[int, dict[str, Any]] = {}
-    turned: dict[int, dict[str, Any]] = {}
-    of_turned = {part for tensor in family.gguf.turned for part in tensor.parts}
-    scales = _scales(file, reader)
+    groups: dict[str, dict[int, dict[str, Any]]] = {"biases": {}, "latent": {}, "turned": {}}
+    for tensor in _outside(file, reader, last, scales):
+        match = IN_LAYER.fullmatch(tensor.name)
+        group = match and _group_of(match[2], family, tensor.name in scales)
+        if match and group:
+            groups[group].setdefault(int(match[1]), {})[match[2]] = tensor
+            continue
+        name = _name(file, tensor.name, family)
+        if family.gguf.added and name.endswith(family.gguf.added):
+            found[name] = _less_one(file, tensor, dtype)
+        else:
+            heads = _heads_of(tensor.name, family, config)
+            found[name] = _stored(file, tensor, heads, dtype, family, scales.get(tensor.name))
+    for number, parts in groups["biases"].items():
+        found |= _biases(file, number, parts, family, dtype)
+    for number, parts in groups["turned"].items():
+        found |= _turned(file, number, parts, family, config, dtype)
+    for number, halves in groups["latent"].items():
+        name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
+        found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
+    return found
+
+
+def _outside(file: Path, reader: Any, last: int | None, scales: Mapping[str, Any]) -> Iterator[Any]:
+    """The tensors that become some of Transformers' outside of the experts' weights, up to layer `last`."""
     left_out = {factor.name for factor in scales.values()}
-    biases: dict[int, dict[str, Any]] = {}
     for tensor in reader.tensors:
         match = IN_LAYER.fullmatch(tensor.name)
         if tensor.name in left_out or (match and last is not None and int(match[1]) >= last):
             continue
         if tensor.name.endswith(INPUT_SCALE):  # of a setting that rounds inputs
             continue
-        if match and (experts := OF_EXPERTS.fullmatch(match[2])):
-            if experts[2] == "bias":
-                biases.setdefault(int(match[1]), {})[experts[1]] = tensor
+        experts = match and OF_EXPERTS.fullmatch(match[2])
+        if experts and experts[2] != "bias":
             continue
         if tensor.name == "rope_freqs.weight":
             if (tensor.data != 1).any():
@@ -92,29 +112,27 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
                     f"{file}: rope_freqs.weight scales frequencies, which is not computed here"
                 )
             continue
-        heads = None
-        if family.gguf.turns_pairs and (rotated := ROTATED.fullmatch(tensor.name)):
-            heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
-        if match and family.gguf.is_latent and match[2] in LATENT:
-            latent.setdefault(int(match[1]), {})[match[2]] = tensor
-            continue
-        if match and match[2] in of_turned and tensor.name not in scales:
-            turned.setdefault(int(match[1]), {})[match[2]] = tensor
-            continue
-        factor = scales.get(tensor.name)
-        name = _name(file, tensor.name, family)
-        if family.gguf.added and name.endswith(family.gguf.added):
-            found[name] = _less_one(file, tensor, dtype)
-            continue
-        found[name] = _stored(file, tensor, heads, dtype, family, factor)
-    for number, of_experts in biases.items():
-        found |= _biases(file, number, of_experts, family, dtype)
-    for number, parts in turned.items():
-        found |= _turned(file, number, parts, family, config, dtype)
-    for number, halves in latent.items():
-        name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
-        found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
-    return found
+        yield tensor
+
+
+def _group_of(name: str, family: Family, is_scaled: bool) -> str | None:
+    """Name of the group in which a tensor of a layer is put together with others; None for one that stands alone."""
+    assert family.gguf is not None
+    if OF_EXPERTS.fullmatch(name):
+        return "biases"
+    if family.gguf.is_latent and name in LATENT:
+        return "latent"
+    is_turned = any(name in tensor.parts for tensor in family.gguf.turned)
+    return "turned" if is_turned and not is_scaled else None
+
+
+def _heads_of(name: str, family: Family, config: Any) -> int | None:
+    """Heads whose rows the file has with neighbours rotated; None for other tensors."""
+    assert family.gguf is not None
+    rotated = ROTATED.fullmatch(name) if family.gguf.turns_pairs else None
+    if rotated is None:
+        return None
+    return int(config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads)
 
 
 def _name(file: Path, name: str, family: Family) -> str:
@@ -178,13 +196,15 @@ def _decoded(file: Path, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _biases(
-    file: Path, number: int, tensors: Mapping[str, Any], family: Family, dtype: torch.dtype
+    file: Path, number: int, parts: Mapping[str, Any], family: Family, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
     """{name in Transformers: tensor} of the biases of a layer's experts, gate and up in turn."""
     prefix = f"model.layers.{number}.{family.in_modules.block}.experts."
-    for role in ("gate", "up", "down"):
-        if role not in tensors:
-            raise CheckpointError(f"{file} lacks blk.{number}.ffn_{role}_exps.bias")
+    names = {role: f"ffn_{role}_exps.bias" for role in ("gate", "up", "down")}
+    for name in names.values():
+        if name not in parts:
+            raise CheckpointError(f"{file} lacks blk.{number}.{name}")
+    tensors = {role: parts[name] for role, name in names.items()}
     shapes = {role: tuple(int(n) for n in reversed(tensor.shape)) for role, tensor in tensors.items()}
     if len({shapes["gate"], shapes["up"]}) > 1 or any(len(shape) != 2 for shape in shapes.values()):
         raise CheckpointError(f"{file}: the biases of the experts of layer {number} are {shapes}")
