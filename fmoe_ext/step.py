@@ -154,6 +154,8 @@ def begin(
     both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
     leaves = [both] if isinstance(both, torch.Tensor) else leaves_of(both)
     num_tokens = _check(leaves)
+    if gate_inp is not None:
+        _check(leaves_of(gate_inp), "gate_inp")
     if torch.compiler.is_compiling():
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
@@ -199,7 +201,7 @@ def _check_selective() -> None:
         )
 
 
-def _check(leaves: list[Any]) -> int:
+def _check(leaves: list[Any], name: str = "moe_inp") -> int:
     """T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
     x = leaves[0] if len(leaves) == 1 else None
     if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0:
@@ -207,12 +209,10 @@ def _check(leaves: list[Any]) -> int:
     sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
     if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
         kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
-        raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
+        raise ValueError(f"{name} must be tensors [T, *] with one number of tokens T, but got {kinds}")
     dtypes = {x.dtype for x in leaves}
     if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-        raise TypeError(
-            f"moe_inp must have tokens of a floating dtype, but got {', '.join(map(str, dtypes))}"
-        )
+        raise TypeError(f"{name} must have tokens of a floating dtype, but got {', '.join(map(str, dtypes))}")
     return sizes[0]
 
 

@@ -133,8 +133,11 @@ class FMoETransformerMLP(FMoE):
 
         valid [...]: the tokens that are not padding. gate_inp [..., d_model]: what the gate sees (FMoE.forward).
         """
-        if inp.dim() == 0 or inp.shape[-1] != self.d_model:
-            raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
+        for name, x in (("inp", inp), ("gate_inp", inp if gate_inp is None else gate_inp)):
+            if x.dim() == 0 or x.shape[-1] != self.d_model:
+                raise ValueError(
+                    f"{name} must have shape [..., d_model={self.d_model}], but got {list(x.shape)}"
+                )
         # a view of a matrix too, so that gate and experts sum their gradients before a residual joins them
         of_gate = None if gate_inp is None else gate_inp.reshape(-1, gate_inp.shape[-1])
         out = super().forward(inp.reshape(-1, self.d_model), valid, of_gate)

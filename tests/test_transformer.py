@@ -489,3 +489,17 @@ def test_layer_without_d_model_asks_for_it():
         FMoETransformerMLP()
     with pytest.raises(TypeError, match="needs d_model"):
         FMoETransformerMLP(num_expert=2, d_hidden=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda h: h[:4], ValueError, "one number of tokens"),
+        (lambda h: h[:, :8], ValueError, r"gate_inp must have shape \[..., d_model=16\], but got \[5, 8\]"),
+        (lambda h: h.long(), TypeError, "gate_inp must have tokens of a floating dtype, but got torch.int64"),
+    ],
+)
+def test_wrong_inputs_of_a_gate_are_refused_by_name(change, error, message):
+    layer = FMoETransformerMLP(num_expert=4, d_model=16, d_hidden=8)
+    with pytest.raises(error, match=message):
+        layer(torch.randn(5, 16), gate_inp=change(torch.randn(5, 16)))

@@ -202,7 +202,7 @@ class _Stack:
         return Span(self.path, self.begin + expert * self.num_bytes, self.num_bytes, at)
 
     def sources(self, expert: int) -> tuple[Span, ...]:
-        """The bytes of an expert, and those of its factor."""
+        """Spans of the bytes of an expert, then of its factor if it has one."""
         if self.scale is None:
             return (self.span(expert, 0),)
         return self.span(expert, 0), Span(self.path, int(self.scale.data_offset) + 4 * expert, 4, 0)
