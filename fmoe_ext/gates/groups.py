@@ -48,7 +48,8 @@ class Groups(NamedTuple):
 
     def _kept(self, scores: torch.Tensor) -> torch.Tensor:
         """scores [T, E] -> bool [T, num_groups]."""
-        best = scores.unflatten(1, (self.num_groups, -1)).topk(self.group_best, dim=-1).values
+        in_groups = scores.reshape(-1, self.num_groups, scores.shape[1] // self.num_groups)
+        best = in_groups.topk(self.group_best, dim=-1).values
         topk_groups = ops.topk_gate(best.sum(-1), self.topk_groups)[0]
         return torch.zeros(len(scores), self.num_groups, dtype=torch.bool, device=scores.device).scatter_(
             1, topk_groups, True

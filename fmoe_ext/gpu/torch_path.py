@@ -116,23 +116,23 @@ class _Problem:
 
     @classmethod
     def of(cls, name: str, given: tuple[Any, ...]) -> "_Problem | None":
-        """The problem of a call of an operator; None if a tensor is missing, which the kernel refuses by name."""
+        """The problem of a call of an operator; None if a tensor or a need is missing, which the kernel refuses."""
         if name == "grouped_gemm":
             x, weight, offs, bias = (*given, None)[:4]
             return cls._of(x, x, offs, (weight,), bias is not None)
         if name.startswith("grouped_gemm"):
             _, x, weight, offs, needs, *_ = given
-            return cls._of(x, x, offs, (weight,), needs[2])
+            return cls._of(x, x, offs, (weight,), needs[2]) if len(needs) == 3 else None
         a: Any
         if name == "expert_mlp":
             a = ExpertMlp(*given)
             is_biased = a.b1 is not None or a.b2 is not None
-        elif name.endswith("weights"):
-            a = ExpertMlpBackwardWeights(*given)
-            is_biased = a.needs[2] or a.needs[4]
         else:
-            a = ExpertMlpBackward(*given)
-            is_biased = a.b2 is not None or a.needs[2] or a.needs[4]
+            is_last_half = name.endswith("weights")
+            a = ExpertMlpBackwardWeights(*given) if is_last_half else ExpertMlpBackward(*given)
+            if len(a.needs) != 6:
+                return None
+            is_biased = (not is_last_half and a.b2 is not None) or a.needs[2] or a.needs[4]
         return cls._of(a.x, a.row_idx, a.offs, (a.w1, a.w2), is_biased)
 
     @classmethod

@@ -92,11 +92,17 @@ def test_clamped_glu_gradcheck():
     h = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     for options in OPTIONS.values():
         assert torch.autograd.gradcheck(lambda h, options=options: clamped_glu(h, **options), h)
+
+
+@pytest.mark.cpu("PyTorch computes it elsewhere")
+def test_second_derivative_of_clamped_glu_is_refused():
+    h = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
         (grad,) = torch.autograd.grad(clamped_glu(h).sum(), h, create_graph=True)
         torch.autograd.grad(grad.sum(), h)
 
 
+@pytest.mark.cpu("PyTorch computes it elsewhere")
 def test_clamped_glu_opcheck():
     h = torch.randn(3, 10, requires_grad=True)
     torch.library.opcheck(torch.ops.fmoe_ext.clamped_glu, (h, 1.0, 2.0, 0.0, True, False))
@@ -111,11 +117,16 @@ def test_clamped_glu_wrong_arguments_are_refused():
         clamped_glu(torch.randn(3, 4), limit=-1.0)
     with pytest.raises(RuntimeError, match="h must be float64, float32, bfloat16 or float16"):
         clamped_glu(torch.ones(3, 4, dtype=torch.int64))
+
+
+@pytest.mark.cpu("PyTorch computes it elsewhere")
+def test_clamped_glu_gradient_of_another_width_is_refused():
     native = torch.ops.fmoe_ext.clamped_glu_backward
     with pytest.raises(RuntimeError, match=r"grad must have shape \[R, H\] with size 2 in dimension 1"):
         native(torch.randn(3, 3), torch.randn(3, 4), 1.0, 2.0, 0.0, False, False)
 
 
+@pytest.mark.cpu("PyTorch computes it elsewhere")
 @pytest.mark.parametrize(
     "activation",
     [
@@ -147,3 +158,18 @@ def test_experts_with_clamp_of_another_activation_run_it():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         experts(torch.randn(5, 4), torch.tensor([5]))
     assert "fmoe_ext::clamped_glu" not in {event.key for event in profile.key_averages()}
+
+
+def test_clamped_glu_of_another_device_refuses_in_the_same_words():
+    """By a tensor that says it is elsewhere, since the checks of PyTorch's composition come before its products."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda")
+
+    for h, options, message in (
+        (torch.randn(3, 5), {}, r"h must have shape \[R, 2 H\], but got shape \[3, 5\]"),
+        (torch.randn(3, 4), {"limit": -1.0}, "limit must be at least 0, but got -1"),
+        (torch.ones(3, 4, dtype=torch.int64), {}, "h must be float64, float32, bfloat16 or float16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            clamped_glu(h.as_subclass(Elsewhere), **options)

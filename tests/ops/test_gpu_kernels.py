@@ -222,6 +222,21 @@ def test_missing_tensor_is_refused_by_the_kernel_where_torch_won(switches, monke
             getattr(torch.ops.fmoe_ext, name)(*given)
 
 
+def test_needs_of_another_number_are_refused_by_the_kernel_where_torch_won(switches, monkeypatch):
+    wins = [gpu_proof.TorchWin(name, "16 bits", "few", 2.0, 1.0) for name in torch_path.TORCH_OPERATORS]
+    dataclasses.replace(proof(**FOUND), torch_wins=tuple(wins)).save()
+    selection(monkeypatch).prepare()
+    x, weight, offs, _, grad = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
+    grouped_gemm(x, weight, offs)  # the first call chooses
+    with pytest.raises(RuntimeError, match=r"needs must have 3 entries .* but got 1"):
+        torch.ops.fmoe_ext.grouped_gemm_backward(grad, x, weight, offs, [True])
+    rows = torch.arange(9, dtype=torch.int32)
+    w2, h = torch.zeros(2, 16, 24, dtype=torch.bfloat16), torch.zeros(9, 24, dtype=torch.bfloat16)
+    given = (x, x, rows, rows[:, None], offs, weight, w2, None, None, h, 0, True, [])
+    with pytest.raises(RuntimeError, match=r"needs must have 6 entries .* but got 0"):
+        torch.ops.fmoe_ext.expert_mlp_backward(*given)
+
+
 @pytest.fixture
 def precision():
     """Put the precision back that a test has set."""

@@ -8,6 +8,8 @@ import torch
 from fmoe_ext import frozen, ops
 from tests.ops import instruction_sets
 
+pytestmark = pytest.mark.cpu("products in integers exist there alone")
+
 BLOCKS = {"q8_0": 32, "q4_k": 256}
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import torch_path
 from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS
@@ -27,9 +28,13 @@ def in_their_place(monkeypatch):
     calls = []
     multiply = torch.nn.functional.grouped_mm
     monkeypatch.setattr(torch_path.F, "grouped_mm", lambda *a, **k: calls.append(1) or multiply(*a, **k))
+    gpu_kernels.SELECTION.before(torch.empty(0))
+    chosen = gpu_kernels.SELECTION._torch_wins[0]
+    gpu_kernels.SELECTION._take_torch_where(frozenset())  # an operator has one such kernel at a time
     installed = [install()]
     yield SimpleNamespace(calls=calls, installed=installed)
     installed.clear()
+    gpu_kernels.SELECTION._take_torch_where(chosen)
 
 
 def test_takes_the_place_of_our_kernels_and_gives_it_back(in_their_place):
