@@ -90,7 +90,7 @@ class GroupedMLP(nn.Module):
         )
         up, down = self.up.to(dtype).transpose(1, 2), self.down.to(dtype).transpose(1, 2)
         hidden = F.relu(F.grouped_mm(tokens.to(dtype)[token], up, offs=offs)).square()
-        rows = F.grouped_mm(hidden, down, offs=offs) * weights.flatten()[order, None].to(dtype)
+        rows = F.grouped_mm(hidden.to(dtype), down, offs=offs) * weights.flatten()[order, None].to(dtype)
         out = rows.new_zeros(tokens.shape).index_add(0, token, rows)
         return out.view_as(x) + self.shared(x)
 
