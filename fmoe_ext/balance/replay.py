@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class RoutingReplay:
             raise RuntimeError(f"nothing was recorded for the gates {', '.join(map(repr, missing))}")
         for name, view in self.views.items():
             _check(name, view, self.choices[name])
-        with self._tapes(lambda name: _Player(self.choices[name])):
+        with self._tapes(lambda name: _Player(self.choices[name], self.views[name].module)):
             yield self
 
     def remove(self) -> None:
@@ -81,6 +82,12 @@ class RoutingReplay:
             for name, view in self.views.items():
                 stack.enter_context(view.taped(make(name)))
             yield
+
+
+def _beside(gate: nn.Module, choices: list[Choices]) -> list[Choices]:
+    """The choices on the device of the gate's tensors: those of an inference engine or of a file are on the CPU."""
+    own = next(chain(gate.parameters(), gate.buffers()), None)
+    return choices if own is None else [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
 
 
 def _check(name: str, view: GateView, choices: list[Choices]) -> None:
@@ -117,8 +124,8 @@ class _Recorder:
 
 
 class _Player:
-    def __init__(self, choices: list[Choices]) -> None:
-        self.choices = choices
+    def __init__(self, choices: list[Choices], gate: nn.Module) -> None:
+        self.choices = _beside(gate, choices)
         self.num_played = 0
         self._are_whole = [not bool((selected == CHOOSE_ANEW).any()) for selected, _ in choices]
 

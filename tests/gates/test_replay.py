@@ -107,6 +107,17 @@ def test_choices_made_elsewhere():
 
 
 @pytest.mark.bad_indices
+def test_choices_on_the_cpu_are_played_by_a_gate_elsewhere():
+    """As those of an inference engine or of a file: the gate's tensors are on the meta device here."""
+    gate = SoftmaxGate(D, E, 1, 2).to("meta")
+    replay = RoutingReplay(gate)
+    chosen = torch.zeros(3, 2, dtype=torch.int64, device="cpu")
+    replay.choices = {name: [Choices(chosen, chosen)] for name in replay.views}
+    with replay.play():
+        topk_idx, topk_weights = gate(torch.empty(3, D, device="meta"))
+    assert {topk_idx.device.type, topk_weights.device.type} == {"meta"}
+
+
 def test_rejects():
     gate = SwitchGate(D, E, 1).double()
     replay = RoutingReplay(gate)
