@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from fmoe_ext.pipeline.stage import Stage
@@ -36,6 +37,10 @@ class TimedStage(PipelineStage):
 
     stage: Stage
     record: Callable[[str, int, int, float, float], None] | None = None  # None: no record
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """torch's first messages to the neighbours; torch 2.11 has a rank send to itself too, which gloo cannot."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.stage.number = fwd_chunk_id
