@@ -6,13 +6,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from fmoe_ext.pipeline.stage import Stage
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 KINDS = ("forward", "backward", "weights")
+# Older torch frees nodes of Python's autograd.Function between the two parts of a backward, which needs them.
+FREES_NODES = torch.__version__ < "2.13"
 LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
 
 
@@ -38,6 +42,10 @@ class TimedStage(PipelineStage):
     stage: Stage
     record: Callable[[str, int, int, float, float], None] | None = None  # None: no record
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[int, list[Tensor]] = {}  # by microbatch: views whose graph holds the nodes
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """torch's first messages to the neighbours; torch 2.11 has a rank send to itself too, which gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
@@ -53,6 +61,10 @@ class TimedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
         begin = time.perf_counter()
+        if FREES_NODES and not full_backward:
+            outputs = self.fwd_cache[bwd_chunk_id][0] if loss is None else (loss,)
+            with torch.enable_grad():
+                self._held[bwd_chunk_id] = [x.view_as(x) for x in outputs if x.requires_grad]
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward or not self.is_first:
             self._note("backward", bwd_chunk_id, begin)
@@ -60,6 +72,7 @@ class TimedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._held.pop(bwd_chunk_id, None)
         self._note("backward" if self.is_first else "weights", bwd_chunk_id, begin)
 
     def _note(self, kind: str, microbatch: int, begin: float) -> None:

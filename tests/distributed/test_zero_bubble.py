@@ -78,6 +78,10 @@ def step(name):
     return {place: [p.grad for p in module.parameters()] for place, module in modules.items()}, calls.count
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11's own stage frees nodes that the second part of a backward needs",
+)
 @pytest.mark.parametrize("name", ["interleaved", "v"])
 def test_gradients_and_calls(pool, name):
     expected, halves = alone(), 0
