@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from fmoe_ext.pipeline.stage import Stage
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 KINDS = ("forward", "backward", "weights")
-# Older torch frees nodes of Python's autograd.Function between the two parts of a backward, which needs them.
-FREES_NODES = torch.__version__ < "2.13"
+# torch 2.11 adds up the gradients of a node's outputs in the second part of a backward, and frees nodes before it.
+IS_WRONG_IN_PARTS = torch.__version__ < "2.13"
 LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
 
 
@@ -36,7 +35,7 @@ class TimedStage(PipelineStage):
 
     An argument for the number would be cut, flattened and stored by torch for every microbatch.
     The first stage has no gradient of inputs: where a schedule splits the backward, its whole backward is in the
-    second part, and recorded as "backward".
+    second part, and recorded as "backward". With torch before 2.13 every backward is whole.
     """
 
     stage: Stage
@@ -44,7 +43,7 @@ class TimedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[int, list[Tensor]] = {}  # by microbatch: views whose graph holds the nodes
+        self._whole: set[int] = set()  # microbatches whose backward is not in parts
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """torch's first messages to the neighbours; torch 2.11 has a rank send to itself too, which gloo cannot."""
@@ -60,19 +59,20 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
+        if IS_WRONG_IN_PARTS and not full_backward:
+            self._whole.add(bwd_chunk_id)
+            full_backward = True
         begin = time.perf_counter()
-        if FREES_NODES and not full_backward:
-            outputs = self.fwd_cache[bwd_chunk_id][0] if loss is None else (loss,)
-            with torch.enable_grad():
-                self._held[bwd_chunk_id] = [x.view_as(x) for x in outputs if x.requires_grad]
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward or not self.is_first:
             self._note("backward", bwd_chunk_id, begin)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+            return
         begin = time.perf_counter()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._held.pop(bwd_chunk_id, None)
         self._note("backward" if self.is_first else "weights", bwd_chunk_id, begin)
 
     def _note(self, kind: str, microbatch: int, begin: float) -> None:
