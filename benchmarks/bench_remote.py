@@ -28,8 +28,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import common
-from benchmarks.remote_servers import free_port, hosting
+from benchmarks.remote_servers import hosting
 from fmoe_ext.remote import Client, RemoteExpert, RemoteMixtureOfExperts, Settings
+from tests.ports import free_port
 from tests.remote.proxy import BadNetwork
 
 WIDTH, NUM_EXPERTS, K_BEST, MOE_BATCH, CLIENTS = 512, 5, 4, 32, 8

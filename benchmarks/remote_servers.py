@@ -3,7 +3,6 @@
 import contextlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,12 +11,7 @@ from pathlib import Path
 
 from fmoe_ext.remote import EtcdDiscovery, StaticList, loop
 from fmoe_ext.remote.discovery import DiscoveryError
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+from tests.ports import endpoint
 
 
 @contextlib.contextmanager
@@ -37,7 +31,7 @@ def etcd():
     """host:port of an etcd of this run's own."""
     if shutil.which("etcd") is None:
         raise SystemExit("--replicas needs etcd (Debian: apt-get install etcd-server)")
-    client, peer = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    client, peer = endpoint(), endpoint()
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--data-dir", folder, "--name", "bench", "--initial-cluster", f"bench=http://{peer}")
         clients = ("--listen-client-urls", f"http://{client}", "--advertise-client-urls", f"http://{client}")
@@ -71,8 +65,7 @@ def hosting(uids, width, replicas=0, network=None):
         for _ in range(replicas):
             where = ()
             if network is not None:
-                port = free_port()
-                where = ("--listen_on", f"127.0.0.1:{port}", "--announce", network.to(f"127.0.0.1:{port}"))
+                where = ("--listen_on", own := endpoint(), "--announce", network.to(own))
             more = ("--registry", f"etcd://{registry}", "--replicas", str(replicas), *where)
             stack.enter_context(server(*flags, *more))
         directory = EtcdDiscovery(registry)

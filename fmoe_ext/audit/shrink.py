@@ -11,23 +11,23 @@ from fmoe_ext.audit.cases import AuditError
 # What each size becomes, where the configuration has it and it is larger.
 SIZES = MappingProxyType(
     {
-        "num_hidden_layers": 2,
         "hidden_size": 32,
         "intermediate_size": 48,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
-        "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "num_attention_heads": 4,
         "head_dim": 8,
         "vocab_size": 64,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
         "max_position_embeddings": 64,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"), 4),
+        **dict.fromkeys(("moe_num_experts", "moe_num_routed_experts"), 4),
+        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts"), 2),
+        **dict.fromkeys(("moe_topk", "moe_top_k", "moe_k"), 2),
         "n_group": 2,
         "topk_group": 1,
-        "first_k_dense_replace": 1,
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": 8,
@@ -36,29 +36,60 @@ SIZES = MappingProxyType(
         "sliding_window": 16,
     }
 )
-LISTS_OF_LAYERS = ("layer_types", "mlp_layer_types")
+# Fields that hold the same size for some of the layers.
+SAME_SIZE = MappingProxyType(
+    {
+        "head_dim": ("swa_head_dim",),
+        "v_head_dim": ("swa_v_head_dim",),
+        "num_attention_heads": (
+            "swa_num_attention_heads",
+            "num_sliding_attention_heads",
+            "num_attention_heads_per_layer",
+        ),
+        "num_key_value_heads": ("swa_num_key_value_heads", "num_key_value_heads_per_layer"),
+    }
+)
+LAYERS, MOST_LAYERS = 2, 8
+# Lists of numbers of layers.
+CHOSEN_LAYERS = (
+    *("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices", "local_layer_ids"),
+    *("ple_layer_ids", "cross_attention_layers"),
+)
+FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")
+LAST_LAYERS = ("num_kv_shared_layers",)
+SOURCE_LAYERS = "kv_source_layers"  # for each layer the one whose keys and values it takes
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def shrunk_config(config: Any) -> Any:
-    """A copy with every size of SIZES at most what that says; kinds of layers and of routing stay."""
+    """A copy with every size at most what SIZES says, and one layer of each kind.
+
+    Sizes that differ between layers stay different, in the same order: the smallest becomes what SIZES
+    says, the next one twice that. Raises AuditError for more than MOST_LAYERS kinds.
+    """
     small = copy.deepcopy(config)
-    shares_no_heads = getattr(config, "num_key_value_heads", 0) == getattr(
-        config, "num_attention_heads", None
+    overrides = _overrides(config)
+    if overrides:
+        small.per_layer_config = None
+    shares_no_heads = all(
+        _of(small, layer, "num_key_value_heads", 0) == _of(small, layer, "num_attention_heads", None)
+        for layer in (overrides or [{}])
     )
-    for name, size in SIZES.items():
-        value = _value(small, name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > size:
-            setattr(small, name, size)
-    for name in LISTS_OF_LAYERS:
-        if isinstance(getattr(small, name, None), list):
-            setattr(small, name, getattr(small, name)[: small.num_hidden_layers])
+    if isinstance(getattr(small, "num_hidden_layers", None), int):
+        overrides = _keep_layers(small, overrides)
+    for name in SIZES:
+        _shrink(small, name, overrides)
     for name in TOKENS:
         token = getattr(small, name, None)
         if isinstance(token, int) and token >= getattr(small, "vocab_size", token + 1):
             setattr(small, name, None)
     if shares_no_heads:
         small.num_key_value_heads = small.num_attention_heads
+        for layer in overrides:
+            if "num_attention_heads" in layer:
+                layer["num_key_value_heads"] = layer["num_attention_heads"]
+    if overrides:
+        small.per_layer_config = {i: layer for i, layer in enumerate(overrides) if layer}
     if hasattr(small, "use_cache"):
         small.use_cache = False  # caches of models without attention have no length
     small._attn_implementation = "eager"  # the same sums with and without a mask
@@ -66,12 +97,108 @@ def shrunk_config(config: Any) -> Any:
     return small
 
 
-def _value(config: Any, name: str) -> Any:
-    """An attribute, None where there is none or where each layer has its own (Gemma 4)."""
-    try:
-        return getattr(config, name, None)
-    except Exception:  # of Transformers, of no public class
-        return None
+def _overrides(config: Any) -> list[dict[str, Any]]:
+    """For each layer the attributes that are its own (Transformers' per_layer_config); empty if there are none."""
+    if not getattr(config, "is_heterogeneous", False):
+        return []
+    names = sorted(config.per_layer_attributes)
+    return [
+        {name: getattr(layer, name) for name in names} | ({"skip": layer.skip} if layer.skip else {})
+        for layer in config.per_layer_config
+    ]
+
+
+def _of(config: Any, layer: dict[str, Any], name: str, default: Any) -> Any:
+    return layer.get(name, getattr(config, name, default))
+
+
+def _keep_layers(small: Any, overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cut the configuration to the first layer of each kind; return the kept layers' overrides."""
+    layers = range(small.num_hidden_layers)
+    of_layers = {
+        name: list(value)
+        for name, value in vars(small).items()
+        if isinstance(value, (list, tuple)) and len(value) == len(layers) and name not in CHOSEN_LAYERS
+    }
+    sources = of_layers.pop(SOURCE_LAYERS, None)
+    marks = {name: value for name, value in of_layers.items() if len({repr(entry) for entry in value}) > 1}
+    marks |= {
+        f"{name} of per_layer_config": [own.get(name) for own in overrides]
+        for own in overrides
+        for name in own
+    }
+    members = _members(small, layers)
+    marks |= {name: [i in chosen for i in layers] for name, chosen in members.items()}
+    if sources:
+        marks[SOURCE_LAYERS] = [i == source for i, source in enumerate(sources)]
+    first: dict[str, int] = {}
+    for i in layers:
+        first.setdefault(repr([value[i] for value in marks.values()]), i)
+    kept = set(first.values())
+    if len(kept) > MOST_LAYERS:
+        raise AuditError(
+            f"{type(small).__name__} has {len(kept)} kinds of layers, which differ in {', '.join(marks)}; a small "
+            f"model has at most {MOST_LAYERS} layers: give file.py:function that builds one"
+        )
+    if sources:
+        kept |= {sources[i] for i in kept}
+    kept |= set([i for i in layers if i not in kept][: max(LAYERS - len(kept), 0)])
+    new = {old: i for i, old in enumerate(sorted(kept))}
+    small.num_hidden_layers = len(new)
+    for name, value in of_layers.items():
+        setattr(small, name, [value[i] for i in new])
+    for name, chosen in members.items():
+        numbers = [new[i] for i in new if i in chosen]
+        setattr(small, name, numbers if name in CHOSEN_LAYERS else len(numbers))
+    if sources:
+        setattr(small, SOURCE_LAYERS, [new[sources[i]] for i in new])
+    return [overrides[i] for i in new] if overrides else []
+
+
+def _members(small: Any, layers: range) -> dict[str, set[int]]:
+    """For each field of CHOSEN_LAYERS, FIRST_LAYERS and LAST_LAYERS that the configuration has, the layers it means."""
+    members = {}
+    for name in CHOSEN_LAYERS:
+        if isinstance(value := getattr(small, name, None), (list, tuple)):
+            members[name] = set(value) & set(layers)
+    for name in FIRST_LAYERS:
+        if isinstance(value := getattr(small, name, None), int):
+            members[name] = set(layers[:value])
+    for name in LAST_LAYERS:
+        if isinstance(value := getattr(small, name, None), int):
+            members[name] = set(layers[len(layers) - value :])
+    return members
+
+
+def _shrink(small: Any, name: str, overrides: list[dict[str, Any]]) -> None:
+    """Make one size small wherever the configuration has it: as a number, a list of layers, or a layer's own."""
+    fields = [field for field in (name, *SAME_SIZE.get(name, ())) if getattr(small, field, None) is not None]
+    values: set[int] = set()
+    for field in fields:
+        value = getattr(small, field)
+        values |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if _is_size(v)}
+    values |= {layer[name] for layer in overrides if _is_size(layer.get(name))}
+    smallest = SIZES[name]
+    if name == "num_attention_heads":
+        smallest = max(
+            smallest, *(_of(small, layer, "num_key_value_heads", 0) or 0 for layer in [{}, *overrides])
+        )
+    if max(values, default=0) <= smallest:
+        return
+    to = {v: min(v, smallest) if len(values) == 1 else smallest << i for i, v in enumerate(sorted(values))}
+    for field in fields:
+        value = getattr(small, field)
+        if isinstance(value, (list, tuple)):
+            setattr(small, field, [to.get(v, v) for v in value])
+        elif _is_size(value):
+            setattr(small, field, to[value])
+    for layer in overrides:
+        if _is_size(layer.get(name)):
+            layer[name] = to[layer[name]]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def smallest_vocabulary(config: Any) -> int:

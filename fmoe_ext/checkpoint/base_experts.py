@@ -14,7 +14,7 @@ import torch
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
+from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class BaseExperts:
                     return name
         candidates = (wanted, *(wanted.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS))
         return next((name for name in candidates if name in self.base.tensors), None)
+
+    def converted(self, module: str) -> tuple[Any, Converted] | None:
+        """The model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
+        wanted = f"{module}.weight"
+        for model, names in self._models:
+            if found := names.converted(wanted):
+                return model, found
+        return None
 
 
 def _models(base: Base) -> Iterator[Any]:

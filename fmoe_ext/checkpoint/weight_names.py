@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -16,6 +16,17 @@ from fmoe_ext.checkpoint.model_folder import Base
 _SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
 # Leaves experts as they are if the files have no scales.
 _DEQUANTIZE = "Inkling2LoopDequantizeExperts"
+
+
+class Converted(NamedTuple):
+    """Parameters that a converter makes of tensors in the files: joined, split, or in another order.
+
+    parameters: {name: shape}. names: of the tensors. operations: of the converter, by name.
+    """
+
+    parameters: dict[str, tuple[int, ...]]
+    names: tuple[str, ...]
+    operations: str
 
 
 class WeightNames:
@@ -60,6 +71,17 @@ class WeightNames:
             return [parameter]
         first, *others = self._converters[pattern].target_patterns
         return [parameter, *(parameter.replace(first, other) for other in others)]
+
+    def converted(self, parameter: str) -> Converted | None:
+        """The tensors that a parameter is made of by a converter; None if the files have it whole, or not at all."""
+        found = self._found.get(parameter, [])
+        pattern = found[0][0] if found else None
+        if pattern is None:
+            return None
+        targets = [other for other, of_other in self._found.items() if of_other == found]
+        shapes = {name: tuple(self._parameters[name].shape) for name in targets if name in self._parameters}
+        operations = ", ".join(type(step).__name__ for step in self._converters[pattern].operations)
+        return Converted(shapes, tuple(name for _, name in found), operations)
 
     def experts(self, parameter: str) -> InFiles | None:
         """The tensors of a weight [E, *, *] of experts; None if the files do not have it.

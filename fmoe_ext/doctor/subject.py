@@ -148,9 +148,11 @@ def _from_folder(folder: str) -> Subject:
     import transformers
 
     try:
-        config = shrunk_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
+    text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
+    config = shrunk_config(text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config)
     return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(config))
 
 

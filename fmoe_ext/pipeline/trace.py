@@ -6,12 +6,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from fmoe_ext.pipeline.stage import Stage
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 KINDS = ("forward", "backward", "weights")
+# torch 2.11 adds up the gradients of a node's outputs in the second part of a backward, and frees nodes before it.
+IS_WRONG_IN_PARTS = torch.__version__ < "2.13"
 LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
 
 
@@ -31,11 +35,19 @@ class TimedStage(PipelineStage):
 
     An argument for the number would be cut, flattened and stored by torch for every microbatch.
     The first stage has no gradient of inputs: where a schedule splits the backward, its whole backward is in the
-    second part, and recorded as "backward".
+    second part, and recorded as "backward". With torch before 2.13 every backward is whole.
     """
 
     stage: Stage
     record: Callable[[str, int, int, float, float], None] | None = None  # None: no record
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._whole: set[int] = set()  # microbatches whose backward is not in parts
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """torch's first messages to the neighbours; torch 2.11 has a rank send to itself too, which gloo cannot."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.stage.number = fwd_chunk_id
@@ -47,12 +59,18 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
+        if IS_WRONG_IN_PARTS and not full_backward:
+            self._whole.add(bwd_chunk_id)
+            full_backward = True
         begin = time.perf_counter()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward or not self.is_first:
             self._note("backward", bwd_chunk_id, begin)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+            return
         begin = time.perf_counter()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._note("backward" if self.is_first else "weights", bwd_chunk_id, begin)

@@ -2,12 +2,16 @@
 
 from unittest import mock
 
+import transformers
+from packaging.version import Version
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig, tensor_parallel
 
 from fmoe_ext.audit import PlanRecipe
 from fmoe_ext.audit.plans.transformers import from_pretrained
 
+# Since Transformers 5.24 dense layers are divided with the experts; tp_plan={} is refused.
+EXPERTS_ALONE = {"tp_plan": {}} if Version(transformers.__version__) < Version("5.24") else {}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16, "head_dim": 8}
 
 
@@ -19,7 +23,7 @@ def model():
 
 
 def expert_parallel(model, rank, world):
-    plan = DistributedConfig(tp_size=world, ep_size=world, tp_plan={})
+    plan = DistributedConfig(tp_size=world, ep_size=world, **EXPERTS_ALONE)
     return from_pretrained(model, distributed_config=plan)
 
 
@@ -37,11 +41,19 @@ def undivided(model, rank, world):
 
 def with_detached_weights(model, rank, world):
     """No gradient flows to the routers through the weights of the experts' outputs."""
-    experts = tensor_parallel.EpDispatchExpertsParallel
-    original = experts._combine_tokens
+    if EXPERTS_ALONE:
+        experts = tensor_parallel.EpDispatchExpertsParallel
 
-    def combine(self, output, weights, *others):
-        return original(self, output, weights.detach(), *others)
+        def combine(self, output, weights, *others):
+            return original(self, output, weights.detach(), *others)
+
+    else:
+        experts = transformers.distributed.expert_parallel.AllToAllEP
+
+        def combine(self, output, state):
+            return original(self, output, state._replace(top_k_weights=state.top_k_weights.detach()))
+
+    original = experts._combine_tokens
 
     parallel = expert_parallel(model, rank, world)
     inner = parallel.backward

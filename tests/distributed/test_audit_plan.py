@@ -7,8 +7,11 @@ from pathlib import Path
 
 import audit_plans as plans
 import pytest
+import torch
+from torch import nn
 
 from fmoe_ext.audit import AuditError, PlanRecipe, audit_plan
+from fmoe_ext.audit.plans.pipelining import Staged
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +92,16 @@ def test_command_audits_a_recipe_file(tmp_path):
         [*command, "--padding", "left"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 2 and "--padding are for a Recipe" in done.stderr
+
+
+def test_stages_get_contiguous_inputs():
+    class Schedule:
+        def step(self, x, *, target, losses):
+            losses.append(x.stride()[0] * target.sum().double())
+
+    stages = Staged(
+        nn.Linear(2, 2), Schedule(), inputs=lambda b: b["x"][:, :-1], target=lambda b: b["x"][:, 1:]
+    )
+    stages.prepare(plans.RECIPE)
+    loss = stages.backward(plans.RECIPE, {"x": torch.arange(8.0).view(2, 4)})
+    assert loss == 3 * (1 + 2 + 3 + 5 + 6 + 7), "torch 2.11 refuses a stage's input with a stride of 4"

@@ -13,11 +13,6 @@ from fmoe_ext.doctor.subject import from_transformers
 from tests.huggingface.tiny_architectures import LARGEST, architectures, tiny_config
 
 MORE_SIZES = {
-    "moe_num_experts": 4,
-    "num_local_experts": 4,
-    "num_routed_experts": 4,
-    "moe_k": 2,
-    "moe_topk": 2,
     "zero_expert_num": 2,
     "index_n_heads": 2,
     "index_head_dim": 16,

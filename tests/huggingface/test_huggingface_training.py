@@ -63,13 +63,13 @@ def test_losses_equal_eager(train, tmp_path):
     assert got == pytest.approx(expected, rel=1e-8)
 
 
-def load_expert_parallel(folder, architecture, implementation, ep_plan):
+def load_expert_parallel(folder, architecture, options):
     """One rank's step on a model of which it loaded its own experts -> logits, loss, gradients, experts here."""
     huggingface.register()
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    config = transformers.distributed.DistributedConfig(tp_size=2, ep_size=2, tp_plan={}, ep_plan=ep_plan)
+    config = transformers.distributed.DistributedConfig(tp_size=2, ep_size=2, **options)
     model = getattr(transformers, architecture).from_pretrained(
-        folder, experts_implementation=implementation, dtype=torch.float64, distributed_config=config
+        folder, experts_implementation="fmoe", dtype=torch.float64, distributed_config=config
     )
     logits, loss, gradients = step(model.eval(), make_ids())
     gradients = {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in gradients.items()}
@@ -83,29 +83,30 @@ def pool():
         yield pool
 
 
-WITHOUT_TP = Version(transformers.__version__) < Version("5.24")
+IS_MASKED_BY_A_ROUTER = Version(transformers.__version__) < Version("5.24")
 MASKED = {"model.layers.*.mlp.experts": "moe_tp_experts"}
+# {how tokens reach the experts: (options of DistributedConfig, the router's rule of a plan)}
+if IS_MASKED_BY_A_ROUTER:
+    WAYS = {"exchanged": {"tp_plan": {}}, "masked": {"tp_plan": {}, "ep_plan": MASKED}}
+else:  # experts alone cannot be spread: dense layers are in tensor parallelism too
+    WAYS = {"exchanged": {"ep_implementation": "all_to_all"}, "masked": {"ep_implementation": "all_reduce"}}
 
 
-@pytest.mark.skipif(not WITHOUT_TP, reason="Transformers 5.24 spreads experts over ranks of tp or fsdp alone")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("architecture", "ep_plan"),
-    [
-        ("Qwen3MoeForCausalLM", None),  # tokens travel to the ranks of their experts
-        ("GptOssForCausalLM", None),
-        # every rank sees every token, and the choices of other ranks' experts are marked
-        ("Qwen3MoeForCausalLM", {"model.layers.*.mlp.gate": "ep_router", **MASKED}),
-        ("GptOssForCausalLM", {"model.layers.*.mlp.router": "ep_router", **MASKED}),
-    ],
-    ids=["fused", "composed", "fused-masked", "composed-masked"],
+    ("architecture", "router"), [("Qwen3MoeForCausalLM", "gate"), ("GptOssForCausalLM", "router")]
 )
-def test_expert_parallel_loading(architecture, ep_plan, pool, tmp_path):
+def test_expert_parallel_loading(architecture, router, way, pool, tmp_path):
+    """Tokens travel to the ranks of their experts, or every rank sees all and skips those of other ranks' experts."""
+    options = WAYS[way]
+    if "ep_plan" in options:
+        options = options | {"ep_plan": {f"model.layers.*.mlp.{router}": "ep_router", **MASKED}}
     make_model(architecture, dtype=torch.float64).save_pretrained(tmp_path)
     whole = getattr(transformers, architecture).from_pretrained(
         tmp_path, experts_implementation="eager", dtype=torch.float64
     )
     logits, loss, gradients = step(whole.eval(), make_ids())
-    for result in pool.run(load_expert_parallel, str(tmp_path), architecture, "fmoe", ep_plan, timeout=600.0):
+    for result in pool.run(load_expert_parallel, str(tmp_path), architecture, options, timeout=600.0):
         got_logits, got_loss, got_gradients, num_here = result
         assert num_here == [3, 3]  # of 6 in each of 2 layers
         torch.testing.assert_close(got_logits, logits, rtol=1e-12, atol=1e-12)

@@ -54,5 +54,6 @@ class Staged(Parallel):
         """A step of the schedule -> mean loss on the rank of the last stage."""
         self.optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        self.schedule.step(self.inputs(batch), target=self.target(batch), losses=losses)
+        inputs = self.inputs(batch).contiguous()  # torch 2.11 takes no other strides
+        self.schedule.step(inputs, target=self.target(batch), losses=losses)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None

@@ -43,17 +43,34 @@ def model_type(adapter: Adapter, of_base: BaseExperts | None) -> str:
 
 def linear(of_base: BaseExperts, key: str) -> str | None:
     """Name of the weight that a plain adapter, named by its lora_A, changes; None if the base lacks it."""
-    return of_base.weight(key.removeprefix(PREFIX).removesuffix(".lora_A.weight"))
+    return of_base.weight(module_of(key))
 
 
 def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
     """Sentences about what of an adapter does not fit a base."""
-    base = of_base.base
-    return compare_experts(adapter, of_base.at) + [
-        f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
-        for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
-        if (name := linear(of_base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
-    ]
+    wrong = compare_experts(adapter, of_base.at)
+    for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items():
+        module, shape = module_of(key), weight_shape(of_base, key)
+        if shape is None:
+            wrong.append(f"{module}: the base has no such weight")
+        elif shape != (b.shape[0], a.shape[1]):
+            wrong.append(
+                f"{module}: the base's weight is {list(shape)}, the adapter of {[b.shape[0], a.shape[1]]}"
+            )
+    return wrong
+
+
+def module_of(key: str) -> str:
+    """The module that a plain adapter, named by its lora_A, changes."""
+    return key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+
+
+def weight_shape(of_base: BaseExperts, key: str) -> tuple[int, ...] | None:
+    """Shape of the weight that a plain adapter changes, as the model has it; None if the base lacks it."""
+    if found := of_base.converted(module_of(key)):
+        return found[1].parameters.get(f"{module_of(key)}.weight")
+    name = linear(of_base, key)
+    return None if name is None else of_base.base.tensors[name].shape
 
 
 def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> list[str]:
@@ -94,8 +111,7 @@ def plain_pairs(
         b = adapter.others.get(other)
         if b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise CheckpointError(f"{adapter.folder}: {key} has no lora_B that fits it")
-        module = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        pairs[key] = a, b, scaling_of(adapter.config, module, a.shape[0])
+        pairs[key] = a, b, scaling_of(adapter.config, module_of(key), a.shape[0])
         used |= {key, other}
     left = sorted(k for k in adapter.others.keys() - used if ".lora_" in k or not whole_modules)
     if left:

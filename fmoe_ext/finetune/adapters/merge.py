@@ -19,6 +19,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
+from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
 from fmoe_ext.finetune.adapters.delta import compare, delta, linear, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 
@@ -50,7 +51,12 @@ class _Merge:
         self.owners: dict[str, str] = {}
         for layer in adapter.layers:
             self._plan_layer(layer)
-        for key, (a, b, scaling) in plain_pairs(adapter).items():
+        converted, plain = converted_changes(self.of_base, plain_pairs(adapter))
+        for group in converted:
+            for name in group.names:
+                self._claim(name, group.names[0])
+                self.changes[name] = self._converted(name, group)
+        for key, (a, b, scaling) in plain.items():
             name = str(linear(self.of_base, key))
             self._claim(name, key)
             self.changes[name] = self._plain(name, a, b, scaling)
@@ -119,6 +125,15 @@ class _Merge:
                 return self._added(
                     name, stored.read(), b.read().to(wide) @ a.read().to(wide) * scaling, dtype
                 )
+
+            return StoredTensor(stored.shape, dtype, read)
+
+        return change
+
+    def _converted(self, name: str, group: ConvertedChanges) -> Any:
+        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+            def read() -> torch.Tensor:
+                return self._added(name, stored.read(), group.change(name), dtype)
 
             return StoredTensor(stored.shape, dtype, read)
 

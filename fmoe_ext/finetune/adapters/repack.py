@@ -26,7 +26,7 @@ from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, 
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import renew_checksum
 from fmoe_ext.checkpoint.shards import check_is_free
-from fmoe_ext.finetune.adapters.delta import compare_experts, delta, linear, plain_pairs
+from fmoe_ext.finetune.adapters.delta import compare_experts, delta, linear, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.merge import COPIED
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter
 from fmoe_ext.finetune.streaming.model import stream
@@ -240,6 +240,11 @@ class _Repack:
             return
         of_base = BaseExperts(self.base)
         for key, (a, b, scaling) in plain_pairs(self.adapter).items():
+            if at := of_base.converted(module_of(key)):
+                raise CheckpointError(
+                    f"{key}: the weight is made of {', '.join(at[1].names)} by Transformers' {at[1].operations}, which "
+                    "is not merged into packed files: merge the adapter into the unpacked model"
+                )
             name = linear(of_base, key)
             stored = self.base.tensors.get(str(name))
             if stored is None or stored.dtype not in FLOATS or stored.place is None:

@@ -1,0 +1,85 @@
+"""Changes of weights that the files hold joined, split or in another order, by Transformers' own converters."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+from fmoe_ext.checkpoint.base_experts import BaseExperts
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.weight_names import Converted
+from fmoe_ext.checkpoint.written_names import as_in_modules, as_written
+from fmoe_ext.finetune.adapters.delta import module_of
+
+_Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]
+
+
+class ConvertedChanges:
+    """Changes of the parameters that one converter makes, and what they are in the files.
+
+    pairs: {name of a parameter: (lora_A, lora_B, scaling)}. Raises CheckpointError if the converter does not turn
+    changes into changes.
+    """
+
+    def __init__(self, model: Any, found: Converted, pairs: dict[str, _Pair]) -> None:
+        self._model, self._found, self._pairs = model, found, pairs
+        changes = self._of_parameters()
+        try:
+            in_files = self._in_files(changes)
+            back = as_in_modules(model, in_files)
+            is_right = in_files.keys() == set(found.names) and all(
+                torch.equal(back[name], change.to(back[name].dtype)) for name, change in changes.items()
+            )
+        except Exception as error:  # of Transformers, which have no common class
+            raise self._error(f": {type(error).__name__}: {error}") from error
+        if not is_right:
+            raise self._error("")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Tensors of the files that change."""
+        return self._found.names
+
+    def change(self, name: str) -> torch.Tensor:
+        """Change of one tensor of the files, at least in float32."""
+        return self._in_files(self._of_parameters())[name]
+
+    def _of_parameters(self) -> dict[str, torch.Tensor]:
+        factors = [factor for a, b, _ in self._pairs.values() for factor in (a, b)]
+        wide = torch.float32
+        for factor in factors:
+            wide = torch.promote_types(wide, factor.dtype)
+        changes = {name: torch.zeros(shape, dtype=wide) for name, shape in self._found.parameters.items()}
+        for name, (a, b, scaling) in self._pairs.items():
+            changes[name] = b.read().to(wide) @ a.read().to(wide) * scaling
+        return changes
+
+    def _in_files(self, changes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        stored = {name: StoredTensor.of(change) for name, change in changes.items()}
+        return {name: tensor.read() for name, tensor in as_written(self._model, stored).items()}
+
+    def _error(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{next(iter(self._pairs))} is made of {', '.join(self.names)} by Transformers' {self._found.operations}, "
+            f"which does not turn the adapter's change back into one of the files{reason}. Merge in memory instead: "
+            "PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)"
+        )
+
+
+def converted_changes(
+    of_base: BaseExperts, pairs: dict[str, _Pair]
+) -> tuple[list[ConvertedChanges], dict[str, _Pair]]:
+    """Changes of converted weights, one for each group of tensors in the files, and the pairs of all others.
+
+    pairs: {name of lora_A: (lora_A, lora_B, scaling)}.
+    """
+    groups: dict[tuple[str, ...], tuple[Any, Converted, dict[str, _Pair]]] = {}
+    others = {}
+    for key, pair in pairs.items():
+        if (at := of_base.converted(module_of(key))) is None:
+            others[key] = pair
+        else:
+            groups.setdefault(at[1].names, (*at, {}))[2][f"{module_of(key)}.weight"] = pair
+    return [ConvertedChanges(*group) for group in groups.values()], others
