@@ -107,15 +107,24 @@ def family_of(path: Path, fields: Fields) -> Family:
         raise CheckpointError(f"{path}: GGUF is read for {known}, but this model is {architecture}")
     gating = fields.get(f"{architecture}.expert_gating_func")
     family = next((family for family in found if gating_of(family) == gating), found[-1])
+    family = next((family for family in found if _is_marked(family, fields)), family)
     for key in family.gguf.needs if family.gguf else ():
         if f"{architecture}.{key}" not in fields:
             raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
     return family
 
 
+def _is_marked(family: Family, fields: Fields) -> bool:
+    marks = family.gguf.marks if family.gguf else ()
+    return bool(marks) and all(fields.get(f"{family.gguf.name}.{key}") for key in marks if family.gguf)
+
+
 def check(path: Path, fields: Fields, config: Any) -> None:
     """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
     family = family_of(path, fields)
+    beside = FAMILIES.get(config.model_type)
+    if beside and beside.gguf and family.gguf and beside.gguf.name == family.gguf.name:
+        family = beside  # whose keys name what differs
     assert family.gguf is not None
     try:
         computed = facts(config, family) if family.gguf.says_routing else {}

@@ -93,6 +93,10 @@ WRITTEN = {
     "glm4_moe": ("glm4_moe", "glm4moe", {**MODELS["glm4_moe, one group"], "norm_topk_prob": True}),
     "glm4_moe, scores": ("glm4_moe", "glm4moe", MODELS["glm4_moe, one group"]),
     "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),
+    "granitemoeshared": (
+        *("granitemoeshared", "granitemoe"),
+        {**MODELS["granitemoe"], "shared_intermediate_size": 28},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
     "gpt_oss": ("gpt_oss", "gpt-oss", OSS),

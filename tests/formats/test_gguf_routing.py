@@ -75,6 +75,13 @@ OF_DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+OF_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+}
 ARCHITECTURES = {
     "glm4_moe": OF_DEEPSEEK,
     "deepseek_v2": OF_LATENT,
@@ -88,12 +95,8 @@ ARCHITECTURES = {
         "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval",
     },
-    "granitemoe": {
-        "attention.scale": "attention_multiplier",
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    },
+    "granitemoe": OF_GRANITE,
+    "granitemoeshared": OF_GRANITE,
     "dots1": OF_DEEPSEEK,
     "hunyuan_v1_moe": {},
     "gpt_oss": {"attention.sliding_window": "sliding_window"},

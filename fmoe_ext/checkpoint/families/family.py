@@ -88,7 +88,8 @@ class Gguf:
     keys: further {key: attribute}, "" for a key that follows from others, None for one that changes no logit.
     missing: {attribute: value of a file that does not say it}. flags: {attribute: tensor of the first layer that only
     models with it have}. is_partial: a part of each head may be rotated. leaves_out_heads: heads for the tokens after
-    the next may be in the file, and are left out. needs: keys without which it is another model.
+    the next may be in the file, and are left out. needs: keys without which it is another model. marks: keys that tell
+    its files from those of another family with the architecture.
     window_period: all layers but the last of each such number have a sliding window; 0 for none. fixed: {attribute:
     the only value that llama.cpp's graph computes}. rounds_yarn: the bounds of YaRN's ramp are whole numbers, as
     llama.cpp has them for all; False where Transformers has not.
@@ -111,6 +112,7 @@ class Gguf:
     is_partial: bool = False
     leaves_out_heads: bool = False
     needs: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     window_period: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rounds_yarn: bool = True
