@@ -8,6 +8,7 @@ from fmoe_ext.checkpoint.families.family import Family
 
 Facts: TypeAlias = dict[str, Any]  # {key behind the architecture: value}
 GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
+EPSILON = "attention.layer_norm_rms_epsilon"
 # Keys on layers and routers of files that say how their routers compute
 ROUTING = (
     *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
@@ -48,7 +49,7 @@ def facts(config: Any, family: Family) -> Facts:
         said.setdefault(fact, getattr(config, family.config[fact]))
     found |= {
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        EPSILON: float(getattr(config, architecture.keys.get(EPSILON) or "rms_norm_eps")),
         "expert_count": said["num_experts"],
         "expert_used_count": said["top_k"],
     }
@@ -105,14 +106,13 @@ def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
     shared = (
         said.get("num_shared", int("num_shared" not in family.config and bool(family.in_modules.shared))) or 0
     )
-    first: Any = getattr(config, "first_k_dense_replace", None)
-    first = getattr(config, "moe_layer_start_index", 0) if first is None else first
+    first = (family.gguf and family.gguf.keys.get("leading_dense_block_count")) or ""
     found: Facts = {
         "expert_gating_func": gating_of(family),
         "expert_weights_norm": bool(said["normalize"]),
         "expert_weights_scale": float(said.get("scale", 1)),
         "expert_shared_count": shared,
-        "leading_dense_block_count": first,
+        "leading_dense_block_count": getattr(config, first, 0),
         "interleave_moe_layer_step": getattr(config, "moe_layer_interval", 1),
     }
     if shared:

@@ -161,14 +161,15 @@ def _why_not(key: str, value: Any, family: Family, config: Any, computed: Fields
     """Reason why a key is refused, "" for none."""
     assert family.gguf is not None
     rest = key.removeprefix(f"{family.gguf.name}.")
-    if rest in READ or rest.startswith(_SCALING):
+    own = family.gguf.keys.get(rest, "")
+    if own is None or rest in READ or (rest.startswith(_SCALING) and not own):
         return ""
-    if rest in family.gguf.keys and family.gguf.keys[rest] is None:
-        return ""
+    if own in family.gguf.fixed and not _same(family.gguf.fixed[own], value):
+        return f"but the model is computed with {family.gguf.fixed[own]} in any case"
     if rest in computed:
         said = 1 if value == 0 and rest in UNUSED else value
         return "" if _same(computed[rest], said) else f"but the model is computed with {computed[rest]}"
-    if family.gguf.keys.get(rest) == "":  # which layer_kinds() or others read
+    if rest in family.gguf.keys and own == "":  # which layer_kinds() or others read
         return ""
     if rest in ONLY:
         allowed = ONLY[rest]

@@ -15,7 +15,7 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf, Turned
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.gguf_facts import facts
-from fmoe_ext.checkpoint.gguf_names import OUTSIDE, names_inside
+from fmoe_ext.checkpoint.gguf_names import names_inside, names_outside
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -40,7 +40,7 @@ def check_writable(family: Family, config: Any) -> Gguf:
     is_fixed = not architecture.says_routing
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
-        "hidden_act": config.hidden_act != "silu",
+        "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
         "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
@@ -108,7 +108,7 @@ _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfl
 
 def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
     """Storage type of a tensor: vectors and gates in float32, as llama.cpp computes with them."""
-    is_vector = len(tensor.shape) < 2 or name.endswith(CONVOLUTIONS)
+    is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
     if is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
         return torch.float32
     return tensor.dtype
@@ -120,10 +120,10 @@ def _named(
     architecture = family.gguf
     assert architecture is not None
     block = f"{family.in_modules.block}."
-    inside = names_inside(family)
+    inside, outside = names_inside(family), names_outside(family)
     for name, tensor in tensors.items():
         match = LAYER.fullmatch(name)
-        parts = _renamed(OUTSIDE, name, tensor)
+        parts = _renamed(outside, name, tensor)
         if match:
             rest = match[2]
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest

@@ -83,6 +83,11 @@ YARN = {
     **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4},
     **{"beta_fast": 2.0, "beta_slow": 0.5},
 }
+HYBRID = {
+    **MODELS["granitemoe"],
+    **{"shared_intermediate_size": 28, "layer_types": ["linear_attention", "full_attention"]},
+    **{"mamba_n_heads": 4, "mamba_d_state": 8},
+}
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
     "deepseek_v2": ("deepseek_v2", "deepseek2", MODELS["deepseek_v2, no groups"]),
@@ -96,6 +101,11 @@ WRITTEN = {
     "granitemoeshared": (
         *("granitemoeshared", "granitemoe"),
         {**MODELS["granitemoe"], "shared_intermediate_size": 28},
+    ),
+    "granitemoehybrid": ("granitemoehybrid", "granitehybrid", HYBRID),
+    "granitemoehybrid, rope": (
+        *("granitemoehybrid", "granitehybrid"),
+        {**HYBRID, "position_embedding_type": "rope"},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),

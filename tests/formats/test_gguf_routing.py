@@ -97,6 +97,13 @@ ARCHITECTURES = {
     },
     "granitemoe": OF_GRANITE,
     "granitemoeshared": OF_GRANITE,
+    "granitemoehybrid": OF_GRANITE
+    | {
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.group_count": "mamba_n_groups",
+    }
+    | {"ssm.time_step_rank": "mamba_n_heads"},
     "dots1": OF_DEEPSEEK,
     "hunyuan_v1_moe": {},
     "gpt_oss": {"attention.sliding_window": "sliding_window"},
@@ -232,8 +239,36 @@ def test_every_key_is_computed_with_or_harmless_or_refused(name, files, tmp_path
         names.remove("{arch}.expert_gating_func")
     if family.gguf.is_partial:  # below
         names.remove("{arch}.rope.dimension_count")
+    if name == "granitemoehybrid":  # which says whether there are rotary embeddings, below
+        names.remove("{arch}.rope.scaling.finetuned")
     kinds = sweep(plain, arch, names, attributes | ARCHITECTURES[name])
     assert kinds["refused"] > 200 and kinds["harmless"] > 5 and kinds["computed"] >= 3, kinds
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "granitemoehybrid, rope"])
+def test_switch_for_rotary_embeddings_of_granite_is_read(name, files, tmp_path):
+    model, arch, original = files(name)
+    key = f"{arch}.rope.scaling.finetuned"
+    turned = model.config.position_embedding_type is None
+    file = rewritten(original, tmp_path / "model.gguf", {key: turned})
+    assert streamed(file).config.position_embedding_type == ("rope" if turned else None)
+    assert (logits(streamed(file)) - logits(model)).abs().max() > 1e-3
+    with pytest.raises(CheckpointError, match=f"{key} is 7, expected true or false"):
+        streamed(rewritten(original, file, {key: 7}))
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid"])
+def test_heads_of_layers_that_no_model_has_are_refused(name, files, tmp_path):
+    _, arch, original = files(name)
+    for heads, said in (
+        ([0, 1, 2], "has 3 entries for 2 layers"),
+        ([1, 2], r"has \[1, 2\] heads in layers of attention"),
+        ("two", "is 'two', no number of heads"),
+        ([2, 2], "blk.0|layers.0"),
+    ):
+        file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.attention.head_count_kv": heads})
+        with pytest.raises(CheckpointError, match=said):
+            streamed(file)
 
 
 def test_score_says_which_deepseek_a_file_has(files, tmp_path):
@@ -310,8 +345,8 @@ def test_tensor_of_another_model_is_refused(name, files, tmp_path):
     file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.attn_norm.bias", vector)])
     with pytest.raises(CheckpointError, match=r"has model\.layers\.1\.\w+norm\.bias, which .* lacks"):
         streamed(file)
-    file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.ssm_d", vector)])
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ssm_d has no name in Transformers"):
+    file = rewritten(original, tmp_path / "model.gguf", {}, more=[("blk.1.time_mix_w1", vector)])
+    with pytest.raises(CheckpointError, match=r"blk\.1\.time_mix_w1 has no name in Transformers"):
         streamed(file)
 
 

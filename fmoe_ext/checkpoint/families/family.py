@@ -83,8 +83,8 @@ class Gguf:
 
     normalizes: of the weights of the chosen experts; None where the file says it, with the router's score, its scale
     and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
-    a layer of Transformers: name of a tensor} beside the usual ones. multipliers: {key: attribute of the
-    configuration}. is_latent: keys and values are latent (MLA).
+    a layer of Transformers: name of a tensor} beside the usual ones; outside: the same outside of layers. multipliers:
+    {key: attribute of the configuration}. is_latent: keys and values are latent (MLA).
     keys: further {key: attribute}, "" for a key that follows from others, None for one that changes no logit.
     missing: {attribute: value of a file that does not say it}. flags: {attribute: tensor of the first layer that only
     models with it have}. is_partial: a part of each head may be rotated. leaves_out_heads: heads for the tokens after
@@ -104,6 +104,7 @@ class Gguf:
     biases: bool = False
     groups_heads: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     is_latent: bool = False
     keys: Mapping[str, str | None] = field(default_factory=dict)
