@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family, Gguf, Turned
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, Turned
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.gguf_facts import facts
 from fmoe_ext.checkpoint.gguf_names import names_inside, names_outside
@@ -129,7 +129,7 @@ def _named(
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
             turned = next((turned for turned in architecture.turned if turned.name == rest), None)
             if turned is None:
-                parts = _in_layer(rest, tensor, inside, config, family.in_modules.interleaved)
+                parts = _in_layer(rest, tensor, inside, config, family.in_modules)
             else:
                 parts = _parts(turned, tensor, config)
         is_added = name.endswith(architecture.added) if architecture.added else False
@@ -144,9 +144,9 @@ def _named(
 
 
 def _in_layer(
-    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any, interleaved: bool
+    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any, layout: Layout
 ) -> Iterator[tuple[str, StoredTensor]]:
-    if interleaved and name.startswith("mlp.experts."):
+    if layout.interleaved and name.startswith("mlp.experts."):
         yield from _in_turn(name.removeprefix("mlp.experts."), tensor)
     elif name == "mlp.experts.gate_up_proj":
         num_experts, rows, d_model = tensor.shape
@@ -159,7 +159,7 @@ def _in_layer(
         yield "ffn_gate_inp_shexp.weight", _mapped(tensor, tensor.shape[1:], lambda w: w[0])
     elif name == "self_attn.kv_b_proj.weight":
         yield from _split_latent(tensor, config)
-    elif name.endswith("e_score_correction_bias"):
+    elif layout.expert_bias and name == f"mlp.{layout.expert_bias}":
         yield "exp_probs_b.bias", _mapped(tensor, tensor.shape[-1:], torch.Tensor.flatten)
     else:
         yield from _renamed(inside, name, tensor)

@@ -88,6 +88,10 @@ HYBRID = {
     **{"shared_intermediate_size": 28, "layer_types": ["linear_attention", "full_attention"]},
     **{"mamba_n_heads": 4, "mamba_d_state": 8},
 }
+LFM2 = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+    **{"layer_types": ["conv", "full_attention"]},
+}
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
     "deepseek_v2": ("deepseek_v2", "deepseek2", MODELS["deepseek_v2, no groups"]),
@@ -108,6 +112,7 @@ WRITTEN = {
         {**HYBRID, "position_embedding_type": "rope"},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
+    "lfm2_moe": ("lfm2_moe", "lfm2moe", LFM2),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
     "gpt_oss": ("gpt_oss", "gpt-oss", OSS),
     "qwen3_next": ("qwen3_next", "qwen3next", MODELS["qwen3_next"]),

@@ -90,6 +90,11 @@ ARCHITECTURES = {
         "expert_group_count": "n_group",
         "expert_group_used_count": "topk_group",
     },
+    "lfm2_moe": {
+        "attention.layer_norm_rms_epsilon": "norm_eps",
+        "leading_dense_block_count": "num_dense_layers",
+        "shortconv.l_cache": "conv_L_cache",
+    },
     "minimax_m2": {},
     "ernie4_5_moe": {
         "leading_dense_block_count": "moe_layer_start_index",
@@ -257,7 +262,7 @@ def test_switch_for_rotary_embeddings_of_granite_is_read(name, files, tmp_path):
         streamed(rewritten(original, file, {key: 7}))
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe"])
 def test_heads_of_layers_that_no_model_has_are_refused(name, files, tmp_path):
     _, arch, original = files(name)
     for heads, said in (
