@@ -88,12 +88,18 @@ HYBRID = {
     **{"shared_intermediate_size": 28, "layer_types": ["linear_attention", "full_attention"]},
     **{"mamba_n_heads": 4, "mamba_d_state": 8},
 }
+AFMOE = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+    **{"num_shared_experts": 2, "route_scale": 2.5, "num_hidden_layers": 5, "sliding_window": 4},
+    **{"mup_enabled": True, **HEADS},
+}
 LFM2 = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
     **{"layer_types": ["conv", "full_attention"]},
 }
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
+    "afmoe": ("afmoe", "afmoe", AFMOE),
     "deepseek_v2": ("deepseek_v2", "deepseek2", MODELS["deepseek_v2, no groups"]),
     "deepseek_v3": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3, one group"]),
     "deepseek_v3, groups": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3"]),

@@ -83,6 +83,11 @@ OF_GRANITE = {
     "expert_shared_feed_forward_length": "shared_intermediate_size",
 }
 ARCHITECTURES = {
+    "afmoe": {
+        "attention.sliding_window": "sliding_window",
+        "expert_weights_scale": "route_scale",
+        "leading_dense_block_count": "num_dense_layers",
+    },
     "glm4_moe": OF_DEEPSEEK,
     "deepseek_v2": OF_LATENT,
     "deepseek_v3": {

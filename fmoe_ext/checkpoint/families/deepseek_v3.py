@@ -170,6 +170,28 @@ VARIANTS = (
         },
         fixed={"normalize": True},
         layers=as_configured,
+        gguf=Gguf(
+            "afmoe",
+            None,
+            names={
+                **SHARED_NAMES,
+                **DENSE_NAMES,
+                "mlp.router.gate.": "ffn_gate_inp.",
+                "self_attn.gate_proj.": "attn_gate.",
+                "post_attention_layernorm.": "post_attention_norm.",
+                "pre_mlp_layernorm.": "ffn_norm.",
+                "post_mlp_layernorm.": "post_ffw_norm.",
+            },
+            keys={
+                "leading_dense_block_count": "num_dense_layers",
+                "expert_weights_scale": "route_scale",
+                "attention.sliding_window": "sliding_window",
+            },
+            missing={"num_dense_layers": 0, "route_scale": 1.0, "mup_enabled": True},
+            needs=("expert_weights_norm", "attention.sliding_window"),
+            window_period=4,
+            fixed={"mup_enabled": True},
+        ),
     ),
     FAMILY.variant(  # Laguna
         "laguna",
