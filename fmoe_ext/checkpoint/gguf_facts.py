@@ -61,7 +61,7 @@ def facts(config: Any, family: Family) -> Facts:
         found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if architecture.says_routing:
         found |= _routing(config, family, said)
-    if architecture.window_period:
+    if "attention.sliding_window" in architecture.keys:
         found["attention.sliding_window"] = config.sliding_window
     if config.rope_parameters.get("rope_type") == "yarn":
         found |= _yarn(config)
@@ -107,12 +107,13 @@ def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
         said.get("num_shared", int("num_shared" not in family.config and bool(family.in_modules.shared))) or 0
     )
     first = (family.gguf and family.gguf.keys.get("leading_dense_block_count")) or ""
+    kinds = getattr(config, "mlp_layer_types", None)
     found: Facts = {
         "expert_gating_func": gating_of(family),
         "expert_weights_norm": bool(said["normalize"]),
         "expert_weights_scale": float(said.get("scale", 1)),
         "expert_shared_count": shared,
-        "leading_dense_block_count": getattr(config, first, 0),
+        "leading_dense_block_count": kinds.count("dense") if kinds else getattr(config, first, 0),
         "interleave_moe_layer_step": getattr(config, "moe_layer_interval", 1),
     }
     if shared:

@@ -41,14 +41,12 @@ def check_writable(family: Family, config: Any) -> Gguf:
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "mlp_layer_types": not _dense_first(getattr(config, "mlp_layer_types", None)),
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
         "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
-        "sliding_window": not architecture.window_period
-        and getattr(config, "sliding_window", None)
-        and getattr(config, "use_sliding_window", True)
-        and set(getattr(config, "layer_types", None) or ()) != {"full_attention"},
+        "sliding_window": _window_has_no_place(config, architecture),
         "layer_types": architecture.window_period
         and config.layer_types != architecture.window_kinds(config.num_hidden_layers),
         "rope_parameters": not _has_place(config.rope_parameters, architecture),
@@ -64,6 +62,18 @@ def check_writable(family: Family, config: Any) -> Gguf:
                 "computes another model"
             )
     return architecture
+
+
+def _dense_first(kinds: list[str] | None) -> bool:
+    return not kinds or "dense" not in kinds[kinds.index("sparse") :]
+
+
+def _window_has_no_place(config: Any, architecture: Gguf) -> bool:
+    window = getattr(config, "sliding_window", None)
+    if "attention.sliding_window" in architecture.keys:
+        return window is None
+    kinds = getattr(config, "layer_types", None) or ()
+    return bool(window and getattr(config, "use_sliding_window", True) and set(kinds) != {"full_attention"})
 
 
 def _has_place(rope: Mapping[str, Any], architecture: Gguf) -> bool:

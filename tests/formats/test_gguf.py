@@ -93,6 +93,11 @@ AFMOE = {
     **{"num_shared_experts": 2, "route_scale": 2.5, "num_hidden_layers": 5, "sliding_window": 4},
     **{"mup_enabled": True, **HEADS},
 }
+EXAONE = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2},
+    **{"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3, "sliding_window": 4},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], **HEADS},
+}
 LFM2 = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
     **{"layer_types": ["conv", "full_attention"]},
@@ -105,6 +110,7 @@ WRITTEN = {
     "deepseek_v3, groups": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3"]),
     "dots1": ("dots1", "dots1", {**MODELS["dots1"], **ONE_GROUP, "num_key_value_heads": 4}),
     "ernie4_5_moe": ("ernie4_5_moe", "ernie4_5-moe", {**MODELS["ernie4_5_moe"]}),
+    "exaone_moe": ("exaone_moe", "exaone-moe", EXAONE),
     "glm4_moe": ("glm4_moe", "glm4moe", {**MODELS["glm4_moe, one group"], "norm_topk_prob": True}),
     "glm4_moe, scores": ("glm4_moe", "glm4moe", MODELS["glm4_moe, one group"]),
     "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),
@@ -188,6 +194,18 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
         model = fmoe_ext.import_model(make("gpt_oss", **{**OSS, name: value}))
         with pytest.raises(CheckpointError, match=f"{name}={said} has no place in GGUF's gpt-oss"):
             fmoe_ext.export(model, tmp_path / "out", "gguf")
+    for model_type, values, said in (
+        ("afmoe", {**AFMOE, "mup_enabled": False}, "mup_enabled=False .*afmoe"),
+        ("exaone_moe", {**EXAONE, "tie_word_embeddings": True}, "tie_word_embeddings=True .*exaone-moe"),
+        (
+            *("exaone_moe", {**EXAONE, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+            r"mlp_layer_types=\['sparse', 'dense', 'sparse'\] .*exaone-moe",
+        ),
+        ("granitemoehybrid", {**HYBRID, "mamba_n_groups": 2}, "mamba_n_groups=2 .*granitehybrid"),
+        ("lfm2_moe", {**LFM2, "norm_topk_prob": False}, "norm_topk_prob=False .*lfm2moe"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            fmoe_ext.export(fmoe_ext.import_model(make(model_type, **values)), tmp_path / "out", "gguf")
     sizes = {**MODELS["qwen3_moe"], "norm_topk_prob": False, "mlp_only_layers": []}
     with pytest.raises(CheckpointError, match="norm_topk_prob=False has no place in GGUF's qwen3moe"):
         fmoe_ext.export(fmoe_ext.import_model(make("qwen3_moe", **sizes)), tmp_path / "out", "gguf")

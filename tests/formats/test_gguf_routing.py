@@ -83,6 +83,7 @@ OF_GRANITE = {
     "expert_shared_feed_forward_length": "shared_intermediate_size",
 }
 ARCHITECTURES = {
+    "exaone_moe": {**OF_DEEPSEEK, "attention.sliding_window": "sliding_window"},
     "afmoe": {
         "attention.sliding_window": "sliding_window",
         "expert_weights_scale": "route_scale",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import (
@@ -29,6 +30,20 @@ def _no_groups(values: Values) -> Values:
             f"config.n_group={values['n_group']}: axk2 lets experts outside of the chosen groups compete with score 0"
         )
     return {**values, "n_group": 1, "topk_group": 1}
+
+
+PATTERN = "attention.sliding_window_pattern"
+
+
+def _windows(said: Values, num_layers: int) -> list[str]:
+    windows = said.get(PATTERN, [(i + 1) % 4 != 0 for i in range(num_layers)])
+    if not isinstance(windows, list):
+        raise TypeError(f"exaone-moe.{PATTERN} is {windows!r}, expected a list")
+    return ["sliding_attention" if windows[i] else "full_attention" for i in range(num_layers)]
+
+
+def _pattern(config: Any) -> dict[str, Any]:
+    return {PATTERN: [kind == "sliding_attention" for kind in config.layer_types]}
 
 
 FAMILY = Family(
@@ -121,6 +136,18 @@ VARIANTS = (
         "exaone_moe",
         config={**FAMILY.config, "num_experts": "num_experts", "num_shared": "num_shared_experts"},
         layers=kinds_of_layers,
+        gguf=Gguf(
+            "exaone-moe",
+            None,
+            names={**SHARED_NAMES, **DENSE_NAMES},
+            keys={**GGUF_KEYS, "attention.sliding_window": "sliding_window", PATTERN: ""},
+            missing=GGUF_MISSING,
+            needs=("expert_gating_func", "attention.sliding_window"),
+            leaves_out_heads=True,
+            fixed={"tie_word_embeddings": False},
+            kinds=_windows,
+            facts=_pattern,
+        ),
     ),
     FAMILY.variant(  # GLM-4.5 and GLM-4.6
         "glm4_moe",
