@@ -98,6 +98,11 @@ EXAONE = {
     **{"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3, "sliding_window": 4},
     **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], **HEADS},
 }
+GLM_DSA = {
+    **{key: value for key, value in MODELS["deepseek_v3, one group"].items() if key != "num_mtp_layers"},
+    **{"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
+    **{"index_topk": 4, "index_n_heads": 8, "index_head_dim": 64, "rms_norm_eps": 1e-6},
+}
 LFM2 = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
     **{"layer_types": ["conv", "full_attention"]},
@@ -111,6 +116,7 @@ WRITTEN = {
     "dots1": ("dots1", "dots1", {**MODELS["dots1"], **ONE_GROUP, "num_key_value_heads": 4}),
     "ernie4_5_moe": ("ernie4_5_moe", "ernie4_5-moe", {**MODELS["ernie4_5_moe"]}),
     "exaone_moe": ("exaone_moe", "exaone-moe", EXAONE),
+    "glm_moe_dsa": ("glm_moe_dsa", "glm-dsa", GLM_DSA),
     "glm4_moe": ("glm4_moe", "glm4moe", {**MODELS["glm4_moe, one group"], "norm_topk_prob": True}),
     "glm4_moe, scores": ("glm4_moe", "glm4moe", MODELS["glm4_moe, one group"]),
     "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),
@@ -182,7 +188,7 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
     assert types["blk.1.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(
-        CheckpointError, match=r"gguf is written for deepseek_v2, .* but this model is flex_olmo"
+        CheckpointError, match=r"gguf is written for .*, deepseek_v2, .* but this model is flex_olmo"
     ):
         model = fmoe_ext.import_model(make("flex_olmo", **MODELS["flex_olmo"]))
         fmoe_ext.export(model, tmp_path / "out", "gguf")

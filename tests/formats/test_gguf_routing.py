@@ -101,6 +101,12 @@ ARCHITECTURES = {
         "leading_dense_block_count": "num_dense_layers",
         "shortconv.l_cache": "conv_L_cache",
     },
+    "glm_moe_dsa": {
+        **{**OF_LATENT, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
     "minimax_m2": {},
     "ernie4_5_moe": {
         "leading_dense_block_count": "moe_layer_start_index",

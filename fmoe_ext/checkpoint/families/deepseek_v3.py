@@ -46,6 +46,40 @@ def _pattern(config: Any) -> dict[str, Any]:
     return {PATTERN: [kind == "sliding_attention" for kind in config.layer_types]}
 
 
+# {key: attribute} of GLM-5's indexers, and the key that says which layers have one
+OF_INDEXER = MappingProxyType(
+    {
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    }
+)
+TYPES = "attention.indexer.types"
+
+
+def _indexer(config: Any) -> dict[str, Any]:
+    return {
+        **{key: getattr(config, attribute) for key, attribute in OF_INDEXER.items()},
+        TYPES: [kind == "full" for kind in config.indexer_types],
+    }
+
+
+def _complete(values: dict[str, Any]) -> None:
+    num_layers = values["num_hidden_layers"]
+    types = values.get(
+        "indexer_types", None if values["max_position_embeddings"] >= 2**20 else [True] * num_layers
+    )
+    if not isinstance(types, list) or len(types) < num_layers:
+        raise CheckpointError(f"{TYPES} is {types!r}, expected a list of {num_layers} entries")
+    values["indexer_types"] = ["full" if full else "shared" for full in types[:num_layers]]
+
+
+GGUF = replace(
+    DEEPSEEK2,
+    keys={**DEEPSEEK2.keys, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+    missing={**DEEPSEEK2.missing, "num_mtp_layers": 0},
+    leaves_out_heads=True,
+)
 FAMILY = Family(
     name="deepseek_v3",
     holds=("deepseek_v3",),
@@ -65,12 +99,7 @@ FAMILY = Family(
     },
     fixed={"group_best": 2},
     layers=first_dense,
-    gguf=replace(
-        DEEPSEEK2,
-        keys={**DEEPSEEK2.keys, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
-        missing={**DEEPSEEK2.missing, "num_mtp_layers": 0},
-        leaves_out_heads=True,
-    ),
+    gguf=GGUF,
 )
 
 KIMI = MappingProxyType(
@@ -172,7 +201,26 @@ VARIANTS = (
         unsupported={"hidden_act": "silu"},
     ),
     FAMILY.variant("glm4v_moe_text"),  # the language model of GLM-4.5V
-    FAMILY.variant("glm_moe_dsa", layers=kinds_of_layers),  # GLM-5
+    FAMILY.variant(  # GLM-5
+        "glm_moe_dsa",
+        layers=kinds_of_layers,
+        gguf=replace(
+            GGUF,
+            name="glm-dsa",
+            names={
+                **GGUF.names,
+                "self_attn.indexer.wq_b.": "indexer.attn_q_b.",
+                "self_attn.indexer.wk.": "indexer.attn_k.",
+                "self_attn.indexer.k_norm.": "indexer.k_norm.",
+                "self_attn.indexer.weights_proj.": "indexer.proj.",
+            },
+            keys={**GGUF.keys, **OF_INDEXER, TYPES: "indexer_types"},
+            missing=DEEPSEEK2.missing,
+            needs=(*DEEPSEEK2.needs[1:], *OF_INDEXER),
+            facts=_indexer,
+            complete=_complete,
+        ),
+    ),
     HUNYUAN_4,
     HUNYUAN_4.variant("hy_v4_vl_text"),
     FAMILY.variant("kimi_linear", config=KIMI, layers=kinds_of_layers),  # Kimi Linear
