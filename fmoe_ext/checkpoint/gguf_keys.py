@@ -97,8 +97,8 @@ YARN = MappingProxyType(
 )
 
 
-def family_of(path: Path, fields: Fields) -> Family:
-    """The family of a file's architecture; CheckpointError for one that is not read."""
+def family_of(path: Path, fields: Fields, config: Any = None) -> Family:
+    """The family of a file's architecture, that of a configuration if it has it; CheckpointError if none is read."""
     architecture = fields.get("general.architecture")
     families = [family for family in FAMILIES.values() if family.gguf]
     found = [family for family in families if family.gguf and family.gguf.name == architecture]
@@ -108,6 +108,7 @@ def family_of(path: Path, fields: Fields) -> Family:
     gating = fields.get(f"{architecture}.expert_gating_func")
     family = next((family for family in found if gating_of(family) == gating), found[-1])
     family = next((family for family in found if _is_marked(family, fields)), family)
+    family = next((family for family in found if family.name == getattr(config, "model_type", "")), family)
     for key in family.gguf.needs if family.gguf else ():
         if f"{architecture}.{key}" not in fields:
             raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
@@ -121,10 +122,7 @@ def _is_marked(family: Family, fields: Fields) -> bool:
 
 def check(path: Path, fields: Fields, config: Any) -> None:
     """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
-    family = family_of(path, fields)
-    beside = FAMILIES.get(config.model_type)
-    if beside and beside.gguf and family.gguf and beside.gguf.name == family.gguf.name:
-        family = beside  # whose keys name what differs
+    family = family_of(path, fields, config)
     assert family.gguf is not None
     try:
         computed = facts(config, family) if family.gguf.says_routing else {}

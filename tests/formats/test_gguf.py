@@ -117,6 +117,11 @@ WRITTEN = {
     "ernie4_5_moe": ("ernie4_5_moe", "ernie4_5-moe", {**MODELS["ernie4_5_moe"]}),
     "exaone_moe": ("exaone_moe", "exaone-moe", EXAONE),
     "glm_moe_dsa": ("glm_moe_dsa", "glm-dsa", GLM_DSA),
+    "glm4_moe_lite": (
+        *("glm4_moe_lite", "deepseek2"),
+        {**MODELS["glm4_moe_lite"], "mlp_layer_types": ["dense", "sparse"], "rms_norm_eps": 1e-6},
+    ),
+    "solar_open": ("solar_open", "glm4moe", {**MODELS["glm4_moe, one group"], "num_key_value_heads": 4}),
     "glm4_moe": ("glm4_moe", "glm4moe", {**MODELS["glm4_moe, one group"], "norm_topk_prob": True}),
     "glm4_moe, scores": ("glm4_moe", "glm4moe", MODELS["glm4_moe, one group"]),
     "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),

@@ -102,6 +102,17 @@ FAMILY = Family(
     gguf=GGUF,
 )
 
+GLM4 = Gguf(
+    "glm4moe",
+    None,
+    biases=True,
+    names={**SHARED_NAMES, **DENSE_NAMES, "post_attention_layernorm.": "post_attention_norm."},
+    keys=GGUF_KEYS,
+    missing={**GGUF_MISSING, "num_mtp_layers": 0},
+    flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    is_partial=True,
+    leaves_out_heads=True,
+)
 KIMI = MappingProxyType(
     {
         **FAMILY.config,
@@ -180,19 +191,9 @@ VARIANTS = (
     ),
     FAMILY.variant(  # GLM-4.5 and GLM-4.6
         "glm4_moe",
-        gguf=Gguf(
-            "glm4moe",
-            None,
-            biases=True,
-            names={**SHARED_NAMES, **DENSE_NAMES, "post_attention_layernorm.": "post_attention_norm."},
-            keys=GGUF_KEYS,
-            missing={**GGUF_MISSING, "num_mtp_layers": 0},
-            flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
-            is_partial=True,
-            leaves_out_heads=True,
-        ),
+        gguf=GLM4,
     ),
-    FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers),  # GLM-4.7-Flash
+    FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers, gguf=GGUF),  # GLM-4.7-Flash
     FAMILY.variant(  # the language model of GLM-5 with images
         "glm5_next_text",
         activations=(LIMITED,),
@@ -294,5 +295,9 @@ VARIANTS = (
         config={fact: key for fact, key in FAMILY.config.items() if fact != "num_shared"},
         layers=kinds_of_layers,
     ),
-    FAMILY.variant("solar_open", layers=every_layer),
+    FAMILY.variant(
+        "solar_open",
+        layers=every_layer,
+        gguf=replace(GLM4, keys={"expert_weights_scale": GGUF_KEYS["expert_weights_scale"]}),
+    ),
 )

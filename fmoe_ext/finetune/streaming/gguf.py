@@ -62,7 +62,7 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     that are not known.
     """
     fields = _fields(file, reader)
-    family = gguf_keys.family_of(file, fields)
+    family = gguf_keys.family_of(file, fields, config)
     if family.name != config.model_type:
         raise CheckpointError(
             f"{file}: general.architecture is {fields['general.architecture']}, but config.json has {config.model_type}"
