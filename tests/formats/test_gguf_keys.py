@@ -90,8 +90,11 @@ def test_file_alone_has_the_whole_configuration(name, models, tmp_path, monkeypa
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=()):
-    """Writes a GGUF file again, with other values of keys, tensors that a function changes, and more -> the file."""
+def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=(), renamed=None):
+    """Writes a GGUF file again, with other values of keys, tensors that a function changes, and more -> the file.
+
+    renamed: {name of a tensor: another one}.
+    """
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(other, reader.fields["general.architecture"].contents())
     fields = {
@@ -105,7 +108,7 @@ def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=(
             writer.add_key_value(name, contents, kind)
     for tensor in reader.tensors:
         data, kind = tensors(tensor.name, tensor.data)
-        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+        writer.add_tensor((renamed or {}).get(tensor.name, tensor.name), data, raw_dtype=kind)
     for name, data in more:
         writer.add_tensor(name, data)
     writer.write_header_to_file()
