@@ -21,6 +21,11 @@ def gating_of(family: Family) -> int:
     return GATING["sigmoid" if family.gates[-1] == "SigmoidGate" else "softmax"]
 
 
+def rope_of(config: Any) -> Mapping[str, Any]:
+    """rope_parameters of a configuration, empty for models without rotary embeddings."""
+    return getattr(config, "rope_parameters", None) or {}
+
+
 def facts(config: Any, family: Family) -> Facts:
     """Metadata that llama.cpp needs beside the tensors of a model: {key behind the architecture: value}."""
     architecture = family.gguf
@@ -37,7 +42,7 @@ def facts(config: Any, family: Family) -> Facts:
     if architecture.is_latent:
         found |= _latent_attention(config)
     else:
-        partial = config.rope_parameters.get("partial_rotary_factor", 1)
+        partial = rope_of(config).get("partial_rotary_factor", 1)
         found |= {
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.key_length": head_dim,
@@ -48,11 +53,12 @@ def facts(config: Any, family: Family) -> Facts:
     for fact in ("num_experts", "top_k"):
         said.setdefault(fact, getattr(config, family.config[fact]))
     found |= {
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         EPSILON: float(getattr(config, architecture.keys.get(EPSILON) or "rms_norm_eps")),
         "expert_count": said["num_experts"],
         "expert_used_count": said["top_k"],
     }
+    if rope_of(config):
+        found["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if hasattr(config, "moe_intermediate_size"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     elif architecture.says_routing:
@@ -63,7 +69,7 @@ def facts(config: Any, family: Family) -> Facts:
         found |= _routing(config, family, said)
     if "attention.sliding_window" in architecture.keys:
         found["attention.sliding_window"] = config.sliding_window
-    if config.rope_parameters.get("rope_type") == "yarn":
+    if rope_of(config).get("rope_type") == "yarn":
         found |= _yarn(config)
     if architecture.facts:
         found |= architecture.facts(config)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf
-from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of
+from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of, rope_of
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
 
@@ -134,6 +134,8 @@ def check(path: Path, fields: Fields, config: Any) -> None:
             continue
         if key == f"{family.gguf.name}.block_count" and isinstance(value, int):
             value -= heads
+        if heads and isinstance(value, list):
+            value = value[: config.num_hidden_layers]
         wrong = _why_not(key, value, family, config, computed)
         if wrong:
             raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
@@ -308,7 +310,7 @@ def _check_kinds(path: Path, fields: Fields, family: Family, config: Any) -> Non
 
 def _with_defaults(config: Any, family: Family) -> dict[str, Any]:
     """rope_parameters, those of YaRN that are left out too."""
-    said = {name: value for name, value in config.rope_parameters.items() if value is not None}
+    said = {name: value for name, value in rope_of(config).items() if value is not None}
     if (
         said.get("rope_type") != "yarn"
         or {"mscale", "mscale_all_dim"} & said.keys()
@@ -345,7 +347,7 @@ def attribute_of(name: str, family: Family) -> str:
 
 def _computed(attribute: str, config: Any) -> Any:
     if attribute == "rope_theta":
-        return config.rope_parameters["rope_theta"]
+        return rope_of(config).get("rope_theta")
     if attribute == "head_dim" and getattr(config, "head_dim", None) is None:
         return config.hidden_size // config.num_attention_heads
     return getattr(config, attribute, None)

@@ -14,7 +14,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, Turned
 from fmoe_ext.checkpoint.files import explained
-from fmoe_ext.checkpoint.gguf_facts import facts
+from fmoe_ext.checkpoint.gguf_facts import facts, rope_of
 from fmoe_ext.checkpoint.gguf_names import names_inside, names_outside
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -42,6 +42,7 @@ def check_writable(family: Family, config: Any) -> Gguf:
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
         "mlp_layer_types": not _dense_first(getattr(config, "mlp_layer_types", None)),
+        "layers_block_type": "mlp" in (getattr(config, "layers_block_type", None) or ()),
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
         "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
@@ -49,7 +50,7 @@ def check_writable(family: Family, config: Any) -> Gguf:
         "sliding_window": _window_has_no_place(config, architecture),
         "layer_types": architecture.window_period
         and config.layer_types != architecture.window_kinds(config.num_hidden_layers),
-        "rope_parameters": not _has_place(config.rope_parameters, architecture),
+        "rope_parameters": not _has_place(rope_of(config), architecture),
         "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
         "num_key_value_heads": config.num_key_value_heads != config.num_attention_heads
         and not architecture.groups_heads,
@@ -137,7 +138,7 @@ def _named(
         if match:
             rest = match[2]
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
-            turned = next((turned for turned in architecture.turned if turned.name == rest), None)
+            turned = next((turned for turned in architecture.turned if turned.name == match[2]), None)
             if turned is None:
                 parts = _in_layer(rest, tensor, inside, config, family.in_modules)
             else:
@@ -163,6 +164,8 @@ def _in_layer(
         half = num_experts, rows // 2, d_model
         yield "ffn_gate_exps.weight", by_rows(tensor, half, lambda w: w[:, : rows // 2])
         yield "ffn_up_exps.weight", by_rows(tensor, half, lambda w: w[:, rows // 2 :])
+    elif name == "mlp.experts.up_proj":
+        yield "ffn_up_exps.weight", tensor
     elif name == "mlp.experts.down_proj":
         yield "ffn_down_exps.weight", tensor
     elif name == "mlp.shared_expert_gate.weight":

@@ -103,6 +103,12 @@ GLM_DSA = {
     **{"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
     **{"index_topk": 4, "index_n_heads": 8, "index_head_dim": 64, "rms_norm_eps": 1e-6},
 }
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    **{"moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5, "n_groups": 2},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
+}
 LFM2 = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
     **{"layer_types": ["conv", "full_attention"]},
@@ -138,6 +144,8 @@ WRITTEN = {
     "lfm2_moe": ("lfm2_moe", "lfm2moe", LFM2),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
     "gpt_oss": ("gpt_oss", "gpt-oss", OSS),
+    "nemotron_h": ("nemotron_h", "nemotron_h_moe", NEMOTRON),
+    "nemotron_h, latent": ("nemotron_h", "nemotron_h_moe", {**NEMOTRON, "moe_latent_size": 16}),
     "qwen3_next": ("qwen3_next", "qwen3next", MODELS["qwen3_next"]),
     "qwen3_5_moe_text": (
         *("qwen3_5_moe_text", "qwen35moe"),

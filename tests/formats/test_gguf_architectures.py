@@ -37,7 +37,6 @@ REFUSED = {
     "minicpm": ("", NO_CLASS),
     "mistral3": ("ministral3", "Transformers' class for it has no experts"),
     "mistral4": ("mistral4", f"{OPEN}a scale of queries that grows with the position, YaRN by default"),
-    "nemotron_h_moe": ("nemotron_h", f"{OPEN}experts without a gate, one part of a layer in each block"),
     "nomic-bert-moe": ("nomic_bert", "an encoder, and Transformers' class for it has no experts"),
     "phimoe": ("phimoe", "its router is SparseMixer, which llama.cpp computes as softmax"),
     "qwen3vlmoe": ("qwen3_vl_moe_text", "Transformers has no class for the language model alone"),

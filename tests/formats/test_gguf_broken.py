@@ -11,7 +11,15 @@ from tests.formats.test_gguf_keys import rewritten, streamed
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 files = test_gguf_routing.files  # a fixture
-LATEST = ("granitemoeshared", "granitemoehybrid", "lfm2_moe", "afmoe", "exaone_moe", "glm_moe_dsa")
+LATEST = (
+    "granitemoeshared",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "afmoe",
+    "exaone_moe",
+    "glm_moe_dsa",
+    "nemotron_h",
+)
 
 
 @pytest.mark.parametrize("name", LATEST)

@@ -137,7 +137,7 @@ def sweep(plain, arch, names, attributes):
                 continue
             if rest in attributes:
                 attribute = attributes[rest]
-                rope = {"factor": 1} | config.rope_parameters
+                rope = {"factor": 1} | getattr(config, "rope_parameters", {})
                 found = rope[attribute] if attribute in rope else getattr(config, attribute)
                 assert found == (value if isinstance(value, str) else pytest.approx(float(value))), key
                 kinds["computed"] += 1

@@ -1,5 +1,6 @@
 """Architectures of GGUF some of whose layers are no attention: their heads of keys are 0 there."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -28,12 +29,27 @@ def complete_heads(values: dict[str, Any]) -> None:
     found = said if isinstance(said, list) else [said]
     if any(type(heads) is not int for heads in found):
         raise CheckpointError(f"{HEADS} is {said!r}, no number of heads")
-    if isinstance(said, list) and len(said) != values["num_hidden_layers"]:
+    if isinstance(said, list) and len(said) < values["num_hidden_layers"]:
         raise CheckpointError(f"{HEADS} has {len(said)} entries for {values['num_hidden_layers']} layers")
-    different = sorted({heads for heads in found if heads})
+    different = sorted({heads for heads in found[: values["num_hidden_layers"]] if heads})
     if len(different) > 1:
         raise CheckpointError(f"{HEADS} has {different} heads in layers of attention, expected one number")
     values["num_key_value_heads"] = different[0] if different else values["num_attention_heads"]
+
+
+def of_mamba(prefix: str, groups: Callable[[Any], int]) -> tuple[Turned, ...]:
+    """Tensors of Mamba-2 layers; groups: of a configuration, each with a norm of its own."""
+    return (
+        convolution(f"{prefix}conv1d.weight", "ssm_conv1d.weight"),
+        one(f"{prefix}A_log", "ssm_a", lambda config, a: log(a)[:, 0], lambda config, a: exp(a)[:, None]),
+        one(f"{prefix}D", "ssm_d", lambda config, d: d[:, 0], lambda config, d: d[:, None]),
+        one(
+            f"{prefix}norm.weight",
+            "ssm_norm.weight",
+            lambda config, w: w.flatten(),
+            lambda config, w: w.unflatten(0, (groups(config), -1)),
+        ),
+    )
 
 
 def log(a: Tensor) -> Tensor:

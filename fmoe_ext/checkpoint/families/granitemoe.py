@@ -114,17 +114,7 @@ HYBRID = replace(
     },
     turned=(
         *SHARED.turned,
-        gguf_recurrent.convolution("mamba.conv1d.weight", "ssm_conv1d.weight"),
-        gguf_recurrent.one(
-            "mamba.A_log",
-            "ssm_a",
-            lambda config, a: gguf_recurrent.log(a)[:, 0],
-            lambda config, a: gguf_recurrent.exp(a)[:, None],
-        ),
-        gguf_recurrent.one("mamba.D", "ssm_d", lambda config, d: d[:, 0], lambda config, d: d[:, None]),
-        gguf_recurrent.one(
-            "mamba.norm.weight", "ssm_norm.weight", lambda config, w: w.flatten(), lambda config, w: w[None]
-        ),
+        *gguf_recurrent.of_mamba("mamba.", lambda config: config.mamba_n_groups),
     ),
     kinds=_kinds,
     facts=_hybrid_facts,
