@@ -6,6 +6,7 @@ that its graph computes with, or changes no logit; any other is refused, so that
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -101,7 +102,8 @@ def family_of(path: Path, fields: Fields, config: Any = None) -> Family:
     """The family of a file's architecture, that of a configuration if it has it; CheckpointError if none is read."""
     architecture = fields.get("general.architecture")
     families = [family for family in FAMILIES.values() if family.gguf]
-    found = [family for family in families if family.gguf and family.gguf.name == architecture]
+    named = [(family, family.gguf.of(str(architecture))) for family in families if family.gguf]
+    found = [replace(family, gguf=gguf) for family, gguf in named if gguf]
     if not found:
         known = ", ".join(dict.fromkeys(family.gguf.name for family in families if family.gguf))
         raise CheckpointError(f"{path}: GGUF is read for {known}, but this model is {architecture}")

@@ -39,7 +39,6 @@ REFUSED = {
     "mistral4": ("mistral4", f"{OPEN}a scale of queries that grows with the position, YaRN by default"),
     "nomic-bert-moe": ("nomic_bert", "an encoder, and Transformers' class for it has no experts"),
     "phimoe": ("phimoe", "its router is SparseMixer, which llama.cpp computes as softmax"),
-    "qwen3vlmoe": ("qwen3_vl_moe_text", "Transformers has no class for the language model alone"),
     "rnd1": ("", NO_CLASS),
     "smallthinker": ("", NO_CLASS),
     "step35": ("step3p5", ALONE),
@@ -61,14 +60,20 @@ def read():
     found = {}
     for family in FAMILIES.values():
         if family.gguf:
-            found.setdefault(family.gguf.name, []).append(family.name)
+            for name in (family.gguf.name, *family.gguf.also):
+                found.setdefault(name, []).append(family.name)
     return found
 
 
 def table():
     """The rows of docs/formats.md on architectures."""
     known = read()
-    rows = {name: f"read and exported: {', '.join(f'`{model}`' for model in known[name])}" for name in known}
+    exported = {family.gguf.name for family in FAMILIES.values() if family.gguf}
+    rows = {
+        name: ("read and exported: " if name in exported else "read as ")
+        + ", ".join(f"`{model}`" for model in models)
+        for name, models in known.items()
+    }
     rows |= {name: f"refused: {reason}" for name, (_, reason) in REFUSED.items()}
     return "\n".join(f"| `{name}` | {rows[name]} |" for name in sorted(rows))
 

@@ -95,7 +95,7 @@ class Gguf:
     llama.cpp has them for all; False where Transformers has not.
     turned: tensors that differ by more than their names. added: ends of the names of norms to which the file adds 1.
     kinds: layer_types that {key: value} say. facts: further {key: value} of a configuration. complete: makes
-    attributes of the values that `keys` read.
+    attributes of the values that `keys` read. also: {another name, which is read: keys that change no logit of a text}.
     """
 
     name: str
@@ -122,6 +122,13 @@ class Gguf:
     kinds: Callable[[Values, int], list[str]] | None = None
     facts: Callable[[Any], dict[str, Any]] | None = None
     complete: Callable[[dict[str, Any]], None] | None = None
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, name: str) -> "Gguf | None":
+        """This architecture under a name that it has; None for another."""
+        if name == self.name or name not in self.also:
+            return self if name == self.name else None
+        return replace(self, name=name, keys={**self.keys, **dict.fromkeys(self.also[name])})
 
     @property
     def says_routing(self) -> bool:
