@@ -52,3 +52,18 @@ def test_truncated_file_is_one_error(name, files, tmp_path):
         (tmp_path / "model.gguf").write_bytes(data[: int(len(data) * part)])
         with pytest.raises(CheckpointError, match=r"model\.gguf is no GGUF file, or truncated, or damaged"):
             streamed(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2_moe", "nemotron_h"])
+def test_heads_of_layers_that_no_model_has_are_refused(name, files, tmp_path):
+    model, arch, original = files(name)
+    count = model.config.num_hidden_layers
+    for heads, said in (
+        ([2] * (count - 1), f"has {count - 1} entries for {count} layers"),
+        ([1, 2] * (count // 2), r"has \[1, 2\] heads in layers of attention"),
+        ("two", "is 'two', no number of heads"),
+        ([2] * count, r"blk\.0|layers\.0|is \[2, 2, .*, but the model is computed with"),
+    ):
+        file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.attention.head_count_kv": heads})
+        with pytest.raises(CheckpointError, match=said):
+            streamed(file)
