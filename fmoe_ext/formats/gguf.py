@@ -41,6 +41,8 @@ def check_writable(family: Family, config: Any) -> Gguf:
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "linear_num_heads": getattr(config, "linear_num_heads", config.num_attention_heads)
+        != config.num_attention_heads,
         "mlp_layer_types": not _dense_first(getattr(config, "mlp_layer_types", None)),
         "layers_block_type": "mlp" in (getattr(config, "layers_block_type", None) or ()),
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
@@ -58,9 +60,10 @@ def check_writable(family: Family, config: Any) -> Gguf:
     wrong |= {name: getattr(config, name) != value for name, value in architecture.fixed.items()}
     for name, is_wrong in wrong.items():
         if is_wrong:
+            value = getattr(config, name, None)
             raise CheckpointError(
-                f"{name}={getattr(config, name)} has no place in GGUF's {architecture.name}: llama.cpp's graph for it "
-                "computes another model"
+                f"{name}={value} has no place in GGUF's {architecture.name}: llama.cpp's graph for it computes another "
+                "model"
             )
     return architecture
 

@@ -109,6 +109,12 @@ NEMOTRON = {
     **{"moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5, "n_groups": 2},
     **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
 }
+KIMI_LINEAR = {
+    **{"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2},
+    **{"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    **{"linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+    **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}
 LFM2 = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
     **{"layer_types": ["conv", "full_attention"]},
@@ -141,6 +147,7 @@ WRITTEN = {
         {**HYBRID, "position_embedding_type": "rope"},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
+    "kimi_linear": ("kimi_linear", "kimi-linear", KIMI_LINEAR),
     "lfm2_moe": ("lfm2_moe", "lfm2moe", LFM2),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
     "gpt_oss": ("gpt_oss", "gpt-oss", OSS),

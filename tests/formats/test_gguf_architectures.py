@@ -29,7 +29,6 @@ REFUSED = {
     "grok": ("", NO_CLASS),
     "grovemoe": ("", NO_CLASS),
     "jamba": ("jamba", f"{OPEN}Mamba-1 layers, MoE layers in turn with dense ones"),
-    "kimi-linear": ("kimi_linear", f"{OPEN}Kimi's linear attention"),
     "llada-moe": ("", NO_CLASS),
     "llama-embed": ("", "it makes embeddings, no logits"),
     "llama4": ("llama4_text", ALONE),

@@ -19,6 +19,7 @@ LATEST = (
     "exaone_moe",
     "glm_moe_dsa",
     "nemotron_h",
+    "kimi_linear",
 )
 
 

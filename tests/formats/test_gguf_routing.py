@@ -121,6 +121,11 @@ ARCHITECTURES = {
         ),
         "expert_weights_scale": "routed_scaling_factor",
     },
+    "kimi_linear": {
+        **{key: attribute for key, attribute in OF_LATENT.items() if key != "leading_dense_block_count"},
+        **{"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"},
+        **{"expert_weights_norm": "moe_renormalize", "leading_dense_block_count": "first_k_dense_replace"},
+    },
     "minimax_m2": {},
     "ernie4_5_moe": {
         "leading_dense_block_count": "moe_layer_start_index",
@@ -267,8 +272,8 @@ def test_every_key_is_computed_with_or_harmless_or_refused(name, files, tmp_path
     if not name.startswith("qwen"):  # the tensors say it
         del attributes["feed_forward_length"]
     if family.gguf.is_latent:  # compared with sizes that others say
-        del attributes["attention.head_count_kv"], attributes["attention.key_length"]
-        del attributes["attention.value_length"]
+        for key in ("attention.head_count_kv", "attention.key_length", "attention.value_length"):
+            attributes.pop(key, None)
     names = [key for key in gguf_keys.names() if key.startswith("{arch}")]
     if name.startswith("deepseek"):  # which says which of them it is, below
         names.remove("{arch}.expert_gating_func")

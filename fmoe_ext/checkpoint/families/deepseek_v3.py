@@ -22,6 +22,7 @@ from fmoe_ext.checkpoint.families.family import (
     first_dense,
     kinds_of_layers,
 )
+from fmoe_ext.checkpoint.families.gguf_kimi import KIMI_LINEAR
 
 
 def _no_groups(values: Values) -> Values:
@@ -224,7 +225,7 @@ VARIANTS = (
     ),
     HUNYUAN_4,
     HUNYUAN_4.variant("hy_v4_vl_text"),
-    FAMILY.variant("kimi_linear", config=KIMI, layers=kinds_of_layers),  # Kimi Linear
+    FAMILY.variant("kimi_linear", config=KIMI, layers=kinds_of_layers, gguf=KIMI_LINEAR),  # Kimi Linear
     FAMILY.variant(  # Hunyuan 3
         "hy_v3",
         files=replace(FAMILY.files, gate="router.gate", shared="shared_mlp.", expert_bias="expert_bias"),
