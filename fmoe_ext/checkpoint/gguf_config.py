@@ -52,13 +52,16 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
         else:
             values.setdefault("num_key_value_heads", heads)
             values.setdefault("head_dim", values["hidden_size"] // heads)
-        values["rope_parameters"] = {"rope_theta": values.pop("rope_theta", 10000.0), **scaling}
+        config_class = transformers.CONFIG_MAPPING[family.name]
+        theta = values.pop("rope_theta", 10000.0)
+        if hasattr(config_class, "rope_parameters"):
+            values["rope_parameters"] = {"rope_theta": theta, **scaling}
         if scaling and not family.gguf.rounds_yarn:
             values["rope_parameters"]["truncate"] = False
         if family.gguf.is_partial:
             rotated = values.pop("rotated", values["head_dim"])
             values["rope_parameters"]["partial_rotary_factor"] = rotated / values["head_dim"]
-        return transformers.CONFIG_MAPPING[family.name](**values)
+        return config_class(**values)
     except KeyError as error:
         raise CheckpointError(f"{path} has no key for {error.args[0]}") from None
     except CheckpointError:
@@ -111,7 +114,8 @@ def _complete(values: Values, shapes: Shapes, family: Family) -> None:
 def _sizes(shapes: Shapes, family: Family) -> dict[str, int]:
     """Sizes that the tensors have, whatever the keys say of them."""
     found = {"vocab_size": shapes["token_embd.weight"][0]}
-    width, shared, dense = (_width(shapes, f"ffn_gate{role}.weight") for role in ("_exps", "_shexp", ""))
+    kind = "gate" if family.in_modules.gated else "up"
+    width, shared, dense = (_width(shapes, f"ffn_{kind}{role}.weight") for role in ("_exps", "_shexp", ""))
     if width is not None:
         found[family.config["d_hidden"]] = width
     if "shared" in family.config and shared is not None:

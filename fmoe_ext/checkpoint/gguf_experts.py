@@ -15,6 +15,7 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
 from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import Layout
 from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -44,26 +45,27 @@ def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
     path = Path(file)
     found = {t.name: t for t in reader.tensors}
     field = reader.fields.get("general.architecture")
-    in_turn = field is not None and field.contents() in _architectures_in_turn()
+    layout = _layouts().get("" if field is None else field.contents(), Layout())
     layers = {}
     for name in found:
         if name.startswith("blk.") and name.endswith(".ffn_down_exps.weight"):
             number = int(name.split(".")[1])
-            layers[number] = _gguf_layer(path, number, found, in_turn)
+            layers[number] = _gguf_layer(path, number, found, layout)
     return layers
 
 
-def _architectures_in_turn() -> set[str]:
-    """Architectures whose modules have rows of gate and up in turn, [in, out]; files have them apart in any case."""
-    return {family.gguf.name for family in FAMILIES.values() if family.gguf and family.in_modules.interleaved}
+def _layouts() -> dict[str, Layout]:
+    """{architecture: layout of its modules}; files have gate and up apart where modules have them in turn."""
+    return {family.gguf.name: family.in_modules for family in FAMILIES.values() if family.gguf}
 
 
-def _stacks_of(path: Path, number: int, found: Mapping[str, Any]) -> list[list[_Stack]]:
-    """The projections of a layer: gate and up, or both as one, and down."""
+def _stacks_of(path: Path, number: int, found: Mapping[str, Any], gated: bool) -> list[list[_Stack]]:
+    """The projections of a layer: gate and up, or both as one, or up alone, and down."""
     weights = []
     begin = f"blk.{number}.ffn_"
     is_fused = f"{begin}gate_up_exps.weight" in found
-    for roles in (("gate_up",) if is_fused else ("gate", "up"), ("down",)):
+    apart = ("gate", "up") if gated else ("up",)
+    for roles in (("gate_up",) if is_fused else apart, ("down",)):
         names = [f"{begin}{role}_exps.weight" for role in roles]
         for name in names:
             if name not in found:
@@ -74,8 +76,9 @@ def _stacks_of(path: Path, number: int, found: Mapping[str, Any]) -> list[list[_
     return weights
 
 
-def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], in_turn: bool) -> Layer:
-    weights = _stacks_of(path, number, found)
+def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], layout: Layout) -> Layer:
+    in_turn = layout.interleaved
+    weights = _stacks_of(path, number, found, layout.gated)
     kinds = [{stack.kind for stack in stacks} for stacks in weights]
     is_one = all(len(kind) == 1 for kind in kinds)
     is_float = is_one and not in_turn and all(kind <= _GGUF_FLOATS.keys() for kind in kinds)

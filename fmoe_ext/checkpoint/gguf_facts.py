@@ -8,6 +8,7 @@ from fmoe_ext.checkpoint.families.family import Family
 
 Facts: TypeAlias = dict[str, Any]  # {key behind the architecture: value}
 GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
+EPSILON = "attention.layer_norm_rms_epsilon"
 # Keys on layers and routers of files that say how their routers compute
 ROUTING = (
     *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
@@ -18,6 +19,11 @@ ROUTING = (
 def gating_of(family: Family) -> int:
     """expert_gating_func of a family's router."""
     return GATING["sigmoid" if family.gates[-1] == "SigmoidGate" else "softmax"]
+
+
+def rope_of(config: Any) -> Mapping[str, Any]:
+    """rope_parameters of a configuration, empty for models without rotary embeddings."""
+    return getattr(config, "rope_parameters", None) or {}
 
 
 def facts(config: Any, family: Family) -> Facts:
@@ -36,7 +42,7 @@ def facts(config: Any, family: Family) -> Facts:
     if architecture.is_latent:
         found |= _latent_attention(config)
     else:
-        partial = config.rope_parameters.get("partial_rotary_factor", 1)
+        partial = rope_of(config).get("partial_rotary_factor", 1)
         found |= {
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.key_length": head_dim,
@@ -47,11 +53,12 @@ def facts(config: Any, family: Family) -> Facts:
     for fact in ("num_experts", "top_k"):
         said.setdefault(fact, getattr(config, family.config[fact]))
     found |= {
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        EPSILON: float(getattr(config, architecture.keys.get(EPSILON) or "rms_norm_eps")),
         "expert_count": said["num_experts"],
         "expert_used_count": said["top_k"],
     }
+    if rope_of(config):
+        found["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if hasattr(config, "moe_intermediate_size"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     elif architecture.says_routing:
@@ -60,9 +67,9 @@ def facts(config: Any, family: Family) -> Facts:
         found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if architecture.says_routing:
         found |= _routing(config, family, said)
-    if architecture.window_period:
+    if "attention.sliding_window" in architecture.keys:
         found["attention.sliding_window"] = config.sliding_window
-    if config.rope_parameters.get("rope_type") == "yarn":
+    if rope_of(config).get("rope_type") == "yarn":
         found |= _yarn(config)
     if architecture.facts:
         found |= architecture.facts(config)
@@ -105,14 +112,14 @@ def _routing(config: Any, family: Family, said: Mapping[str, Any]) -> Facts:
     shared = (
         said.get("num_shared", int("num_shared" not in family.config and bool(family.in_modules.shared))) or 0
     )
-    first: Any = getattr(config, "first_k_dense_replace", None)
-    first = getattr(config, "moe_layer_start_index", 0) if first is None else first
+    first = (family.gguf and family.gguf.keys.get("leading_dense_block_count")) or ""
+    kinds = getattr(config, "mlp_layer_types", None)
     found: Facts = {
         "expert_gating_func": gating_of(family),
         "expert_weights_norm": bool(said["normalize"]),
         "expert_weights_scale": float(said.get("scale", 1)),
         "expert_shared_count": shared,
-        "leading_dense_block_count": first,
+        "leading_dense_block_count": kinds.count("dense") if kinds else getattr(config, first, 0),
         "interleave_moe_layer_step": getattr(config, "moe_layer_interval", 1),
     }
     if shared:

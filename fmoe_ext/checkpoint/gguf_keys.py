@@ -6,6 +6,7 @@ that its graph computes with, or changes no logit; any other is refused, so that
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf
-from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of
+from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of, rope_of
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
 
@@ -97,25 +98,33 @@ YARN = MappingProxyType(
 )
 
 
-def family_of(path: Path, fields: Fields) -> Family:
-    """The family of a file's architecture; CheckpointError for one that is not read."""
+def family_of(path: Path, fields: Fields, config: Any = None) -> Family:
+    """The family of a file's architecture, that of a configuration if it has it; CheckpointError if none is read."""
     architecture = fields.get("general.architecture")
     families = [family for family in FAMILIES.values() if family.gguf]
-    found = [family for family in families if family.gguf and family.gguf.name == architecture]
+    named = [(family, family.gguf.of(str(architecture))) for family in families if family.gguf]
+    found = [replace(family, gguf=gguf) for family, gguf in named if gguf]
     if not found:
         known = ", ".join(dict.fromkeys(family.gguf.name for family in families if family.gguf))
         raise CheckpointError(f"{path}: GGUF is read for {known}, but this model is {architecture}")
     gating = fields.get(f"{architecture}.expert_gating_func")
     family = next((family for family in found if gating_of(family) == gating), found[-1])
+    family = next((family for family in found if _is_marked(family, fields)), family)
+    family = next((family for family in found if family.name == getattr(config, "model_type", "")), family)
     for key in family.gguf.needs if family.gguf else ():
         if f"{architecture}.{key}" not in fields:
             raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
     return family
 
 
+def _is_marked(family: Family, fields: Fields) -> bool:
+    marks = family.gguf.marks if family.gguf else ()
+    return bool(marks) and all(fields.get(f"{family.gguf.name}.{key}") for key in marks if family.gguf)
+
+
 def check(path: Path, fields: Fields, config: Any) -> None:
     """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
-    family = family_of(path, fields)
+    family = family_of(path, fields, config)
     assert family.gguf is not None
     try:
         computed = facts(config, family) if family.gguf.says_routing else {}
@@ -127,6 +136,8 @@ def check(path: Path, fields: Fields, config: Any) -> None:
             continue
         if key == f"{family.gguf.name}.block_count" and isinstance(value, int):
             value -= heads
+        if heads and isinstance(value, list):
+            value = value[: config.num_hidden_layers]
         wrong = _why_not(key, value, family, config, computed)
         if wrong:
             raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
@@ -152,14 +163,15 @@ def _why_not(key: str, value: Any, family: Family, config: Any, computed: Fields
     """Reason why a key is refused, "" for none."""
     assert family.gguf is not None
     rest = key.removeprefix(f"{family.gguf.name}.")
-    if rest in READ or rest.startswith(_SCALING):
+    own = family.gguf.keys.get(rest, "")
+    if own is None or rest in READ or (rest.startswith(_SCALING) and not own):
         return ""
-    if rest in family.gguf.keys and family.gguf.keys[rest] is None:
-        return ""
+    if own in family.gguf.fixed and not _same(family.gguf.fixed[own], value):
+        return f"but the model is computed with {family.gguf.fixed[own]} in any case"
     if rest in computed:
         said = 1 if value == 0 and rest in UNUSED else value
         return "" if _same(computed[rest], said) else f"but the model is computed with {computed[rest]}"
-    if family.gguf.keys.get(rest) == "":  # which layer_kinds() or others read
+    if rest in family.gguf.keys and own == "":  # which layer_kinds() or others read
         return ""
     if rest in ONLY:
         allowed = ONLY[rest]
@@ -300,7 +312,7 @@ def _check_kinds(path: Path, fields: Fields, family: Family, config: Any) -> Non
 
 def _with_defaults(config: Any, family: Family) -> dict[str, Any]:
     """rope_parameters, those of YaRN that are left out too."""
-    said = {name: value for name, value in config.rope_parameters.items() if value is not None}
+    said = {name: value for name, value in rope_of(config).items() if value is not None}
     if (
         said.get("rope_type") != "yarn"
         or {"mscale", "mscale_all_dim"} & said.keys()
@@ -337,7 +349,7 @@ def attribute_of(name: str, family: Family) -> str:
 
 def _computed(attribute: str, config: Any) -> Any:
     if attribute == "rope_theta":
-        return config.rope_parameters["rope_theta"]
+        return rope_of(config).get("rope_theta")
     if attribute == "head_dim" and getattr(config, "head_dim", None) is None:
         return config.hidden_size // config.num_attention_heads
     return getattr(config, attribute, None)

@@ -27,6 +27,12 @@ INSIDE = MappingProxyType(
 )
 
 
+def names_outside(family: Family) -> dict[str, str]:
+    """{name in Transformers outside of a layer: name in GGUF}."""
+    assert family.gguf is not None
+    return {**OUTSIDE, **family.gguf.outside}
+
+
 def names_inside(family: Family) -> dict[str, str]:
     """{name in a layer of Transformers, its MoE layer called mlp: name in GGUF}; the family's own come first."""
     assert family.gguf is not None

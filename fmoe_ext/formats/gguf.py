@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family, Gguf, Turned
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, Turned
 from fmoe_ext.checkpoint.files import explained
-from fmoe_ext.checkpoint.gguf_facts import facts
-from fmoe_ext.checkpoint.gguf_names import OUTSIDE, names_inside
+from fmoe_ext.checkpoint.gguf_facts import facts, rope_of
+from fmoe_ext.checkpoint.gguf_names import names_inside, names_outside
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -40,18 +40,19 @@ def check_writable(family: Family, config: Any) -> Gguf:
     is_fixed = not architecture.says_routing
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
-        "hidden_act": config.hidden_act != "silu",
+        "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
+        "linear_num_heads": getattr(config, "linear_num_heads", config.num_attention_heads)
+        != config.num_attention_heads,
+        "mlp_layer_types": not _dense_first(getattr(config, "mlp_layer_types", None)),
+        "layers_block_type": "mlp" in (getattr(config, "layers_block_type", None) or ()),
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
         "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
-        "sliding_window": not architecture.window_period
-        and getattr(config, "sliding_window", None)
-        and getattr(config, "use_sliding_window", True)
-        and set(getattr(config, "layer_types", None) or ()) != {"full_attention"},
+        "sliding_window": _window_has_no_place(config, architecture),
         "layer_types": architecture.window_period
         and config.layer_types != architecture.window_kinds(config.num_hidden_layers),
-        "rope_parameters": not _has_place(config.rope_parameters, architecture),
+        "rope_parameters": not _has_place(rope_of(config), architecture),
         "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
         "num_key_value_heads": config.num_key_value_heads != config.num_attention_heads
         and not architecture.groups_heads,
@@ -59,11 +60,24 @@ def check_writable(family: Family, config: Any) -> Gguf:
     wrong |= {name: getattr(config, name) != value for name, value in architecture.fixed.items()}
     for name, is_wrong in wrong.items():
         if is_wrong:
+            value = getattr(config, name, None)
             raise CheckpointError(
-                f"{name}={getattr(config, name)} has no place in GGUF's {architecture.name}: llama.cpp's graph for it "
-                "computes another model"
+                f"{name}={value} has no place in GGUF's {architecture.name}: llama.cpp's graph for it computes another "
+                "model"
             )
     return architecture
+
+
+def _dense_first(kinds: list[str] | None) -> bool:
+    return not kinds or "dense" not in kinds[kinds.index("sparse") :]
+
+
+def _window_has_no_place(config: Any, architecture: Gguf) -> bool:
+    window = getattr(config, "sliding_window", None)
+    if "attention.sliding_window" in architecture.keys:
+        return window is None
+    kinds = getattr(config, "layer_types", None) or ()
+    return bool(window and getattr(config, "use_sliding_window", True) and set(kinds) != {"full_attention"})
 
 
 def _has_place(rope: Mapping[str, Any], architecture: Gguf) -> bool:
@@ -108,7 +122,7 @@ _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfl
 
 def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
     """Storage type of a tensor: vectors and gates in float32, as llama.cpp computes with them."""
-    is_vector = len(tensor.shape) < 2 or name.endswith(CONVOLUTIONS)
+    is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
     if is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
         return torch.float32
     return tensor.dtype
@@ -120,16 +134,16 @@ def _named(
     architecture = family.gguf
     assert architecture is not None
     block = f"{family.in_modules.block}."
-    inside = names_inside(family)
+    inside, outside = names_inside(family), names_outside(family)
     for name, tensor in tensors.items():
         match = LAYER.fullmatch(name)
-        parts = _renamed(OUTSIDE, name, tensor)
+        parts = _renamed(outside, name, tensor)
         if match:
             rest = match[2]
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
-            turned = next((turned for turned in architecture.turned if turned.name == rest), None)
+            turned = next((turned for turned in architecture.turned if turned.name == match[2]), None)
             if turned is None:
-                parts = _in_layer(rest, tensor, inside, config, family.in_modules.interleaved)
+                parts = _in_layer(rest, tensor, inside, config, family.in_modules)
             else:
                 parts = _parts(turned, tensor, config)
         is_added = name.endswith(architecture.added) if architecture.added else False
@@ -144,22 +158,24 @@ def _named(
 
 
 def _in_layer(
-    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any, interleaved: bool
+    name: str, tensor: StoredTensor, inside: Mapping[str, str], config: Any, layout: Layout
 ) -> Iterator[tuple[str, StoredTensor]]:
-    if interleaved and name.startswith("mlp.experts."):
+    if layout.interleaved and name.startswith("mlp.experts."):
         yield from _in_turn(name.removeprefix("mlp.experts."), tensor)
     elif name == "mlp.experts.gate_up_proj":
         num_experts, rows, d_model = tensor.shape
         half = num_experts, rows // 2, d_model
         yield "ffn_gate_exps.weight", by_rows(tensor, half, lambda w: w[:, : rows // 2])
         yield "ffn_up_exps.weight", by_rows(tensor, half, lambda w: w[:, rows // 2 :])
+    elif name == "mlp.experts.up_proj":
+        yield "ffn_up_exps.weight", tensor
     elif name == "mlp.experts.down_proj":
         yield "ffn_down_exps.weight", tensor
     elif name == "mlp.shared_expert_gate.weight":
         yield "ffn_gate_inp_shexp.weight", _mapped(tensor, tensor.shape[1:], lambda w: w[0])
     elif name == "self_attn.kv_b_proj.weight":
         yield from _split_latent(tensor, config)
-    elif name.endswith("e_score_correction_bias"):
+    elif layout.expert_bias and name == f"mlp.{layout.expert_bias}":
         yield "exp_probs_b.bias", _mapped(tensor, tensor.shape[-1:], torch.Tensor.flatten)
     else:
         yield from _renamed(inside, name, tensor)

@@ -14,10 +14,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from fmoe_ext.finetune.streaming.token_attention import SPARE, append
-from tests.finetune.streamed_models import WIDE, save, streamed, write_gguf
+from tests.finetune.streamed_models import WIDE, resident, save, streamed, write_gguf
 from tests.finetune.test_stream import Calls
 from tests.finetune.test_stream_packed import error
+from tests.huggingface import moe_architectures
 from tests.huggingface.huggingface_models import make_ids
+from tests.huggingface.moe_architectures import tiny_model
 
 LAYERS = 2
 
@@ -155,6 +157,23 @@ def test_attention_of_transformers_can_be_chosen(tmp_path):
     model.set_attn_implementation("sdpa")
     calls = logits_of_token(model)[1]
     assert calls["_attention_inputs"] == calls["_token_attention"] == 0
+
+
+@pytest.mark.parametrize("architecture", ["AXK2", "DeepseekV32", "GlmMoeDsa", "HYV4"])
+def test_sparse_attention_keeps_its_choice_of_tokens(architecture, tmp_path, monkeypatch):
+    """Its code masks the other tokens where the attention's name is "sdpa" or "eager" alone."""
+    changed = moe_architectures.CHANGES.get(f"{architecture}Config", {})
+    ids = make_ids()
+    logits = []
+    for topk in (ids.shape[1], 2):
+        monkeypatch.setitem(
+            moe_architectures.CHANGES, f"{architecture}Config", {**changed, "index_topk": topk}
+        )
+        tiny_model(f"{architecture}ForCausalLM").save_pretrained(tmp_path)
+        with torch.no_grad():
+            logits.append(resident(tmp_path)(ids).logits)
+            torch.testing.assert_close(streamed(tmp_path)(ids).logits, logits[-1], rtol=1e-9, atol=1e-9)
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

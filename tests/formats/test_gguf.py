@@ -83,19 +83,76 @@ YARN = {
     **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4},
     **{"beta_fast": 2.0, "beta_slow": 0.5},
 }
+HYBRID = {
+    **MODELS["granitemoe"],
+    **{"shared_intermediate_size": 28, "layer_types": ["linear_attention", "full_attention"]},
+    **{"mamba_n_heads": 4, "mamba_d_state": 8},
+}
+AFMOE = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+    **{"num_shared_experts": 2, "route_scale": 2.5, "num_hidden_layers": 5, "sliding_window": 4},
+    **{"mup_enabled": True, **HEADS},
+}
+EXAONE = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2},
+    **{"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3, "sliding_window": 4},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], **HEADS},
+}
+GLM_DSA = {
+    **{key: value for key, value in MODELS["deepseek_v3, one group"].items() if key != "num_mtp_layers"},
+    **{"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
+    **{"index_topk": 4, "index_n_heads": 8, "index_head_dim": 64, "rms_norm_eps": 1e-6},
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    **{"moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5, "n_groups": 2},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8},
+}
+KIMI_LINEAR = {
+    **{"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2},
+    **{"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+    **{"linear_head_dim": 8, "linear_num_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+    **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}
+LFM2 = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
+    **{"layer_types": ["conv", "full_attention"]},
+}
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
+    "afmoe": ("afmoe", "afmoe", AFMOE),
     "deepseek_v2": ("deepseek_v2", "deepseek2", MODELS["deepseek_v2, no groups"]),
     "deepseek_v3": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3, one group"]),
     "deepseek_v3, groups": ("deepseek_v3", "deepseek2", MODELS["deepseek_v3"]),
     "dots1": ("dots1", "dots1", {**MODELS["dots1"], **ONE_GROUP, "num_key_value_heads": 4}),
     "ernie4_5_moe": ("ernie4_5_moe", "ernie4_5-moe", {**MODELS["ernie4_5_moe"]}),
+    "exaone_moe": ("exaone_moe", "exaone-moe", EXAONE),
+    "glm_moe_dsa": ("glm_moe_dsa", "glm-dsa", GLM_DSA),
+    "glm4_moe_lite": (
+        *("glm4_moe_lite", "deepseek2"),
+        {**MODELS["glm4_moe_lite"], "mlp_layer_types": ["dense", "sparse"], "rms_norm_eps": 1e-6},
+    ),
+    "solar_open": ("solar_open", "glm4moe", {**MODELS["glm4_moe, one group"], "num_key_value_heads": 4}),
     "glm4_moe": ("glm4_moe", "glm4moe", {**MODELS["glm4_moe, one group"], "norm_topk_prob": True}),
     "glm4_moe, scores": ("glm4_moe", "glm4moe", MODELS["glm4_moe, one group"]),
     "granitemoe": ("granitemoe", "granitemoe", MODELS["granitemoe"]),
+    "granitemoeshared": (
+        *("granitemoeshared", "granitemoe"),
+        {**MODELS["granitemoe"], "shared_intermediate_size": 28},
+    ),
+    "granitemoehybrid": ("granitemoehybrid", "granitehybrid", HYBRID),
+    "granitemoehybrid, rope": (
+        *("granitemoehybrid", "granitehybrid"),
+        {**HYBRID, "position_embedding_type": "rope"},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", "hunyuan-moe", {"num_experts": 6, "moe_topk": 2, **HEADS}),
+    "kimi_linear": ("kimi_linear", "kimi-linear", KIMI_LINEAR),
+    "lfm2_moe": ("lfm2_moe", "lfm2moe", LFM2),
     "minimax_m2": ("minimax_m2", "minimax-m2", {**MODELS["minimax_m2"], "num_key_value_heads": 4}),
     "gpt_oss": ("gpt_oss", "gpt-oss", OSS),
+    "nemotron_h": ("nemotron_h", "nemotron_h_moe", NEMOTRON),
+    "nemotron_h, latent": ("nemotron_h", "nemotron_h_moe", {**NEMOTRON, "moe_latent_size": 16}),
     "qwen3_next": ("qwen3_next", "qwen3next", MODELS["qwen3_next"]),
     "qwen3_5_moe_text": (
         *("qwen3_5_moe_text", "qwen35moe"),
@@ -151,7 +208,7 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
     assert types["blk.1.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
     shutil.rmtree(tmp_path / "out")
     with pytest.raises(
-        CheckpointError, match=r"gguf is written for deepseek_v2, .* but this model is flex_olmo"
+        CheckpointError, match=r"gguf is written for .*, deepseek_v2, .* but this model is flex_olmo"
     ):
         model = fmoe_ext.import_model(make("flex_olmo", **MODELS["flex_olmo"]))
         fmoe_ext.export(model, tmp_path / "out", "gguf")
@@ -163,6 +220,18 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
         model = fmoe_ext.import_model(make("gpt_oss", **{**OSS, name: value}))
         with pytest.raises(CheckpointError, match=f"{name}={said} has no place in GGUF's gpt-oss"):
             fmoe_ext.export(model, tmp_path / "out", "gguf")
+    for model_type, values, said in (
+        ("afmoe", {**AFMOE, "mup_enabled": False}, "mup_enabled=False .*afmoe"),
+        ("exaone_moe", {**EXAONE, "tie_word_embeddings": True}, "tie_word_embeddings=True .*exaone-moe"),
+        (
+            *("exaone_moe", {**EXAONE, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+            r"mlp_layer_types=\['sparse', 'dense', 'sparse'\] .*exaone-moe",
+        ),
+        ("granitemoehybrid", {**HYBRID, "mamba_n_groups": 2}, "mamba_n_groups=2 .*granitehybrid"),
+        ("lfm2_moe", {**LFM2, "norm_topk_prob": False}, "norm_topk_prob=False .*lfm2moe"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            fmoe_ext.export(fmoe_ext.import_model(make(model_type, **values)), tmp_path / "out", "gguf")
     sizes = {**MODELS["qwen3_moe"], "norm_topk_prob": False, "mlp_only_layers": []}
     with pytest.raises(CheckpointError, match="norm_topk_prob=False has no place in GGUF's qwen3moe"):
         fmoe_ext.export(fmoe_ext.import_model(make("qwen3_moe", **sizes)), tmp_path / "out", "gguf")

@@ -90,12 +90,16 @@ def test_file_alone_has_the_whole_configuration(name, models, tmp_path, monkeypa
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=()):
-    """Writes a GGUF file again, with other values of keys, tensors that a function changes, and more -> the file."""
+def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=(), renamed=None, arch=None):
+    """Writes a GGUF file again, with other values of keys, tensors that a function changes, and more -> the file.
+
+    renamed: {name of a tensor: another one}; arch: another architecture.
+    """
     reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(other, reader.fields["general.architecture"].contents())
+    was = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(other, arch or was)
     fields = {
-        name: (field.contents(), field.types[0])
+        name.replace(f"{was}.", f"{arch or was}.", 1): (field.contents(), field.types[0])
         for name, field in reader.fields.items()
         if "GGUF." not in name
     }
@@ -105,7 +109,7 @@ def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=(
             writer.add_key_value(name, contents, kind)
     for tensor in reader.tensors:
         data, kind = tensors(tensor.name, tensor.data)
-        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+        writer.add_tensor((renamed or {}).get(tensor.name, tensor.name), data, raw_dtype=kind)
     for name, data in more:
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -134,7 +138,7 @@ def sweep(plain, arch, names, attributes):
                 continue
             if rest in attributes:
                 attribute = attributes[rest]
-                rope = {"factor": 1} | config.rope_parameters
+                rope = {"factor": 1} | getattr(config, "rope_parameters", {})
                 found = rope[attribute] if attribute in rope else getattr(config, attribute)
                 assert found == (value if isinstance(value, str) else pytest.approx(float(value))), key
                 kinds["computed"] += 1
@@ -267,6 +271,24 @@ def test_gate_of_a_shared_expert_with_one_row_is_read(models, tmp_path, monkeypa
     file = rewritten(write(model, tmp_path / "out", {}, monkeypatch), tmp_path / "row.gguf", {}, as_row)
     assert (1, 32) in [tuple(tensor.data.shape) for tensor in gguf.GGUFReader(file).tensors]
     torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_language_model_of_qwen3_vl_is_read_as_qwen3(models, tmp_path, monkeypatch):
+    """Its sections of a head, for time, height and width, have one position in a text: as llama.cpp."""
+    model = models["qwen3_moe"]
+    keys = {"qwen3vlmoe.n_deepstack_layers": 0, "qwen3vlmoe.rope.dimension_sections": [2, 2, 2, 0]}
+    file = rewritten(
+        write(model, tmp_path / "out", {}, monkeypatch), tmp_path / "vl.gguf", keys, arch="qwen3vlmoe"
+    )
+    torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)
+    by_llama = llama_cpp_or_skip().logits(file, IDS[0].tolist()).log_softmax(-1)
+    assert (logits(model)[0].log_softmax(-1) - by_llama).abs().max() < 1e-4
+    file = rewritten(file, tmp_path / "other.gguf", {"qwen3vlmoe.expert_used_count": 7})
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"qwen3vlmoe\.expert_used_count is 7, but the model is computed"
+    ):
+        streamed(file)
 
 
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ def _families() -> dict[str, Family]:
     names = (
         module.name
         for module in pkgutil.iter_modules(__path__)
-        if module.name not in ("family", "gguf_delta", "refused")
+        if module.name not in ("family", "gguf_delta", "gguf_kimi", "gguf_recurrent", "refused")
     )
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     found = [family for module in modules for family in (module.FAMILY, *getattr(module, "VARIANTS", ()))]

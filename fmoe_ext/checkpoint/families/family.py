@@ -83,18 +83,19 @@ class Gguf:
 
     normalizes: of the weights of the chosen experts; None where the file says it, with the router's score, its scale
     and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
-    a layer of Transformers: name of a tensor} beside the usual ones. multipliers: {key: attribute of the
-    configuration}. is_latent: keys and values are latent (MLA).
+    a layer of Transformers: name of a tensor} beside the usual ones; outside: the same outside of layers. multipliers:
+    {key: attribute of the configuration}. is_latent: keys and values are latent (MLA).
     keys: further {key: attribute}, "" for a key that follows from others, None for one that changes no logit.
     missing: {attribute: value of a file that does not say it}. flags: {attribute: tensor of the first layer that only
     models with it have}. is_partial: a part of each head may be rotated. leaves_out_heads: heads for the tokens after
-    the next may be in the file, and are left out. needs: keys without which it is another model.
+    the next may be in the file, and are left out. needs: keys without which it is another model. marks: keys that tell
+    its files from those of another family with the architecture.
     window_period: all layers but the last of each such number have a sliding window; 0 for none. fixed: {attribute:
     the only value that llama.cpp's graph computes}. rounds_yarn: the bounds of YaRN's ramp are whole numbers, as
     llama.cpp has them for all; False where Transformers has not.
     turned: tensors that differ by more than their names. added: ends of the names of norms to which the file adds 1.
     kinds: layer_types that {key: value} say. facts: further {key: value} of a configuration. complete: makes
-    attributes of the values that `keys` read.
+    attributes of the values that `keys` read. also: {another name, which is read: keys that change no logit of a text}.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Gguf:
     biases: bool = False
     groups_heads: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     is_latent: bool = False
     keys: Mapping[str, str | None] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Gguf:
     is_partial: bool = False
     leaves_out_heads: bool = False
     needs: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
     window_period: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rounds_yarn: bool = True
@@ -119,6 +122,13 @@ class Gguf:
     kinds: Callable[[Values, int], list[str]] | None = None
     facts: Callable[[Any], dict[str, Any]] | None = None
     complete: Callable[[dict[str, Any]], None] | None = None
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, name: str) -> "Gguf | None":
+        """This architecture under a name that it has; None for another."""
+        if name == self.name or name not in self.also:
+            return self if name == self.name else None
+        return replace(self, name=name, keys={**self.keys, **dict.fromkeys(self.also[name])})
 
     @property
     def says_routing(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import Gguf, Turned, Values
+from fmoe_ext.checkpoint.families.gguf_recurrent import convolution, exp, log, one
 
 ADDED = tuple(
     f"{name}.weight"
@@ -75,18 +76,6 @@ def _behind_keys(turn: Any) -> Any:
     return turned
 
 
-def _one(theirs: str, ours: str, read: Any, write: Any, has_rows: bool = False) -> Turned:
-    return Turned(theirs, (ours,), read, lambda config, w: (write(config, w),), has_rows)
-
-
-def _log(a: Tensor) -> Tensor:
-    return (-a).log()
-
-
-def _exp(a: Tensor) -> Tensor:
-    return -a.double().exp().to(a.dtype)
-
-
 OF_NEXT = (
     Turned(
         "linear_attn.in_proj_qkvz.weight",
@@ -95,29 +84,29 @@ OF_NEXT = (
         _write_joined,
         True,
     ),
-    _one("linear_attn.A_log", "ssm_a", lambda c, a: _log(a), lambda c, a: _exp(a)),
-    _one("linear_attn.conv1d.weight", "ssm_conv1d.weight", lambda c, w: w[:, None], lambda c, w: w[:, 0]),
+    one("linear_attn.A_log", "ssm_a", lambda c, a: log(a), lambda c, a: exp(a)),
+    convolution("linear_attn.conv1d.weight", "ssm_conv1d.weight"),
 )
 _QKV, _QKV_BACK = _behind_keys(_read_values), _behind_keys(_write_values)
 OF_QWEN35 = (
-    _one(
+    one(
         "linear_attn.A_log",
         "ssm_a",
-        lambda c, a: _read_ones(c, _log(a)),
-        lambda c, a: _write_ones(c, _exp(a)),
+        lambda c, a: _read_ones(c, log(a)),
+        lambda c, a: _write_ones(c, exp(a)),
     ),
-    _one("linear_attn.dt_bias", "ssm_dt.bias", _read_ones, _write_ones),
-    _one(
+    one("linear_attn.dt_bias", "ssm_dt.bias", _read_ones, _write_ones),
+    one(
         "linear_attn.conv1d.weight",
         "ssm_conv1d.weight",
         lambda c, w: _QKV(c, w)[:, None],
         lambda c, w: _QKV_BACK(c, w[:, 0]),
     ),
-    _one("linear_attn.in_proj_qkv.weight", "attn_qkv.weight", _QKV, _QKV_BACK, True),
-    _one("linear_attn.in_proj_z.weight", "attn_gate.weight", _read_values, _write_values, True),
-    _one("linear_attn.in_proj_a.weight", "ssm_alpha.weight", _read_ones, _write_ones, True),
-    _one("linear_attn.in_proj_b.weight", "ssm_beta.weight", _read_ones, _write_ones, True),
-    _one(
+    one("linear_attn.in_proj_qkv.weight", "attn_qkv.weight", _QKV, _QKV_BACK, True),
+    one("linear_attn.in_proj_z.weight", "attn_gate.weight", _read_values, _write_values, True),
+    one("linear_attn.in_proj_a.weight", "ssm_alpha.weight", _read_ones, _write_ones, True),
+    one("linear_attn.in_proj_b.weight", "ssm_beta.weight", _read_ones, _write_ones, True),
+    one(
         "linear_attn.out_proj.weight",
         "ssm_out.weight",
         lambda c, w: _read_values(c, w.T).T,

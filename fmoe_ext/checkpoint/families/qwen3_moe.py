@@ -35,7 +35,9 @@ FAMILY = Family(
     defaults={"norm_topk_prob": False},
     layers=any_dense,
     extra=_windows,
-    gguf=Gguf("qwen3moe", normalizes=True),
+    gguf=Gguf(
+        "qwen3moe", also={"qwen3vlmoe": ("n_deepstack_layers", "rope.dimension_sections")}, normalizes=True
+    ),
 )
 
 VARIANTS = (

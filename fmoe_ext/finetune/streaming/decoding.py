@@ -34,7 +34,9 @@ def use(model: Any) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if model.config._attn_implementation == "sdpa":
+    if model.config._attn_implementation == "sdpa" and not any(
+        map(_names_sdpa, set(map(type, model.modules())))
+    ):
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
@@ -46,6 +48,13 @@ def use(model: Any) -> None:
         derived = _derived(cls, is_gate=path.endswith(GATES))
         if derived is not None:
             module.__class__ = derived
+
+
+def _names_sdpa(cls: type) -> bool:
+    """True for a class whose own code asks for the attention's name: sparse attention has its mask by that alone."""
+    functions = (inspect.unwrap(value) for value in vars(cls).values() if inspect.isfunction(value))
+    constants = (constant for function in functions for constant in function.__code__.co_consts)
+    return any("sdpa" in constant for constant in constants if isinstance(constant, (str, tuple)))
 
 
 class ModuleList(nn.ModuleList):

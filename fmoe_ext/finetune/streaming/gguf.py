@@ -13,7 +13,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import Family, Turned
 from fmoe_ext.checkpoint.gguf_config import config_of
 from fmoe_ext.checkpoint.gguf_experts import check_factors
-from fmoe_ext.checkpoint.gguf_names import OUTSIDE, in_transformers
+from fmoe_ext.checkpoint.gguf_names import in_transformers, names_outside
 from fmoe_ext.checkpoint.gguf_packings import PIECES
 from fmoe_ext.checkpoint.gguf_packings import packed as quantized
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
@@ -62,7 +62,7 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     that are not known.
     """
     fields = _fields(file, reader)
-    family = gguf_keys.family_of(file, fields)
+    family = gguf_keys.family_of(file, fields, config)
     if family.name != config.model_type:
         raise CheckpointError(
             f"{file}: general.architecture is {fields['general.architecture']}, but config.json has {config.model_type}"
@@ -142,7 +142,7 @@ def _name(file: Path, name: str, family: Family) -> str:
         inside = in_transformers(match[2], family)
         full = inside and f"model.layers.{match[1]}.{inside}"
     else:
-        for theirs, ours in OUTSIDE.items():
+        for theirs, ours in names_outside(family).items():
             if name.startswith(ours):
                 full = theirs + name.removeprefix(ours)
     if full is None:

@@ -118,7 +118,7 @@ class _GgufFile:
 
     def use(self, skeleton: Any) -> None:
         self._class = type(skeleton).__name__
-        self._known = {*skeleton.state_dict()}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
 
     def parameter(self, name: str) -> str | None:
         return name
@@ -132,10 +132,15 @@ class _GgufFile:
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         found = gguf.outside_experts(self.path, self._reader, self.config, dtype)
-        for name in found:
-            if name not in self._known:
+        for name, tensor in found.items():
+            if name not in self._shapes:
                 raise CheckpointError(
                     f"{self.path} has {name}, which {self._class} of this configuration lacks"
+                )
+            if tensor.shape != self._shapes[name]:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {list(tensor.shape)} in the file, but {list(self._shapes[name])} by its "
+                    "metadata"
                 )
         return found
 
