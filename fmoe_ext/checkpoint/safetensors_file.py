@@ -195,7 +195,7 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
         if view:
             raise CheckpointError(f"{path} is damaged: it ends {len(view)} bytes too early")
         if not data:
-            return torch.empty(wanted, dtype=dtype)
+            return torch.empty(wanted, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(wanted)
 
     return StoredTensor(shape, dtype, lambda: read(begin, shape), rows, place=(path, begin))
