@@ -73,7 +73,7 @@ def _architecture(base: Base) -> nn.Module:
         raise CheckpointError(
             f"{base.folder} has a config.json of which Transformers makes no model: {error}"
         ) from error
-    zero = torch.zeros((), dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64, device="cpu")
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
@@ -97,7 +97,7 @@ def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _picked(t: Tensor, dim: int, most: int) -> Tensor:
     size = t.shape[dim]
-    return t.index_select(dim, torch.arange(min(most, size)) * size // min(most, size))
+    return t.index_select(dim, torch.arange(min(most, size), device=t.device) * size // min(most, size))
 
 
 def _expected(adapter: Adapter, layers: Layers, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
