@@ -202,7 +202,8 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
 
     read = model_class.from_pretrained
     try:
-        model, found = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        with torch.device("cpu"):  # where the buffers are, whatever the default device
+            model, found = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     except RuntimeError as error:
         raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
     if missing := sorted(found["missing_keys"]):
