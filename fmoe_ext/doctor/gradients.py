@@ -69,7 +69,7 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
 
 
 def _trained(p: torch.nn.Parameter) -> torch.Tensor | None:
-    return torch.ones(p.shape[:1], dtype=torch.bool) if p.requires_grad else None
+    return torch.ones(p.shape[:1], dtype=torch.bool, device=p.device) if p.requires_grad else None
 
 
 def gradient_size(case: Case) -> Iterator[Finding]:
