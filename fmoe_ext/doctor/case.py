@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,11 @@ class Case:
     def copy(self) -> nn.Module:
         """A copy in the state before any step."""
         return copied(self.model)
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What make() returns, in float64; by default it is made on the device of this model."""
+        with next(self.model.parameters()).device:
+            return double(make())  # type: ignore[no-any-return]
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss) -> tuple[torch.Tensor, Watch]:
         """Loss of a forward with fixed random numbers, and the choices in it."""

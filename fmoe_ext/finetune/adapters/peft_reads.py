@@ -31,7 +31,7 @@ def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
     """
     model = _architecture(base)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             loaded = peft.PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
     except Exception as error:  # of PEFT, which have no common class
