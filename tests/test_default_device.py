@@ -22,7 +22,7 @@ from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Message, decode, encode
-from tests.default_device import assert_same_under_default, files, ids, tokens
+from tests.default_device import assert_same_under_default, default_device, files, ids, tokens
 
 D, H, E, T = 8, 12, 4, 10
 
@@ -39,7 +39,7 @@ def layer(gate="softmax", **options):
     return FMoETransformerMLP(E, D, H, gate=gate, **options)
 
 
-@pytest.mark.parametrize("gate", [name for name in gates.GATES if name != "hash"])
+@pytest.mark.parametrize("gate", gates.GATES)
 def test_gate(gate, tmp_path):
     def prepare(_):
         model, x = layer(gate), tokens(T, D)
@@ -52,6 +52,14 @@ def test_gate(gate, tmp_path):
         return run
 
     assert_same_under_default(prepare, tmp_path)
+
+
+@pytest.mark.parametrize("gate", gates.GATES)
+def test_constructor_follows_the_default_device(gate):
+    with default_device("meta"):
+        model = layer(gate, shared_expert_hidden=5, latent_size=4)
+    assert {t.device.type for t in model.state_dict().values()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} <= {"meta"}
 
 
 def shared_experts(_):
