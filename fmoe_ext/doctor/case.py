@@ -40,9 +40,10 @@ class Case:
         return copied(self.model)
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What make() returns, in float64; by default it is made on the device of this model."""
+        """Make another model, on the device of the examined one unless make() names a device, in float64."""
         with next(self.model.parameters()).device:
-            return double(make())  # type: ignore[no-any-return]
+            built: nn.Module = double(make())
+            return built
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss) -> tuple[torch.Tensor, Watch]:
         """Loss of a forward with fixed random numbers, and the choices in it."""
