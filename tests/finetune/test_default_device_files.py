@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import fmoe_ext
+from fmoe_ext import checkpoint
+from fmoe_ext.checkpoint.cli import main
 from tests.default_device import assert_same_under_default, files, ids
 
 pytest.importorskip("transformers")
@@ -25,6 +27,24 @@ def exported_and_imported(folder):
         fmoe_ext.checkpoint.load(folder / "exported", ours)
         ours.save_pretrained(folder / "ours")
         return logits, files(folder), ours(input_ids=x).logits.detach()
+
+    return run
+
+
+def converted(folder):
+    from tests.checkpoint.test_checkpoint_cli import make
+
+    model = make()
+    checkpoint.save(folder / "ours", model)
+
+    def run():
+        source = folder / "ours"
+        for i, (format, *options) in enumerate([("hf-fused",), ("hf-mixtral",), ("fastmoe", "--ranks", "2")]):
+            main(["convert", str(source), "--to", format, "-o", str(folder / str(i)), *options])
+            source = folder / str(i)
+        main(["merge", str(source), "-o", str(folder / "merged.safetensors")])
+        checkpoint.load(folder / "merged.safetensors", model)
+        return files(folder, ".safetensors"), model
 
     return run
 
@@ -118,7 +138,7 @@ def pruned(folder):
 
 OF_FILES = {
     **{f"streamed {kind}": functools.partial(streamed, kind) for kind in ("safetensors", "mxfp4", "gguf")},
-    **{case.__name__: case for case in (exported_and_imported, tuned, merged, repacked, pruned)},
+    **{case.__name__: case for case in (converted, exported_and_imported, tuned, merged, repacked, pruned)},
 }
 
 
