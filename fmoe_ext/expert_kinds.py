@@ -192,7 +192,7 @@ _SEPARATE = (
 # Dynamo of torch 2.11 goes on with another expert's number if numbers of rows are symbols of a graph.
 @outside_graphs(f"no graph has {_SEPARATE}")
 def _on_the_host(tokens_per_expert: torch.Tensor) -> list[int]:
-    return torch.as_tensor(tokens_per_expert).tolist()
+    return torch.as_tensor(tokens_per_expert, device="cpu").tolist()
 
 
 class Separate(ExpertKind):
@@ -235,7 +235,8 @@ class Separate(ExpertKind):
         experts = self.layer.experts
         if isinstance(experts, SeparateExperts) and not experts.takes_count[idx]:
             return experts[idx](rows)
-        return experts[idx](rows, torch.as_tensor(count, dtype=torch.int64).reshape(1))
+        counts = count if isinstance(count, torch.Tensor) else torch.tensor(count, device="cpu")
+        return experts[idx](rows, counts.to(torch.int64).reshape(1))
 
 
 class OneModule(ExpertKind):

@@ -22,7 +22,7 @@ def cumulative_ends(
     fwd_expert_count: torch.Tensor | Sequence[int], num_experts: int, device: torch.device
 ) -> torch.Tensor:
     """offs [E] int32 on device for row counts [E], wherever those are."""
-    counts = torch.as_tensor(fwd_expert_count)
+    counts = torch.as_tensor(fwd_expert_count, device=device)
     if counts.shape != (num_experts,):
         raise ValueError(f"fwd_expert_count must have shape [{num_experts}], but got {list(counts.shape)}")
     counts = counts.to(device, torch.int32)

@@ -182,7 +182,7 @@ def _generator_state(device: torch.device) -> torch.Tensor:
         return torch.get_rng_state()
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         return torch.cuda.get_rng_state(device)
-    return torch.empty(0)
+    return torch.empty(0, device="cpu")
 
 
 def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

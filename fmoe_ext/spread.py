@@ -104,7 +104,7 @@ class SpreadLayer(nn.Module):
         """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
         assert self.expert_parallel is not None
         self.expert_parallel.experts_in_place = list(order)
-        self.expert_placement = torch.tensor(order)
+        self.expert_placement = torch.tensor(order, device="cpu")
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
         """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
@@ -187,5 +187,5 @@ def take_placement(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any
             )
         module.place_experts(state_dict[key].tolist())
     elif module.expert_placement is not None:
-        state_dict[key] = torch.arange(module.num_experts)
+        state_dict[key] = torch.arange(module.num_experts, device="cpu")
         module.place_experts(range(module.num_experts))

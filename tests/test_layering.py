@@ -275,6 +275,32 @@ def test_module_state_is_named(path):
     assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "uses `global`"
 
 
+# torch.set_default_device() moves what these make, torch.Generator aside, whose device theirs must be.
+FACTORIES = """
+    arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm
+    scalar_tensor tensor tril_indices triu_indices zeros Generator
+""".split()  # noqa: SIM905
+
+
+def without_device(node, function=""):
+    """Lines that make a tensor on the default device, but for parameters and buffers of a constructor."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            name = dotted(child.func)
+            if function == "__init__" and name in ("nn.Parameter", "self.register_buffer"):
+                continue  # they follow the default, as those of torch's modules do
+            is_named = name == "torch.Generator" and child.args
+            is_named = is_named or any(keyword.arg in ("device", None) for keyword in child.keywords)
+            if name in {f"torch.{factory}" for factory in FACTORIES} and not is_named:
+                yield f"{child.lineno}: {name}"
+        yield from without_device(child, getattr(child, "name", function))
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+def test_tensors_are_made_on_a_named_device(path):
+    assert not list(without_device(tree_of(path)))
+
+
 # Parts whose public functions have no types yet; the list only gets shorter.
 WITHOUT_TYPES = ()
 

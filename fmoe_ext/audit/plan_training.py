@@ -42,7 +42,7 @@ def make_model(recipe: PlanRecipe) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
-                p.add_(recipe.noise * torch.randn(p.shape, dtype=p.dtype))
+                p.add_(recipe.noise * torch.randn(p.shape, dtype=p.dtype, device=p.device))
     return model
 
 

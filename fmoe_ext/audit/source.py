@@ -79,13 +79,13 @@ class RandomTokens:
     with_positions: bool = False
 
     def __call__(self, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(self.vocabulary, (NUM_SAMPLES, SEQ_LEN), generator=generator)
+        generator = torch.Generator("cpu").manual_seed(step)
+        tokens = torch.randint(self.vocabulary, (NUM_SAMPLES, SEQ_LEN), generator=generator, device="cpu")
         labels = tokens.clone()
         labels[:, 0] = NOT_A_TARGET  # which padding in front would have to predict
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
         if self.with_positions:
-            batch["position_ids"] = torch.arange(SEQ_LEN).repeat(NUM_SAMPLES, 1)
+            batch["position_ids"] = torch.arange(SEQ_LEN, device="cpu").repeat(NUM_SAMPLES, 1)
         return batch
 
 

@@ -70,7 +70,7 @@ class Training:
         computed: Step = {"output": self.recorder.take(), "loss": {"": Value(loss)}}
         computed["gradient"] = self.view.gradients()
         norm = self.recipe.clip(self.model)
-        computed["norm"] = {} if norm is None else {"": Value(torch.as_tensor(norm).detach())}
+        computed["norm"] = {} if norm is None else {"": Value(torch.as_tensor(norm, device="cpu").detach())}
         computed["clipped"] = self.view.gradients()
         self.optimizer.step()
         computed["parameter"] = self.view.parameters()
@@ -80,7 +80,7 @@ class Training:
         """Forward and backward of this rank's microbatches -> the loss of the job."""
         of_rank, first = self._of_rank(whole)
         microbatches = cut(of_rank, sizes_of_microbatches(num_samples(of_rank), self.case.accumulation))
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         with_padding = [self._padded(batch) for batch in microbatches]
         with self.recipe.accumulate(self.model, with_padding):
             for number, (batch, padded) in enumerate(zip(microbatches, with_padding, strict=True)):
@@ -186,7 +186,7 @@ def _checked(model: Any) -> nn.Module:
 def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
     """(the mean over the tokens, what all ranks share), where a recipe's loss may be the former alone."""
     mean, shared = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, 0.0)
-    if not isinstance(mean, torch.Tensor) or mean.dim() or torch.as_tensor(shared).dim():
+    if not isinstance(mean, torch.Tensor) or mean.dim() or torch.as_tensor(shared, device="cpu").dim():
         given = f"shape {list(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
         raise AuditError(
             "loss(model, batch) must return a tensor [] with the mean over the tokens, or a pair of it and a loss [] "

@@ -360,7 +360,7 @@ def _to_bytes(numbers: torch.Tensor) -> bytes:
 def _from_bytes(data: bytes, width: int) -> torch.Tensor:
     """_to_bytes() of numbers of so many bytes -> int64."""
     if not data:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     places = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(width, -1)
     numbers = places[0].long()
     for place in range(1, width):

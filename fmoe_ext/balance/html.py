@@ -105,7 +105,8 @@ def figure(
 def _colours(relative: torch.Tensor) -> torch.Tensor:
     """uint8 [lines, columns, 4]: the further from 1, the less transparent."""
     above = relative >= 1
-    rgb = torch.where(above[..., None], torch.tensor(ABOVE), torch.tensor(BELOW))
+    high, low = (torch.tensor(rgb, device=relative.device) for rgb in (ABOVE, BELOW))
+    rgb = torch.where(above[..., None], high, low)
     alpha = (relative - 1).abs().clamp(max=1) * 255
     return torch.cat((rgb, alpha[..., None].round().long()), -1).to(torch.uint8)
 
@@ -113,9 +114,8 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
 def png(pixels: torch.Tensor) -> bytes:
     """An RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
-    rows = torch.cat(
-        (torch.zeros(lines, 1, dtype=torch.uint8), pixels.reshape(lines, -1)), 1
-    )  # filter 0 before each
+    no_filter = pixels.new_zeros(lines, 1)
+    rows = torch.cat((no_filter, pixels.reshape(lines, -1)), 1)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -116,9 +116,10 @@ def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:
 
 def _empty(gate: Gate, num_bins: int, widest: int) -> GateSummary:
     experts = gate.num_experts
-    pairs = torch.zeros(experts, experts, dtype=torch.int64) if experts <= widest else None
-    load = torch.zeros(num_bins, experts, dtype=torch.int64)
-    return GateSummary(gate, load, torch.zeros(num_bins), torch.zeros(num_bins), pairs)
+    pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
+    load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
+    dropped, tokens = torch.zeros(2, num_bins, device="cpu")
+    return GateSummary(gate, load, dropped, tokens, pairs)
 
 
 def _add(summary: GateSummary, number: int, topk_idx: torch.Tensor) -> None:
@@ -172,8 +173,8 @@ def _count_ids(
         topk_idx = torch.cat(parts)
         for expert in summary.notable:
             mine = torch.bincount(ids[(topk_idx == expert).any(1)])
-            known = counts.get((name, expert), torch.zeros(0, dtype=torch.int64))
-            longest = torch.zeros(max(len(mine), len(known)), dtype=torch.int64)
+            known = counts.get((name, expert), torch.zeros(0, dtype=torch.int64, device="cpu"))
+            longest = torch.zeros(max(len(mine), len(known)), dtype=torch.int64, device="cpu")
             longest[: len(mine)] += mine
             longest[: len(known)] += known
             counts[name, expert] = longest

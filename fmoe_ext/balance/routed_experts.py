@@ -61,18 +61,18 @@ def load_routed_experts(
     Tokens without a row, at a sequence's end, and those whose choices are all -1 choose anew when played. Other
     arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts.
     """
-    parts = [torch.as_tensor(array).long() for array in arrays]
+    parts = [torch.as_tensor(array, device="cpu").long() for array in arrays]
     if valid is None:
         if len(parts) != 1:
             raise ValueError(f"{len(parts)} sequences need valid [B, S], which says where each is")
-        valid = torch.ones(1, parts[0].shape[0], dtype=torch.bool)
+        valid = torch.ones(1, parts[0].shape[0], dtype=torch.bool, device="cpu")
     mask = valid.bool().cpu()
     places = _places(mask, sequence_first)
     if len(parts) != len(places):
         raise ValueError(f"there are {len(parts)} arrays, but valid has {len(places)} sequences")
     views = replay.views
     top_k = parts[0].shape[-1]
-    whole = torch.full((mask.numel(), len(views), top_k), CHOOSE_ANEW)
+    whole = torch.full((mask.numel(), len(views), top_k), CHOOSE_ANEW, device="cpu")
     for number, (part, place) in enumerate(zip(parts, places, strict=True)):
         if part.dim() != 3 or part.shape[1:] != whole.shape[1:] or part.shape[0] > len(place):
             raise ValueError(
@@ -100,9 +100,9 @@ def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> tor
         raise ValueError(
             f"{len(data)} bytes of routed experts are no multiple of {row}, {num_layers} layers of {top_k} int32"
         )
-    numbers = (
-        torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
-    )
+    if not data:
+        return torch.empty(0, num_layers, top_k, dtype=torch.int32, device="cpu")
+    numbers = torch.frombuffer(bytearray(data), dtype=torch.int32)
     return numbers.reshape(-1, num_layers, top_k)
 
 
@@ -115,6 +115,6 @@ def _places(mask: torch.Tensor, sequence_first: bool) -> list[torch.Tensor]:
     """Places of each sequence's real tokens among all B * S: mask [B, S]."""
     if mask.dim() != 2:
         raise ValueError(f"valid must be [B, S], but is {list(mask.shape)}")
-    number = torch.arange(mask.numel())
+    number = torch.arange(mask.numel(), device="cpu")
     number = number.view(mask.shape[1], mask.shape[0]).t() if sequence_first else number.view(mask.shape)
     return [row[real] for row, real in zip(number, mask, strict=True)]

@@ -128,7 +128,7 @@ def _pieces(stacks: Sequence[_Stack], takes_turns: bool) -> Iterator[tuple[str, 
     num_experts, rows, _ = first.shape
     pieces = PIECES[first.kind]
     for name, piece in pieces.items():
-        example = piece(torch.zeros(1, first.num_bytes // rows, dtype=torch.uint8))
+        example = piece(torch.zeros(1, first.num_bytes // rows, dtype=torch.uint8, device="cpu"))
         shape = (len(stacks) * rows, *example.shape[1:])
         if len(pieces) == 1 and not takes_turns:
             yield name, Part(shape, torch.uint8, _as_they_lie(stacks, first.num_bytes))
@@ -216,7 +216,7 @@ class _Stack:
         source = self.span(expert, 0)._replace(num_bytes=4) if is_one else self.sources(expert)[1]
 
         def turn(raw: Bytes) -> Bytes:
-            value = torch.ones(1) if is_one else torch.from_numpy(raw).view(torch.float32)
+            value = torch.ones(1, device="cpu") if is_one else torch.from_numpy(raw).view(torch.float32)
             return factors(value, rows).contiguous().numpy()
 
         return source._replace(at=at, turn=turn)

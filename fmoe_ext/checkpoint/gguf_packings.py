@@ -53,12 +53,13 @@ SCALED = "nvfp4"  # the type whose tensors may have a factor each, or one for ea
 
 def factors(factor: torch.Tensor, rows: int) -> torch.Tensor:
     """The `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
-    return torch.stack((factor.flatten(), torch.ones(1)), -1).expand(rows, 2)
+    return torch.stack((factor.flatten(), torch.ones(1, device=factor.device)), -1).expand(rows, 2)
 
 
 def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen.Quantized:
     """A matrix uint8 [rows, bytes] as a weight of one expert. factor: of NVFP4, 1 if None."""
     tensors = {name: piece(rows)[None].contiguous() for name, piece in PIECES[kind].items()}
     if kind == SCALED:
-        tensors["zero"] = factors(torch.ones(1) if factor is None else factor, len(rows))[None].contiguous()
+        factor = torch.ones(1, device=rows.device) if factor is None else factor
+        tensors["zero"] = factors(factor, len(rows))[None].contiguous()
     return frozen.Quantized(kind, tensors["data"], tensors.get("scale"), tensors.get("zero"))

@@ -173,7 +173,7 @@ def by_rows(
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
     """A tensor of zeros that takes no memory until it is read."""
-    return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
+    return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
 def _check_droppable(prefix: str, name: str, tensor: StoredTensor) -> None:

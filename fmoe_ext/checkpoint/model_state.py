@@ -180,7 +180,7 @@ def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:
 def _of_whole_layer(rows: DTensor, parallel: ExpertParallel) -> DTensor:
     """Rows [e, *] that ranks with the same experts share, as rows [E, *] over those ranks of all experts."""
     groups = [find_group(parallel.group), rows.device_mesh.get_group()]
-    table = torch.tensor(parallel.sharing_ranks)
+    table = torch.tensor(parallel.sharing_ranks, device="cpu")
     mesh = DeviceMesh.from_group(groups, rows.device.type, table, mesh_dim_names=("ep", "experts"))
     shape = torch.Size((parallel.num_experts, *rows.shape[1:]))
     local = rows.to_local()

@@ -195,7 +195,7 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
         if view:
             raise CheckpointError(f"{path} is damaged: it ends {len(view)} bytes too early")
         if not data:
-            return torch.empty(wanted, dtype=dtype)
+            return torch.empty(wanted, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(wanted)
 
     return StoredTensor(shape, dtype, lambda: read(begin, shape), rows, place=(path, begin))
@@ -221,10 +221,15 @@ def _opened(path: Path) -> Any:
 
 
 def _in_file(file: Any, name: str, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-    def rows(first: int, end: int) -> torch.Tensor:
-        return file.get_slice(name)[first:end]
+    def whole() -> torch.Tensor:
+        with torch.device("cpu"):  # the library's slices follow the default device
+            return file.get_tensor(name)
 
-    return StoredTensor(shape, dtype, lambda: file.get_tensor(name), rows)
+    def rows(first: int, end: int) -> torch.Tensor:
+        with torch.device("cpu"):
+            return file.get_slice(name)[first:end]
+
+    return StoredTensor(shape, dtype, whole, rows)
 
 
 def renew_checksum(path: Path) -> None:

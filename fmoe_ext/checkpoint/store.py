@@ -212,7 +212,7 @@ def stored_tensors(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, St
 
     def read(key: str) -> torch.Tensor:
         if key not in last:  # experts of one tensor are often asked for one after the other
-            value = torch.empty(saved[key].shape, dtype=saved[key].torch_dtype)
+            value = torch.empty(saved[key].shape, dtype=saved[key].torch_dtype, device="cpu")
             read_into(path, saved, {key: value})
             last.clear()
             last[key] = value

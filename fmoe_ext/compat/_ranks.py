@@ -82,7 +82,7 @@ def _expert_major(global_expert_count: torch.Tensor, world_size: int, device: to
     count = to_host(global_expert_count, world_size).view(world_size, -1)
     begin = (count.flatten().cumsum(0) - count.flatten()).view_as(count)
     parts = [
-        torch.arange(int(begin[rank, expert]), int(begin[rank, expert] + count[rank, expert]))
+        torch.arange(int(begin[rank, expert]), int(begin[rank, expert] + count[rank, expert]), device="cpu")
         for expert in range(count.shape[1])
         for rank in range(world_size)
     ]

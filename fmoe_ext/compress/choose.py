@@ -60,6 +60,6 @@ def best(scores: Tensor, number: int, groups: int = 1) -> list[int]:
     """The experts of the highest scores [E], as many in each group, in their old order; the first of equals."""
     in_groups = scores.view(groups, -1)
     order = torch.argsort(in_groups, dim=1, descending=True, stable=True)[:, : number // groups]
-    offset = torch.arange(groups)[:, None] * in_groups.shape[1]
+    offset = torch.arange(groups, device=scores.device)[:, None] * in_groups.shape[1]
     found: list[int] = (order + offset).flatten().sort().values.tolist()
     return found

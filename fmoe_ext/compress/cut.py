@@ -241,7 +241,7 @@ def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> Store
     def read() -> torch.Tensor:
         place = {old: new for new, old in enumerate(kept)}
         table = stored.read()
-        rows = torch.tensor([place.get(e, -1) for e in range(num_experts)])[table.long()]
+        rows = torch.tensor([place.get(e, -1) for e in range(num_experts)], device="cpu")[table.long()]
         for t, k in (rows < 0).nonzero().tolist():
             first = sum(e < int(table[t, k]) for e in kept)
             others = set(rows[t].tolist())

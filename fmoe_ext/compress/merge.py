@@ -78,7 +78,7 @@ def merged(name: str, parts: Mapping[int, StoredTensor], shares: Mapping[int, fl
 
     def read() -> Tensor:
         total = sum(part.read().double() * shares[e] for e, part in parts.items() if e in shares)
-        return torch.as_tensor(total).to(first.dtype)
+        return torch.as_tensor(total, device="cpu").to(first.dtype)
 
     return StoredTensor(first.shape, first.dtype, read)
 
@@ -98,7 +98,7 @@ def mixed(stored: StoredTensor, dim: int, shares: Shares, behind: Sequence[int])
                 yield next(iter(rows.values()))
             else:
                 total = sum(rows[e].double() * share for e, share in mix.items())
-                yield torch.as_tensor(total).to(stored.dtype)
+                yield torch.as_tensor(total, device="cpu").to(stored.dtype)
 
     whole = StoredTensor(shape, stored.dtype, lambda: torch.cat([*parts()], dim))
     return whole if dim else StoredTensor(shape, stored.dtype, whole.read, parts=parts)

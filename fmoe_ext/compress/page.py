@@ -40,7 +40,7 @@ def _head(report: Mapping[str, Any]) -> str:
 
 def _scores(report: Mapping[str, Any]) -> str:
     layers = report["layers"]
-    values = torch.tensor([layer["scores"] for layer in layers.values()], dtype=torch.float64)
+    values = torch.tensor([layer["scores"] for layer in layers.values()], dtype=torch.float64, device="cpu")
     relative = values / values.mean(1, keepdim=True).clamp(min=1e-30)
     order = relative.sort(1, descending=True).values
     up = [str(i) for i in places(len(layers))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,9 +65,9 @@ class Scores:
         try:
             return cls(
                 int(content["tokens"]),
-                {path: torch.tensor(v, dtype=torch.int64) for path, v in content["count"].items()},
-                {path: torch.tensor(v, dtype=torch.float64) for path, v in content["mass"].items()},
-                {path: torch.tensor(v, dtype=torch.float64) for path, v in content["saliency"].items()},
+                _tensors(content["count"], torch.int64),
+                _tensors(content["mass"], torch.float64),
+                _tensors(content["saliency"], torch.float64),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
@@ -127,14 +127,18 @@ class Measurement:
         return Scores(self.tokens, {p: m.count for p, m in meters}, {p: m.mass for p, m in meters}, saliency)
 
 
+def _tensors(lists: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {path: torch.tensor(values, dtype=dtype, device="cpu") for path, values in lists.items()}
+
+
 class _Meter:
     """Counts the choices of one experts module: its forward takes hidden states, indices and weights."""
 
     def __init__(self, experts: Any, with_norms: bool) -> None:
         size = int(experts.num_experts)
-        self.count = torch.zeros(size, dtype=torch.int64)
-        self.mass = torch.zeros(size, dtype=torch.float64)
-        self.saliency = torch.zeros(size, dtype=torch.float64) if with_norms else None
+        self.count = torch.zeros(size, dtype=torch.int64, device="cpu")
+        self.mass = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self.saliency = torch.zeros(size, dtype=torch.float64, device="cpu") if with_norms else None
         self.is_busy = False
         self.hook = experts.register_forward_hook(self._see, with_kwargs=True)
 

@@ -30,7 +30,7 @@ class _Bucket:
         for p, grad in zip(self.params, grads, strict=True):
             if p.grad is not None:
                 grad.copy_(p.grad.flatten())
-        present.copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
+        present.copy_(torch.tensor([float(p.grad is not None) for p in self.params], device="cpu"))
         if divide:
             self._flat /= dist.get_world_size(self.group)
         self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)

@@ -47,7 +47,7 @@ def clip_grad_norm_(
     sharded = [p.grad for p in module.parameters() if is_dtensor(p.grad)]
     counted += [(grad, _num_sharing(grad, dp_ranks)) for grad in sharded]
     if not counted:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     total = norm_over(counted, norm_type, [dp_group], counted[0][0].device)
     scale_to_norm([grad for grad, _ in counted], total, max_norm)
     return total

@@ -58,7 +58,7 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
         raise ValueError(
             f"dp * ep * slice must be the number of ranks, {world_size}, but got {dp} * {ep} * {slice}"
         )
-    ranks = torch.arange(world_size).reshape(dp, ep, slice)
+    ranks = torch.arange(world_size, device="cpu").reshape(dp, ep, slice)
     return ParallelGroups(
         world=_default_group(),
         ep=group_among(ranks.transpose(1, 2).reshape(-1, ep)),

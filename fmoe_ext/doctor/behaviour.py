@@ -15,7 +15,7 @@ from torch import nn
 from fmoe_ext.doctor.case import TINY, Case, off, parts_of, tensors, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.report import Finding
-from fmoe_ext.doctor.subject import copied, double
+from fmoe_ext.doctor.subject import copied
 
 CAPACITY = ("capacity", "drop")
 
@@ -273,7 +273,7 @@ def _through_a_file(state: Any) -> Any:
 def _scrambled(case: Case) -> nn.Module:
     if case.subject.build is not None:
         torch.manual_seed(99)
-        fresh: nn.Module = double(case.subject.build())
+        fresh = case.build(case.subject.build)
     else:
         fresh = case.copy()
         with torch.no_grad():
@@ -310,7 +310,7 @@ def repeatable(case: Case) -> Iterator[Finding]:
 def options(case: Case) -> Iterator[Finding]:
     """Each changed option changes the loss."""
     for name, build in case.subject.options.items():
-        model = double(build()).train()
+        model = case.build(build).train()
         model.load_state_dict(case.model.state_dict(), strict=False)
         value = float(case.run(model, case.subject.batch, case.subject.loss)[0].detach())
         base = float(case.run(case.copy(), case.subject.batch, case.subject.loss)[0].detach())

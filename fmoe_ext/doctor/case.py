@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,12 @@ class Case:
     def copy(self) -> nn.Module:
         """A copy in the state before any step."""
         return copied(self.model)
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Make another model, on the device of the examined one unless make() names a device, in float64."""
+        with next(self.model.parameters()).device:
+            built: nn.Module = double(make())
+            return built
 
     def run(self, model: nn.Module, batch: Batch, loss: Loss) -> tuple[torch.Tensor, Watch]:
         """Loss of a forward with fixed random numbers, and the choices in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -69,7 +70,7 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
 
 
 def _trained(p: torch.nn.Parameter) -> torch.Tensor | None:
-    return torch.ones(p.shape[:1], dtype=torch.bool) if p.requires_grad else None
+    return torch.ones(p.shape[:1], dtype=torch.bool, device=p.device) if p.requires_grad else None
 
 
 def gradient_size(case: Case) -> Iterator[Finding]:
@@ -221,7 +222,8 @@ def balance(case: Case) -> Iterator[Finding]:
     text = ", ".join(f"{name} {n:.5g}" for name, n in numbers.items())
     yield verdict("balance-size", "", bad, f"{balance:.5g}; {text}")
     if s.with_top_k is not None:
-        sizes = [float(s.parts(_double_of(s.with_top_k(k)), s.batch)[1].detach()) for k in (1, 2)]
+        others = [case.build(partial(s.with_top_k, k)).train() for k in (1, 2)]
+        sizes = [float(s.parts(model, s.batch)[1].detach()) for model in others]
         yield verdict("balance-size", "top k", off(*sizes) > 0.4, f"K=1 {sizes[0]:.5g}, K=2 {sizes[1]:.5g}")
     if s.padded is not None:
         padded = s.parts(case.copy(), s.padded)
@@ -237,10 +239,6 @@ def _parts(case: Case, seed: int) -> tuple[float, float]:
     assert case.subject.parts is not None
     task, balance = case.subject.parts(case.copy(), case.subject.batch)
     return float(task.detach()), float(balance.detach())
-
-
-def _double_of(model: torch.nn.Module) -> torch.nn.Module:
-    return model.double().train()
 
 
 def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:

@@ -32,8 +32,9 @@ def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def _projected(output: Any) -> torch.Tensor:
     value = _first_floating(output)
-    generator = torch.Generator().manual_seed(5)
-    weights = torch.randn(value.shape[1:], generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(5)
+    shape = value.shape[1:]
+    weights = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
     return (value.double().square() * (1 + weights.abs()) + value.double() * weights).mean()
 
 
@@ -161,7 +162,8 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
     torch.manual_seed(0)
     model = build()
     text = model.config.get_text_config()
-    tokens = torch.randint(3, text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator("cpu").manual_seed(1)
+    tokens = torch.randint(3, text.vocab_size, (4, 8), generator=generator, device="cpu").to(model.device)
     if "labels" not in inspect.signature(model.forward).parameters:
         return Subject(model, {"input_ids": tokens}, build=build)
     batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -180,7 +182,7 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
         torch.set_rng_state(random_state)
         balance = getattr(output, "aux_loss", None)
         if not isinstance(balance, torch.Tensor):
-            balance = torch.zeros((), dtype=torch.float64)
+            balance = torch.zeros((), dtype=torch.float64, device="cpu")
         task = model(**{**batch, "output_router_logits": False}).loss
         return task, balance
 

@@ -48,10 +48,11 @@ def _has(grad: torch.Tensor | None) -> bool:
 def _near(case: Case) -> dict[str, torch.Tensor]:
     """Gradients of the whole loss in a copy whose parameters are a little off."""
     model = case.copy()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device), alpha=0.01)
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
+            p.add_(noise.to(p.device), alpha=0.01)
     return case.backward(model, case.subject.loss)[2]
 
 
@@ -98,7 +99,8 @@ def input_gradient(case: Case) -> Iterator[Finding]:
             continue
         (grad,) = torch.autograd.grad(value, seen, allow_unused=True)
         size = 0.0 if grad is None else float(grad.norm())
-        random = torch.randn(seen[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        generator = torch.Generator("cpu").manual_seed(5)
+        random = torch.randn(seen[0].shape, generator=generator, dtype=torch.float64, device="cpu")
         along = random.to(seen[0]) * (seen[0].detach().norm() / random.norm())
         expected = 0.0 if grad is None else float((grad * along).sum())
         slope, same = _slope(case, layer, along, SLOPE_STEP)
@@ -198,9 +200,10 @@ def choice_bias(case: Case) -> Iterator[Finding]:
             model = case.copy()
             (twin,) = [other for other in layers_of(model) if other.name == layer.name]
             value = _biases(twin)[name]
-            generator = torch.Generator().manual_seed(3)
+            generator = torch.Generator("cpu").manual_seed(3)
             with torch.no_grad():
-                value += SHIFT * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
+                value += SHIFT * noise.to(value)
             moved, other = case.run(model, case.subject.batch, case.subject.task)
             same = layer.name in watch.choices and all(
                 other.choices[n].equal(c) for n, c in watch.choices.items() if n in other.choices

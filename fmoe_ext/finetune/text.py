@@ -57,7 +57,7 @@ def tokenize(file: Path, folder: Path) -> Tensor:
             f"the tokenizer of {folder} finds no token in {file}: give --tokens, a file of ids, or --tokenizer, "
             "another folder"
         )
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def sequences(

@@ -90,7 +90,7 @@ def _arguments(
     if interleaved:
         b1 = None if b1 is None else gates_first(b1)
         low[1] = None if low[1] is None else gates_first(low[1])
-    rows = torch.arange(x.shape[0], dtype=torch.int32)
+    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     routing = [rows, rows[:, None], call.offs]
     options = [activation_number(call.activation), 0, int(save), format1, int(interleaved), format2]
     return routing, [data1, b1, data2, b2], [scale1, zero1, scale2, zero2], low, options

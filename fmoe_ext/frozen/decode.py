@@ -186,5 +186,5 @@ def attend(
 def _added(mask: torch.Tensor | None) -> torch.Tensor | None:
     """A mask as floats that are added to scores."""
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
     return None if mask is None else mask.float().contiguous()

@@ -114,14 +114,14 @@ def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> tor
     """
     count, width = rows.shape
     if count == 0:
-        return torch.eye(width) if prior is None else prior
+        return torch.eye(width, device=rows.device) if prior is None else prior
     moments = rows.T @ rows / count
     trace, square = moments.trace(), moments.square().sum()
     around = (square - trace**2 / width) * (count + 1 - 2 / width)
     share = ((1 - 2 / width) * square + trace**2) / around.clamp(min=1e-30)
     share = share.clamp(0, 1)
     if prior is None:
-        prior = trace / width * torch.eye(width)
+        prior = trace / width * torch.eye(width, device=rows.device)
     return (1 - share) * moments + share * prior
 
 
@@ -134,7 +134,8 @@ class _Descent:
         self.target = target[:, self.order]
         sorted_hessian = hessian[self.order][:, self.order].double()
         level = sorted_hessian.diag().mean().clamp(min=1e-30)
-        damped = sorted_hessian + _DAMPING * level * torch.eye(len(hessian), dtype=torch.float64)
+        identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
+        damped = sorted_hessian + _DAMPING * level * identity
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         self.factor = torch.linalg.cholesky(inverse, upper=True).float()
         self.hessian = damped.float()

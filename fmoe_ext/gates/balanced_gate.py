@@ -90,8 +90,9 @@ class BalancedGate(GateOverRanks):
         self.z_weight = z_weight
         self.sequence_ranks: Ranks = OneRank()  # those that have parts of the same sequences
         if "running" in self.balance_losses:
-            load = torch.zeros(self.num_experts, dtype=torch.int64)
-            self.register_buffer("running_load", load, persistent=False)
+            self.register_buffer(
+                "running_load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False
+            )
             self._follow_optimizers()
 
     def _follow_optimizers(self) -> None:

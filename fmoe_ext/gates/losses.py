@@ -186,7 +186,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
 
 def _zero(gates: Sequence[BaseGate]) -> torch.Tensor:
     """0 on the device of the gates, float32 or float64."""
-    like = next((p for gate in gates for p in gate.parameters()), torch.zeros(()))
+    like = next((p for gate in gates for p in gate.parameters()), torch.zeros((), device="cpu"))
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.zeros((), dtype=dtype, device=like.device)
 

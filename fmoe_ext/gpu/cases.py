@@ -66,10 +66,10 @@ def _choices(case: Case, generator: torch.Generator) -> Tensor:
     """topk_idx [T, K]; -1 is a dropped choice."""
     shape = (case.T, case.K)
     if case.spread == "even":
-        return torch.arange(case.T * case.K).view(shape) % case.E
+        return torch.arange(case.T * case.K, device="cpu").view(shape) % case.E
     if case.spread in ("one", "none"):
-        return torch.full(shape, case.E - 1 if case.spread == "one" else -1)
-    skewed = torch.rand(shape, generator=generator).square() * (case.E + 1)
+        return torch.full(shape, case.E - 1 if case.spread == "one" else -1, device="cpu")
+    skewed = torch.rand(shape, generator=generator, device="cpu").square() * (case.E + 1)
     topk_idx = skewed.long() - 1
     topk_idx[topk_idx == 1] = -1  # expert 1 has no rows
     return topk_idx
@@ -104,7 +104,7 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)  # a CPU takes seconds for the largest weights
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
-        index = ops.sort_tokens_ref(_choices(case, torch.Generator().manual_seed(seed)), E)
+        index = ops.sort_tokens_ref(_choices(case, torch.Generator("cpu").manual_seed(seed)), E)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)

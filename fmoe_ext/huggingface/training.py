@@ -106,7 +106,7 @@ class BalanceLoss:
         self, loss: torch.Tensor, balance: torch.Tensor | float, share: torch.Tensor | float
     ) -> torch.Tensor:
         """loss with the gates' loss of a microbatch; share: its share of the batch."""
-        self._sum = self._sum + torch.as_tensor(balance).detach()
+        self._sum = self._sum + (balance.detach() if isinstance(balance, torch.Tensor) else balance)
         self._count += 1
         return (loss + self.weight * share * balance).to(loss.dtype)
 

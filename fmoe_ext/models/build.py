@@ -125,7 +125,7 @@ def _gate(gate: Any, target: Target, num_targets: int) -> Any:
 
 def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...]) -> int:
     """A seed that the ranks of a layer share, after they have agreed that it is one layer."""
-    seed = [int(torch.randint(2**62, ()))]
+    seed = [int(torch.randint(2**62, (), device="cpu"))]
     if kwargs["world_size"] > 1:
         group = find_group(register_group(kwargs.get("moe_group")))
         check_same(f"{target.path} and d_model, d_hidden, num_experts, top_k", (target.path, *sizes), group)
@@ -146,4 +146,5 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _any_parameter(target: Target) -> torch.Tensor:
-    return next(getattr(target.parent, target.attribute).parameters(), torch.empty(0))
+    nothing = torch.empty(0, device=torch.get_default_device())
+    return next(getattr(target.parent, target.attribute).parameters(), nothing)

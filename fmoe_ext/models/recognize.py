@@ -72,7 +72,7 @@ def simplify(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
         list(activation.parameters()) or any(isinstance(m, _DROPOUTS) for m in activation.modules())
     ):
         return activation
-    probe = torch.linspace(-60, 60, 961, dtype=torch.float64)  # wide: some activations clip
+    probe = torch.linspace(-60, 60, 961, dtype=torch.float64, device="cpu")  # wide: some activations clip
     value = _value(activation, probe)
     if value is not None:
         for name in PLAIN:

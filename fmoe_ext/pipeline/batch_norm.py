@@ -91,9 +91,10 @@ class DeferredBatchNorm(nn.Module):
             self._begin()
 
     def _commit(self) -> None:
+        assert isinstance(self._sum, Tensor) and isinstance(self._sum_squares, Tensor)
         self.num_batches_tracked.add_(1)
-        mean = torch.as_tensor(self._sum) / self._num_rows
-        var = torch.as_tensor(self._sum_squares) / self._num_rows - mean.square()
+        mean = self._sum / self._num_rows
+        var = self._sum_squares / self._num_rows - mean.square()
         var = var * (self._num_rows / max(self._num_rows - 1, 1))  # unbiased, as nn.BatchNorm keeps it
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)

@@ -77,7 +77,7 @@ def _ranks(pp: int, ep: int) -> torch.Tensor:
     world_size = dist.get_world_size()
     if pp < 1 or ep < 1 or world_size % (pp * ep):
         raise ValueError(f"pp * ep must divide the number of ranks, {world_size}, but got {pp} * {ep}")
-    return torch.arange(world_size).reshape(pp, -1, ep)
+    return torch.arange(world_size, device="cpu").reshape(pp, -1, ep)
 
 
 def _ranks_of_mesh(mesh: DeviceMesh) -> torch.Tensor:

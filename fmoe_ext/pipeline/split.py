@@ -165,7 +165,7 @@ def _numbers(
 
 def _busiest_over_mean(tokens_per_expert: Sequence[int], ranks: int) -> float:
     """Rows of the rank with most, over the mean of the ranks; 1 for one rank or no rows."""
-    load = torch.tensor(list(tokens_per_expert), dtype=torch.float64).view(ranks, -1).sum(1)
+    load = torch.tensor(list(tokens_per_expert), dtype=torch.float64, device="cpu").view(ranks, -1).sum(1)
     return float(load.max() / load.mean()) if load.sum() > 0 else 1.0
 
 

@@ -67,7 +67,7 @@ class _Run:
         self._prepare(microbatches)
         for timed in self._timed:
             timed.record = self._record if trace else None
-        numbers = torch.arange(self._pipeline.num_microbatches)
+        numbers = torch.arange(self._pipeline.num_microbatches, device="cpu")
         indexes = [stage.index for stage in self._stages]
         given = (numbers,) if 0 in indexes else ()
         targets = numbers if self._num_stages - 1 in indexes else None
@@ -139,7 +139,7 @@ class _Run:
         """One microbatch through all stages; every rank runs its own, in the order of stages."""
         mine = {pair[0].index: pair for pair in zip(self._stages, self._wrapped, strict=True)}
         owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
-        me, index = dist.get_rank(self._groups.pp), torch.tensor([number])
+        me, index = dist.get_rank(self._groups.pp), torch.tensor([number], device="cpu")
         values: tuple[Tensor, ...] = ()
         for i in range(self._num_stages):
             if i not in mine:
@@ -228,7 +228,7 @@ class Pipeline:
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
         self._run = _Run(self, self._wrapped, self._kind, self._places)
-        self.balance_loss = torch.zeros((), dtype=torch.float64)
+        self.balance_loss = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, for its optimizer; each once."""

@@ -43,12 +43,14 @@ DEVICES = MappingProxyType({"h100": 400e12, "a100": 150e12, "v100": 11.5e12})
 
 def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
     """Loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
-    order = torch.randperm(num_experts, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    weights = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu") ** -skew
+    order = torch.randperm(num_experts, generator=generator, device="cpu")
     loads = []
     for _ in range(num_steps):
-        a, b = torch.randint(0, num_experts, (2, max(1, num_experts // 10)), generator=generator)
+        a, b = torch.randint(
+            0, num_experts, (2, max(1, num_experts // 10)), generator=generator, device="cpu"
+        )
         order[a], order[b] = order[b].clone(), order[a].clone()
         drawn = torch.poisson(weights * (num_rows / weights.sum()), generator=generator)
         loads.append(drawn[order].long().tolist())

@@ -71,8 +71,9 @@ async def beam_search(
     steps = _Steps(prefix, len(scores) + 1, timeout)
     num_tokens = scores[0].shape[0]
     prefixes = [check_prefix(prefix)]
-    beam_prefix = torch.zeros(num_tokens, 1, dtype=torch.int64)  # [T, B] into prefixes; -1: none
-    beam_score = torch.zeros(num_tokens, 1, dtype=scores[0].dtype)
+    # [T, B] into prefixes; -1: none
+    beam_prefix = torch.zeros(num_tokens, 1, dtype=torch.int64, device="cpu")
+    beam_score = torch.zeros(num_tokens, 1, dtype=scores[0].dtype, device="cpu")
 
     async def successors(keys: list[str], seconds: float) -> Mapping[str, frozenset[int]]:
         return await discovery.successors(keys, timeout=seconds)
@@ -98,7 +99,7 @@ async def beam_search(
 
 def _alive(prefixes: Sequence[str], live: Mapping[str, frozenset[int]], size: int) -> torch.Tensor:
     """[P + 1, size] bool: the live coordinates below each prefix; none in the last row, which stands for no prefix."""
-    alive = torch.zeros(len(prefixes) + 1, size, dtype=torch.bool)
+    alive = torch.zeros(len(prefixes) + 1, size, dtype=torch.bool, device="cpu")
     for n, name in enumerate(prefixes):
         alive[n, [place for place in live.get(name, ()) if place < size]] = True
     return alive
@@ -115,8 +116,8 @@ def _drop_dead(
     records: Sequence[ExpertRecord | None], topk_idx: torch.Tensor
 ) -> tuple[list[ExpertRecord], torch.Tensor]:
     kept = [n for n, record in enumerate(records) if record is not None]
-    number = torch.full((len(records) + 1,), -1)  # its last entry: no expert
-    number[kept] = torch.arange(len(kept))
+    number = torch.full((len(records) + 1,), -1, device="cpu")  # its last entry: no expert
+    number[kept] = torch.arange(len(kept), device="cpu")
     renamed = number[topk_idx]
     order = (renamed < 0).to(torch.int8).argsort(dim=1, stable=True)  # the living first
     return [r for r in records if r is not None], renamed.gather(1, order)

@@ -45,7 +45,7 @@ class _StackedFfn(nn.Module):
         """forward() with other parameters: those of some experts, in the order of self.parameters()."""
         norm_weight, norm_bias, w1, b1, w2, b2 = parameters
         if tokens_per_expert is None:
-            tokens_per_expert = torch.tensor([rows.shape[0]])
+            tokens_per_expert = torch.tensor([rows.shape[0]], device="cpu")
         y = rows + self.mlp(rows, tokens_per_expert, weights=(w1, b1, w2, b2))
         y = F.layer_norm(y, y.shape[-1:])
         # one by one: an expert's gradients must not depend, to the last bit, on who shares its batch
@@ -120,15 +120,15 @@ class ExpertClass:
 
 
 def _one_row(hidden_dim: int) -> tuple[torch.Tensor, ...]:
-    return (torch.empty(hidden_dim),)
+    return (torch.empty(hidden_dim, device="cpu"),)
 
 
 def _row_and_mask(hidden_dim: int) -> tuple[torch.Tensor, ...]:
-    return torch.empty(hidden_dim), torch.empty(2 * hidden_dim)
+    return torch.empty(hidden_dim, device="cpu"), torch.empty(2 * hidden_dim, device="cpu")
 
 
 def _sequence(hidden_dim: int) -> tuple[torch.Tensor, ...]:
-    return (torch.empty(0, hidden_dim),)  # a size of 0 stands for any size
+    return (torch.empty(0, hidden_dim, device="cpu"),)  # a size of 0 stands for any size
 
 
 class _Registry:
@@ -185,7 +185,7 @@ def initial_state(
 ) -> dict[str, torch.Tensor]:
     """The weights that an expert starts from, wherever it starts."""
     digest = hashlib.sha256(f"{seed} {uid}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         module = expert_class.make(hidden_dim)
     return {name: p.detach() for name, p in module.named_parameters()}
@@ -202,8 +202,8 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
     """The inputs and outputs of a class of experts, found by calling one."""
     samples = expert_class.sample(hidden_dim)
-    rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype) for x in samples]
-    with torch.no_grad():
+    rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
+    with torch.no_grad(), torch.device("cpu"):
         outputs = expert_class.call(expert_class.make(hidden_dim), rows)
     if not all(part.dim() and part.shape[0] == 1 for part in outputs):
         shapes = [list(part.shape) for part in outputs]
@@ -249,7 +249,9 @@ class Stack(Protocol):
 def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device) -> Stack:
     """Grouped where the class can, otherwise one module an expert."""
     if expert_class.make_stacked is not None:
-        return _GroupedStack(expert_class.make_stacked(1, hidden_dim).to(device))
+        with torch.device("cpu"):
+            module = expert_class.make_stacked(1, hidden_dim)
+        return _GroupedStack(module.to(device))
     return _ModuleStack(expert_class, hidden_dim, device)
 
 
@@ -299,7 +301,7 @@ class _GroupedStack:
     def _gather(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], int]:
         """Rows, counts and parameters of the places from the first to the last that are needed."""
         first, end = parts[0].place, parts[-1].place + 1
-        counts = torch.zeros(end - first, dtype=torch.int64)
+        counts = torch.zeros(end - first, dtype=torch.int64, device="cpu")
         for part in parts:
             counts[part.place - first] = part.inputs[0].shape[0]
         rows = _cat([part.inputs[0] for part in parts])
@@ -315,14 +317,16 @@ class _ModuleStack:
     """A module an expert, called one after the other."""
 
     def __init__(self, expert_class: ExpertClass, hidden_dim: int, device: torch.device):
-        self._make = lambda: expert_class.make(hidden_dim).to(device).train()
+        self._expert_class, self._hidden_dim = expert_class, hidden_dim
         self._compute = expert_class.compute
         self._device = device
         self._modules: list[nn.Module] = []
 
     def resize(self, num_places: int) -> None:
         while len(self._modules) < num_places:
-            self._modules.append(self._make())
+            with torch.device("cpu"):
+                module = self._expert_class.make(self._hidden_dim)
+            self._modules.append(module.to(self._device).train())
         del self._modules[num_places:]
 
     def views(self, place: int) -> dict[str, torch.Tensor]:

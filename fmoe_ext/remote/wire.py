@@ -192,7 +192,7 @@ def _read_tensors(header: dict[str, Any], body: bytearray, limits: Limits) -> di
 
 def _tensor_at(body: bytearray, dtype: torch.dtype, shape: list[int], begin: int, count: int) -> torch.Tensor:
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype is torch.bool:  # other bytes than 0 and 1 are no truth values
         return torch.frombuffer(body, dtype=torch.uint8, count=count, offset=begin).view(shape) != 0
     if begin % dtype.itemsize:

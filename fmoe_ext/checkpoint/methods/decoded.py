@@ -72,7 +72,8 @@ def fp4(data: torch.Tensor) -> torch.Tensor:
 def scaled(values: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Blocks of rows x columns of a matrix, each times its entry of scale [row blocks, column blocks]."""
     out, width = values.shape
-    of_row, of_column = torch.arange(out) // rows, torch.arange(width) // columns
+    of_row = torch.arange(out, device=scale.device) // rows
+    of_column = torch.arange(width, device=scale.device) // columns
     return values * scale[of_row][:, of_column]
 
 

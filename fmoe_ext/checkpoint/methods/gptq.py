@@ -93,7 +93,7 @@ def _matrix(base: Base, stem: str) -> Matrix:
     name = f"{stem}.g_idx"
     if name in base.tensors:
         order = base.tensors[name].read()
-        expected = torch.arange(columns, dtype=order.dtype) // (columns // groups)
+        expected = torch.arange(columns, dtype=order.dtype, device=order.device) // (columns // groups)
         if not torch.equal(order, expected):
             refuse(base.folder, f"GPTQ with act-order ({name} is not in the order of the columns)")
     elif config.get("desc_act"):

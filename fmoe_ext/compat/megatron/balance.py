@@ -110,7 +110,7 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if not known:
             continue
-        figures = torch.stack([torch.as_tensor(value).detach().float().reshape(()) for _, value in known])
+        figures = torch.stack([_scalar(value) for _, value in known])
         if dist.is_initialized():
             dist.all_reduce(figures)
             figures /= dist.get_world_size()
@@ -120,6 +120,11 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
             writer.add_scalar(f"balance-{name}/layer-{layer}", figure, iteration)
         writer.add_scalar(f"balance-{name}/all", figures.mean().item(), iteration)
     reset_gate_hook()
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+    return tensor.detach().float().reshape(())
 
 
 def _balance_strategy() -> str | None:

@@ -42,9 +42,9 @@ def _random_init_weight(self, rng: Any) -> None:
     """kaiming_uniform(a=sqrt(5)) over one expert's weight, and its uniform bias, by a numpy generator."""
     fan_in = self.weight.shape[-1]
     bound = 1 / math.sqrt(fan_in)
-    self.weight.copy_(torch.as_tensor(rng.uniform(-bound, bound, tuple(self.weight.shape))))
+    self.weight.copy_(torch.as_tensor(rng.uniform(-bound, bound, tuple(self.weight.shape)), device="cpu"))
     if self.bias is not None:
-        self.bias.copy_(torch.as_tensor(rng.uniform(-bound, bound, tuple(self.bias.shape))))
+        self.bias.copy_(torch.as_tensor(rng.uniform(-bound, bound, tuple(self.bias.shape)), device="cpu"))
 
 
 def fmoefy(

@@ -58,6 +58,6 @@ class MegatronMLP(FMoETransformerMLP):
 @torch.no_grad()
 def megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
     """Weights from N(0, sigma^2) by a numpy generator, zero bias."""
-    self.weight.copy_(torch.as_tensor(rng.normal(0.0, sigma, tuple(self.weight.shape))))
+    self.weight.copy_(torch.as_tensor(rng.normal(0.0, sigma, tuple(self.weight.shape)), device="cpu"))
     if self.bias is not None:
         self.bias.zero_()

@@ -115,14 +115,15 @@ def logits(adapter: Adapter, base: Base, merged: Path) -> dict[str, float]:
     vocabulary = int(base.config.get("vocab_size", 0))
     if vocabulary < 2:
         raise CheckpointError(f"{base.folder}/config.json says no vocab_size")
-    ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(vocabulary, (1, 32), generator=generator, device="cpu")
     found = []
     for folder in (base.folder, merged):
         model = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         ).eval()
         with torch.no_grad():
-            found.append(model(input_ids=ids).logits.float())
+            found.append(model(input_ids=ids.to(model.device)).logits.float())
         del model
     without, adapted = found
     difference = (adapted - without).abs().max().item()

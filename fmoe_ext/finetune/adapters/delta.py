@@ -132,7 +132,7 @@ def delta(loaded: _Loaded, experts: Experts, role: str, e: int) -> torch.Tensor 
         take, put, num_rows = rows
         product = change_of(a[e], b[e][take], factors.scaling)
         if total is None:
-            total = torch.zeros(num_rows, product.shape[1], dtype=product.dtype)
+            total = torch.zeros(num_rows, product.shape[1], dtype=product.dtype, device=product.device)
         total[put] += product
     return total.T if total is not None and experts.turned else total
 
@@ -157,7 +157,7 @@ def _half(role: str, h: int, in_turn: bool) -> slice:
 
 def _order(experts: Experts) -> Rows:
     """The place in the base's weight of each row of the model's gate_up."""
-    rows = torch.arange(2 * experts.d_hidden)
+    rows = torch.arange(2 * experts.d_hidden, device="cpu")
     if experts.interleaved == experts.in_turn:
         return slice(None)
     halves = rows.view(2, -1).T.flatten() if experts.interleaved else rows.view(-1, 2).T.flatten()

@@ -46,16 +46,11 @@ class Evidence:
         if not b.isfinite().all() or not b.any():
             return
         columns = torch.nn.functional.normalize(b, dim=0, eps=1e-30)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         count = num_experts * rank
-        null = torch.tensor(
-            [
-                _likeness(
-                    columns[:, torch.randperm(count, generator=generator)], num_experts, rank, EXPERT_MAJOR
-                )
-                for _ in range(_NUM_SHUFFLES)
-            ]
-        )
+        orders = [torch.randperm(count, generator=generator, device="cpu") for _ in range(_NUM_SHUFFLES)]
+        shuffled = [_likeness(columns[:, order], num_experts, rank, EXPERT_MAJOR) for order in orders]
+        null = torch.tensor(shuffled, device="cpu")
         spread = null.std().item()
         if spread > 1e-6:
             self.num_tensors += 1
@@ -85,5 +80,5 @@ def _likeness(columns: torch.Tensor, num_experts: int, rank: int, packing: str) 
     both, any_zero = zero[:, :, None] & zero[:, None], zero[:, :, None] | zero[:, None]
     cosines = torch.where(both, torch.ones_like(cosines), cosines)
     says = (cosines > 1e-12) | any_zero
-    says &= ~torch.eye(rank, dtype=torch.bool)
+    says &= ~torch.eye(rank, dtype=torch.bool, device=columns.device)
     return cosines[says].mean().item() if says.any() else 0.0

@@ -31,7 +31,7 @@ def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
     """
     model = _architecture(base)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             loaded = peft.PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
     except Exception as error:  # of PEFT, which have no common class
@@ -73,7 +73,7 @@ def _architecture(base: Base) -> nn.Module:
         raise CheckpointError(
             f"{base.folder} has a config.json of which Transformers makes no model: {error}"
         ) from error
-    zero = torch.zeros((), dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64, device="cpu")
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
@@ -97,7 +97,7 @@ def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _picked(t: Tensor, dim: int, most: int) -> Tensor:
     size = t.shape[dim]
-    return t.index_select(dim, torch.arange(min(most, size)) * size // min(most, size))
+    return t.index_select(dim, torch.arange(min(most, size), device=t.device) * size // min(most, size))
 
 
 def _expected(adapter: Adapter, layers: Layers, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

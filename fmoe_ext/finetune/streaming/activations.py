@@ -60,7 +60,7 @@ class ActivationFile:
 
     def get(self, stored: _Stored) -> Tensor:
         """The tensor as it was."""
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         values = tensor.view(-1).view(torch.uint8).numpy()
         for begin in range(0, values.size, CHUNK):
             part = values[begin : begin + CHUNK]

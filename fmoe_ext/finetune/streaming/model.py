@@ -42,6 +42,7 @@ def stream(
 ) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
+    It is loaded on the CPU, whatever torch.set_default_device() says.
     folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
     adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
     program; "auto" is what the machine and the memory cgroups of this process have free.
@@ -202,7 +203,8 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
 
     read = model_class.from_pretrained
     try:
-        model, found = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        with torch.device("cpu"):  # where the buffers are, whatever the default device
+            model, found = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     except RuntimeError as error:
         raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
     if missing := sorted(found["missing_keys"]):

@@ -53,7 +53,7 @@ class StreamedWeight(nn.Parameter):
     )
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StreamedWeight":
-        nothing = torch.full((1,), float("nan"), dtype=dtype).expand(shape)
+        nothing = torch.full((1,), float("nan"), dtype=dtype, device="cpu").expand(shape)
         return super().__new__(cls, nothing, requires_grad=False)
 
     @classmethod
@@ -105,7 +105,8 @@ def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
         return not (*args, *kwargs.values(), True)[0]
     if name == "__getitem__":
         return args[0] is Ellipsis
-    return getattr(torch.empty(0, dtype=weight.dtype), name)(*args, **kwargs).dtype == weight.dtype and all(
+    example = torch.empty(0, dtype=weight.dtype, device="cpu")
+    return getattr(example, name)(*args, **kwargs).dtype == weight.dtype and all(
         torch.device(value).type == "cpu"
         for value in (*args, kwargs.get("device"))
         if isinstance(value, (str, torch.device))

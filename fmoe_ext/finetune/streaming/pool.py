@@ -74,8 +74,8 @@ class _Cache:
     def __init__(self, layer: Layer, buffer: "np.ndarray[Any, Any]", num_slots: int) -> None:
         self.buffer, self.num_slots = buffer, num_slots
         self.weights = layer.weights(buffer, num_slots)
-        self.place = torch.full((layer.num_experts + 1,), -1)
-        self.order = torch.zeros(num_slots, dtype=torch.int64)
+        self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
+        self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
 
     def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:

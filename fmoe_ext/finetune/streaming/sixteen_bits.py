@@ -21,7 +21,7 @@ def is_slow(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear of x [..., D] and weight [N, D] by our product, sums in float32."""
     rows = x.reshape(-1, x.shape[-1])
-    offs = torch.full((1,), rows.shape[0], dtype=torch.int32)
+    offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device="cpu")
     y = grouped_gemm(rows, weight[None], offs, None if bias is None else bias[None])
     return y.view(*x.shape[:-1], weight.shape[0])
 

@@ -95,7 +95,7 @@ def _decode_q4_k(q: Packed) -> torch.Tensor:
 
 def _grid_q4_k(q: Packed) -> Grid:
     step, low = _steps_k(q.data.unflatten(-1, (-1, 144)))
-    codes = torch.arange(16, dtype=torch.uint8)
+    codes = torch.arange(16, dtype=torch.uint8, device=q.device)
     return Grid(codes.float(), codes, step.flatten(-2), low.flatten(-2))
 
 

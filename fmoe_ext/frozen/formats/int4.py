@@ -52,7 +52,7 @@ def _decode(q: Packed) -> torch.Tensor:
 
 def _grid(q: Packed) -> Grid:
     assert q.scale is not None
-    codes = torch.arange(16, dtype=torch.uint8)
+    codes = torch.arange(16, dtype=torch.uint8, device=q.device)
     step = q.scale.float()
     return Grid(codes.float(), codes, step, (step[..., None] * _zeros(q)).flatten(-2))
 

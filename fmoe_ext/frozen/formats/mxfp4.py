@@ -58,7 +58,7 @@ def _decode(q: Packed) -> torch.Tensor:
 
 def _grid(q: Packed) -> Grid:
     assert q.scale is not None
-    codes = torch.cat((torch.arange(15, 8, -1), torch.arange(8))).to(torch.uint8)
+    codes = torch.tensor([*range(15, 8, -1), *range(8)], dtype=torch.uint8, device=q.device)
     step = steps(q.scale)
     return Grid(e2m1(q.device)[codes.int()], codes, step, torch.zeros_like(step))
 

@@ -56,9 +56,8 @@ class Batch:
     def run(self) -> list[torch.Tensor | None]:
         """The outputs, differentiable."""
         flat = [x for call in self.calls for x in call.inputs]
-        anchor = torch.empty(
-            0, requires_grad=True
-        )  # so that experts learn even if no input asks for a gradient
+        # so that experts learn even if no input asks for a gradient
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
         outputs = list(_Calls.apply(self, anchor, *flat))
         return [y if error is None else None for y, error in zip(outputs, self.failed, strict=True)]
 
@@ -104,7 +103,7 @@ class Batch:
         results = self._run_all(calls, timeout, lambda done: self.is_enough(done, True))
         outcomes = self._settle(results, self.failed)
         self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
-        empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0)
+        empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0, device="cpu")
         return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
 
     def backward(
@@ -247,7 +246,7 @@ class RemoteExperts(nn.Module):
         self.last_failed: dict[str, str] = {}  # uid: why, in the last forward
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        counts = torch.as_tensor(tokens_per_expert).tolist()
+        counts = torch.as_tensor(tokens_per_expert, device="cpu").tolist()
         parts = rows[: sum(counts)].split(counts)  # rows of dropped choices lie behind
         calls = {
             n: Call(expert.handle, (parts[n],))
@@ -278,7 +277,8 @@ class RemoteExperts(nn.Module):
     def is_gone(self) -> torch.Tensor:
         """[E] bool: the experts that did not answer lately."""
         return torch.tensor(
-            [isinstance(expert, RemoteExpert) and expert.handle.is_gone for expert in self.members]
+            [isinstance(expert, RemoteExpert) and expert.handle.is_gone for expert in self.members],
+            device="cpu",
         )
 
 

@@ -164,7 +164,9 @@ class RemoteMixtureOfExperts(nn.Module):
 
     def _logits(self, scores: tuple[torch.Tensor, ...], found: Found, topk_idx: torch.Tensor) -> torch.Tensor:
         """[T, K]: the sum of the scores of each chosen expert's coordinates."""
-        places = torch.tensor([coordinates(r.uid) for r in found.records] or [[0] * len(scores)])
+        places = torch.tensor(
+            [coordinates(r.uid) for r in found.records] or [[0] * len(scores)], device="cpu"
+        )
         chosen = places.to(topk_idx.device)[topk_idx.clamp(min=0)]  # [T, K, dimensions]
         parts = [axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]
         return torch.stack(parts).sum(0)
@@ -177,7 +179,7 @@ class _KMinBatch(Batch):
 
     k_min: int = 1
     backward_k_min: int = 1
-    choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64))
+    choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64, device="cpu"))
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
         return self._have_enough(succeeded, self.k_min if is_forward else self.backward_k_min)

@@ -118,7 +118,7 @@ def _tensors(requests: Sequence[Request]) -> dict[str, torch.Tensor]:
     inputs = [_joined(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
     return {
         "ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8),
-        "rows": torch.tensor([r.grad.shape[0] for r in requests], dtype=torch.int64),
+        "rows": torch.tensor([r.grad.shape[0] for r in requests], dtype=torch.int64, device="cpu"),
         "grad": _joined([r.grad for r in requests]),
         **{str(n): x for n, x in enumerate(inputs)},
     }

@@ -118,7 +118,7 @@ class ExpertHost:
     ):
         self.expert_class, self.hidden_dim, self.seed = expert_class, hidden_dim, seed
         self.training = training or Training()
-        self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
+        self.training.make_optimizer([torch.zeros(1, device="cpu")])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
         self.when_committed: WhenCommitted = _committed_at_once
         self.is_replicated = False  # set before the first expert: steps need a leader

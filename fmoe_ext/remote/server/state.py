@@ -24,9 +24,9 @@ def read_state(host: ExpertHost, uid: str) -> Message:
     tensors[_IDS] = (
         torch.frombuffer(bytearray(b"".join(ids)), dtype=torch.uint8)
         if ids
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
-    tensors[_IDS_VERSIONS] = torch.tensor(list(ledger.applied.values()), dtype=torch.int64)
+    tensors[_IDS_VERSIONS] = torch.tensor(list(ledger.applied.values()), dtype=torch.int64, device="cpu")
     meta = {
         "uid": uid,
         "version": str(ledger.version),
