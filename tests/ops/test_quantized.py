@@ -14,6 +14,7 @@ from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops import frozen_arguments
 from tests.ops.test_expert_mlp import Problem
+from tests.sweeps import OPCHECKED, rest_is_long
 
 
 def random_bytes(*shape, seed=0):
@@ -191,7 +192,7 @@ def backward_arguments(arguments, problem, kept):
     return frozen_arguments.backward(arguments, problem.grad, kept, needs)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_is_long(FORMATS, OPCHECKED))
 def test_opcheck(name):
     arguments, problem, _ = frozen_call(name)
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_mlp, arguments)
