@@ -27,7 +27,7 @@ def made(folder, kind, std=0.1):
         )
         source = pack(save(folder / "model", architecture, torch.bfloat16, **sizes))
     else:
-        sizes = SIZES if kind == "int4" else WIDE | {"num_hidden_layers": 1, "num_experts": 3}
+        sizes = SIZES if kind == "int4" else WIDE | {"num_hidden_layers": 1}
         source = save(folder / "model", dtype=torch.bfloat16, **sizes)
         if kind == "q4_k":
             source, _ = write_gguf(source, kind)
