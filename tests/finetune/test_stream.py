@@ -66,8 +66,13 @@ def test_training_equals_the_resident_model(tmp_path, architecture, checkpointin
         assert torch.equal(our_gradients[name], gradient), name
 
 
-@pytest.mark.parametrize("num_layers", [2, 3, 5])
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
+READS = list(itertools.product((2, 3, 5), (None, False, True)))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "use_reentrant"),
+    rest_is_long(READS, [(2, None), (3, False), (3, True), (5, None), (5, True)]),
+)
 def test_reads_of_a_step(tmp_path, num_layers, use_reentrant):
     plain, model = both(save(tmp_path), num_layers)
     model.train()
