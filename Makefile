@@ -70,7 +70,7 @@ test: build $(VENV)/.complete
 
 ## make test-all the same with the long and slow tests: examples, sanitizers of the kernels, soaks, twenty kills of a training
 test-all: build $(VENV)/.complete
-	$(TEST) -m "slow or not slow" $(ARGS)
+	$(TEST) -m "slow or not slow" --hypothesis-profile=whole $(ARGS)
 
 ## make build    virtual environment in .venv, what training needs, native modules
 build: $(VENV)/.built

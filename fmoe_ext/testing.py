@@ -227,6 +227,7 @@ def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> 
             result = False, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # each group that is left in a cycle has a thread of gloo's, which wakes a hundred times a second
         connection.send(result)
     if not multiprocessing.active_children():
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # unlinks locks, tqdm's for one

@@ -12,6 +12,7 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -24,6 +25,9 @@ from tests.ops import instruction_sets
 pytest_plugins = ["leftovers"]
 
 HERE = Path(__file__).parent
+# Examples of a fuzz test: make test, and make test-all, which passes --hypothesis-profile=whole.
+for profile, examples in {"quick": 100, "whole": 500}.items():
+    hypothesis.settings.register_profile(profile, max_examples=examples)
 ON_ANY_DEVICE = ("ops", "gates", "test_layers.py", "test_linear.py", "test_transformer.py", "test_balance.py")
 
 
@@ -32,6 +36,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("quick")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # processes of a parallel run share the cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # programs that tests start too

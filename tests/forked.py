@@ -19,17 +19,24 @@ def run_python(code, *arguments, cwd=None, env=None, timeout=120.0):
     fmoe_ext and torch are imported already: a program that is about their import needs a new interpreter.
     """
     with tempfile.TemporaryDirectory() as folder:
-        streams = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        given = (code, [*map(str, arguments)], str(cwd or os.getcwd()), dict(env or os.environ), streams)
-        process = multiprocessing.get_context("forkserver").Process(target=_run, args=given)
-        process.start()
+        streams = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = start_python(code, *arguments, streams=streams, cwd=cwd, env=env)
         process.join(timeout)
         if process.is_alive():
             process.kill()
             process.join()
             raise subprocess.TimeoutExpired(code, timeout)
-        texts = [Path(stream).read_text() if os.path.exists(stream) else "" for stream in streams]
+        texts = [stream.read_text() if stream.exists() else "" for stream in streams]
         return subprocess.CompletedProcess(code, process.exitcode, *texts)
+
+
+def start_python(code, *arguments, streams, cwd=None, env=None):
+    """Start a program whose output and errors go to the two paths `streams`, files or named pipes -> its process."""
+    paths = [*map(str, streams)]
+    given = (code, [*map(str, arguments)], str(cwd or os.getcwd()), dict(env or os.environ), paths)
+    process = multiprocessing.get_context("forkserver").Process(target=_run, args=given)
+    process.start()
+    return process
 
 
 def run_file(path, *arguments, **options):

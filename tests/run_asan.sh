@@ -16,4 +16,4 @@ FMOE_SANITIZE=1 FMOE_CUDA=0 "$python" setup.py -q build_ext --inplace
 export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so.6)"
 export ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # --capture=sys: pytest would swallow the report of a run that is ended
-exec "$python" -m pytest -q -p no:cacheprovider --capture=sys tests/ops "$@"
+exec "$python" -m pytest -q -p no:cacheprovider --capture=sys --hypothesis-profile=whole tests/ops "$@"

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -44,10 +46,10 @@ def text(tmp_path):
     return file
 
 
-def train(text, out, *arguments):
-    return importlib.import_module("train").main(
-        ["--data", str(text), "--out", str(out), *TINY.split(), *arguments]
-    )
+def train(text, out, *arguments, pictures=False):
+    trainer = importlib.import_module("train")
+    with nullcontext() if pictures else mock.patch.object(trainer, "write_pictures"):
+        return trainer.main(["--data", str(text), "--out", str(out), *TINY.split(), *arguments])
 
 
 def metrics(out, timeless=True):
@@ -83,7 +85,8 @@ def test_training_needs_no_package_of_requirements_test(text, tmp_path):
 
 def test_run_learns_and_writes_everything(text, tmp_path):
     out = tmp_path / "out"
-    assert train(text, out, "--steps", "30", "--lr", "1e-2", "--prompt", "All w", "--choices") == 0
+    options = ("--steps", "30", "--lr", "1e-2", "--prompt", "All w", "--choices")
+    assert train(text, out, *options, pictures=True) == 0
     records = metrics(out, timeless=False)
     assert [r["step"] for r in records] == list(range(2, 31, 2))
     assert all(math.isfinite(r["loss"]) and r["tokens_per_second"] > 0 for r in records)
@@ -156,7 +159,8 @@ def test_interrupt_saves_and_resumes(text, tmp_path):
 
 def test_compare_trains_both_as_alone(text, tmp_path):
     for name, flags in (("both", ["--compare"]), ("moe", []), ("dense", ["--dense"])):
-        assert train(text, tmp_path / name, "--steps", "6", "--gate", "gshard", *flags) == 0
+        options = ("--steps", "6", "--gate", "gshard", *flags)
+        assert train(text, tmp_path / name, *options, pictures=name == "dense") == 0
     both = metrics(tmp_path / "both")
     for name in ("moe", "dense"):
         assert [r for r in both if r["run"] == name] == metrics(tmp_path / name)
@@ -300,7 +304,8 @@ def test_dense_model_has_the_active_parameters(moe_every, moe_layers):
 @pytest.mark.parametrize("gate", GATES)
 def test_every_gate_trains(text, tmp_path, gate):
     out = tmp_path / "out"
-    assert train(text, out, "--steps", "4", "--gate", gate) == 0
+    draws = gate in ("zero", "uniform")  # the extremes of a load
+    assert train(text, out, "--steps", "4", "--gate", gate, pictures=draws) == 0
     records = metrics(out)
     assert [r["step"] for r in records] == [2, 4]
     for record in records:
@@ -310,7 +315,7 @@ def test_every_gate_trains(text, tmp_path, gate):
             assert 0 <= dropped < 1
             assert gate != "zero" or share == [1, 0, 0, 0]
             assert gate != "uniform" or max(share) - min(share) < 1e-3
-    assert (out / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+    assert not draws or (out / "expert_load.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_learning_rate_schedule():

@@ -67,7 +67,8 @@ struct Decoder<PackedFormat::nvfp4> {
 inline Decoded small_e4m3(const B16 (&bytes)[2]) {
   Decoded d;
   for (int half = 0; half < 2; ++half) {
-    const H16 bits = halves_of_e4m3(bytes[half]);
+    H16 bits;
+    halves_of_e4m3(bytes[half], bits);
     for (int i = 0; i < kParts / 2; ++i)
       d.part[half * (kParts / 2) + i] = widen_half(load_bytes<VH>((const char*)&bits + i * sizeof(VH)));
   }

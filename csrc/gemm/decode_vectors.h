@@ -61,7 +61,8 @@ inline void widen_bytes(B16 bytes, VI* out) {
   out[2] = (VI)vmovl_u16(vget_low_u16(high));
   out[3] = (VI)vmovl_high_u16(high);
 #else
-  for (int i = 0; i < 16; ++i) out[i / W][i % W] = bytes[i];
+  static_assert(W == 4);
+  for (int v = 0; v < 4; ++v) out[v] = VI{bytes[4 * v], bytes[4 * v + 1], bytes[4 * v + 2], bytes[4 * v + 3]};
 #endif
 }
 
@@ -81,10 +82,10 @@ inline void widen_signed(B16 bytes, VF* out) {
 
 // 16 bytes of E4M3 as float16, divided by 256: the exponent is too small by 8. A conversion of float16 makes
 // subnormal numbers right too.
-inline H16 halves_of_e4m3(B16 bytes) {
+inline void halves_of_e4m3(B16 bytes, H16& out) {
   const H16 wide = __builtin_convertvector(bytes, H16);
   const H16 magnitude = (wide & 0x7f) << 7, nan = (H16)(magnitude == 0x3f80) & 0x7c00;
-  return magnitude | (wide & 0x80) << 8 | nan;
+  out = magnitude | (wide & 0x80) << 8 | nan;
 }
 
 inline Decoded scaled(B16 first, B16 second, float scale) {

@@ -70,7 +70,8 @@ template <int M>
 struct SumsInTurn {
   static constexpr int kSumsOfRow = M == 1 ? 4 : M == 2 ? 2 : 1;
   VF sum[M][kSumsOfRow] = {};
-  void add(int m, int turn, VF product, VF scale) {
+  // Inlined early: gcc would fold this function's copies for several M into one, and warn of its bounds.
+  __attribute__((always_inline)) void add(int m, int turn, VF product, VF scale) {
     VF& to = sum[m][turn % kSumsOfRow];
     to = fma(product, scale, to);
   }

@@ -55,7 +55,9 @@ inline void load_scales(const PackedRow& row, int64_t first, int64_t n, float* o
     } else if (row.scale_type == ScaleType::e4m3) {
       const __mmask16 there = left < W ? (1u << left) - 1 : 0xffff;
       const B16 bytes = (B16)_mm_maskz_loadu_epi8(there, row.scale + first + i);
-      store(out + i, 256.f * widen_half(halves_of_e4m3(bytes)));
+      H16 bits;
+      halves_of_e4m3(bytes, bits);
+      store(out + i, 256.f * widen_half(bits));
     } else if (row.scale_type == ScaleType::float32) {
       store(out + i, load_n((const float*)row.scale + first + i, left));
     } else if (row.scale_type == ScaleType::float16) {

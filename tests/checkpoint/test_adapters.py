@@ -3,9 +3,6 @@
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -28,6 +25,7 @@ from tests.checkpoint.adapter_models import (
     rewritten,
     trained,
 )
+from tests.forked import start_python
 from tests.formats.format_models import load
 
 BASES = ["qwen3_moe", "mixtral", "gpt_oss"]
@@ -191,18 +189,18 @@ cli.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
-def test_killed_merge_goes_on(made, tmp_path, monkeypatch):
+def test_killed_merge_goes_on(made, tmp_path, tmp_path_factory):
     name, base_folder, folder, expected, start = made
     arguments = ["merge", str(folder), "--base", str(base_folder), "-o", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", KILLED, *arguments], stdout=subprocess.PIPE
-    )
-    for _ in range(3):
-        process.stdout.readline()
-    time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    pipe = tmp_path_factory.mktemp("said") / "pipe"
+    os.mkfifo(pipe)
+    process = start_python(KILLED, *arguments, streams=(pipe, os.devnull))
+    with open(pipe) as said:
+        for _ in range(3):
+            said.readline()
+        time.sleep(0.1)
+        process.kill()
+        process.join()
     work = tmp_path / ".out.merging"
     done = {
         f.name: f.stat().st_mtime_ns for f in work.glob("*.safetensors") if (work / f"{f.name}.json").exists()

@@ -68,7 +68,7 @@ def too_many_rows(on_device):
     check_max_rows(layer)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.long), True])
 def test_too_many_rows_in_a_static_graph_raise(pool, on_device):
     """On the CPU in the forward; where nothing may wait for the device, all is NaN and the check raises."""
     with pytest.raises(DistributedError, match=r"max_rows_per_rank is 1, but rank 0 has \d+ rows"):

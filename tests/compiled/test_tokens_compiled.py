@@ -51,7 +51,7 @@ def assert_equal(ours, theirs):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("gate", ["softmax", SEQUENCE])
+@pytest.mark.parametrize("gate", ["softmax", pytest.param(SEQUENCE, marks=pytest.mark.long)])
 def test_padding_in_a_compiled_layer_is_that_of_eager(gate):
     layer = make(gate)
     expected = results(layer, inside(layer))

@@ -94,6 +94,7 @@ def test_audit_error_of_one_rank_is_reported(pool, monkeypatch):
     recipe = replace(models.RECIPE, build=models.raises_on_last_rank)
     report = audited(pool, recipe, layouts=["1", "dp2"], timeout=120.0)
     (failure,) = report.failures
+    assert failure.seconds < 120.0  # the other rank was not left to its timeout
     assert (
         str(failure.case.layout) == "dp 2"
         and failure.error == "rank 1: ValueError: no model for the last rank"

@@ -18,6 +18,7 @@ from tests.distributed.example_lm import (
     train,
     write_text,
 )
+from tests.sweeps import rest_is_long
 
 MOST = 1e-12  # relative difference, float64
 
@@ -60,7 +61,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# What the others combine.
+QUICK = (
+    "accumulated, experts over ranks, a rank without windows",
+    "accumulated, fsdp2",
+    "data parallel",
+    "experts over ranks, overlapped",
+    "fsdp2, whole experts",
+    "a pipeline, experts over the ranks of a stage",
+    "a pipeline, a stage without experts",
+)
+
+
+@pytest.mark.parametrize("name", rest_is_long(LAYOUTS, QUICK))
 def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
     """And its checkpoint goes on in one process, one process's on these ranks."""
     ranks, arguments = LAYOUTS[name]

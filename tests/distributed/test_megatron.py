@@ -11,6 +11,7 @@ import torch.distributed as dist
 from on_cpu import megatron_on_cpu
 
 from fmoe_ext.gates import SoftmaxGate
+from tests.sweeps import rest_is_long
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 STEPS = 3
@@ -69,8 +70,8 @@ LAYOUTS = {
 }
 
 
-# Layouts that combine what the others have one at a time.
-QUICK = ("dp2 ep2", "pp2 ep2", "pp2 interleaved", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel")
+# Layouts that combine what the others have one at a time; slices of tensors are in the tests of options below.
+QUICK = ("dp2 ep2", "pp2 ep2", "pp2 interleaved")
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,7 @@ def one_process(pool):
     return pool.run(train, {}, None, world_size=1, timeout=TIMEOUT)[0]
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", rest_is_long(LAYOUTS, QUICK))
 def test_equals_one_process(pool, one_process, layout):
     assert_equal_training(pool, one_process, *LAYOUTS[layout])
 

@@ -22,6 +22,7 @@ from tests.distributed.layouts import D, assert_equal_training, ranks_per_node
 from tests.distributed.test_layouts import OneExpert, make_gate
 from tests.distributed.test_shadowing_placement import shadow_and_move
 from tests.distributed.test_token_exchange import TwiceTheSame, assert_close, inputs, results
+from tests.sweeps import rest_is_long
 
 ROWS = {2: [5, 8], 4: [5, 0, 8, 3]}
 
@@ -33,7 +34,9 @@ def train(node_size, rows, ep, *cases):
             assert_equal_training(rows, steps=2, ep=ep, options=options, layout_options=layout_options)
 
 
-@pytest.mark.parametrize(("ep", "node_size"), [(4, 2), (4, 1), (4, 4), (2, 1)])
+@pytest.mark.parametrize(
+    ("ep", "node_size"), rest_is_long([(4, 2), (4, 1), (4, 4), (2, 1)], [(4, 2), (2, 1)])
+)
 def test_training(pool, ep, node_size):
     """Float64 to 1e-12: losses, norms, all gradients, the gates' too; one rank has no tokens."""
     gshard = functools.partial(make_gate, "gshard", 2)
@@ -120,7 +123,7 @@ def eight():
         yield pool
 
 
-@pytest.mark.parametrize("node_size", [4, 2])
+@pytest.mark.parametrize("node_size", rest_is_long([4, 2], [2]))
 def test_eight_ranks(eight, node_size):
     eight.run(equals_one_process, node_size, 2, 16)
 

@@ -1,6 +1,7 @@
 """Pipeline over processes: the loss and gradients of one process, for every schedule, cut and layout."""
 
 import functools
+import itertools
 import math
 import os
 import time
@@ -16,6 +17,7 @@ from fmoe_ext import checkpoint
 from fmoe_ext.gates import WholeBatch, all_forwards_first, total_loss
 from fmoe_ext.pipeline import SCHEDULES, Pipeline, init_groups, split
 from fmoe_ext.testing import DistributedError, DistributedPool, run_distributed
+from tests.sweeps import rest_is_long
 
 VOCABULARY, D, ROWS, LENGTH = 11, 8, 10, 4
 BALANCE = 0.3
@@ -149,8 +151,11 @@ def check(results, expected, ep=1):
     )
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
-@pytest.mark.parametrize("schedule", list(SCHEDULES))
+CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 8)))
+FEW_CASES = [*itertools.product(SCHEDULES, (1, 3)), ("zero_bubble_v", 8)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), rest_is_long(CASES, FEW_CASES))
 def test_schedules_equal_one_process(pool, schedule, chunks):
     check(pool.run(train, schedule, chunks, 2, world_size=2), alone(chunks))
 
@@ -170,7 +175,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+FEW_LAYOUTS = ("ep_interleaved", "ep_dualpipe", "ep_gpipe", "ddp", "fsdp_zero_bubble")
+
+
+@pytest.mark.parametrize("layout", rest_is_long(LAYOUTS, FEW_LAYOUTS))
 def test_pipelines_side_by_side(pool, layout):
     schedule, options = LAYOUTS[layout]
     ep = options.get("ep", 1)

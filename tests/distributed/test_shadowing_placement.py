@@ -15,6 +15,7 @@ from fmoe_ext.ep.shadowing import choose_shadows, update_shadows
 from fmoe_ext.planning.placement import imbalance, move_experts, plan, rebalance
 from tests.distributed.layouts import D, assert_equal_training, ranks_per_node
 from tests.distributed.test_layouts import OneExpert
+from tests.sweeps import rest_is_long
 
 
 def shadow_some(model, optimizer, step):
@@ -33,7 +34,10 @@ def shadow_and_move(model, optimizer, step):
     shadow_some(model, optimizer, step)
 
 
-@pytest.mark.parametrize("between", [shadow_some, move_some, shadow_and_move])
+CHANGES = [shadow_some, move_some, shadow_and_move]
+
+
+@pytest.mark.parametrize("between", rest_is_long(CHANGES, [shadow_and_move]))
 @pytest.mark.parametrize(
     ("world_size", "slice_", "rows"), [(2, 1, [5, 8]), (4, 1, [5, 0, 8, 3]), (4, 2, [5, 8])]
 )

@@ -74,6 +74,24 @@ def test_threads_of_ranks_do_not_preempt_each_other():
     assert run_distributed(policies, 2) == [{os.SCHED_BATCH}] * 2
 
 
+def keep_a_group_in_a_cycle():
+    kept = [dist.new_group()]
+    kept.append(kept)
+
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_threads_of_the_groups_of_a_run_end_with_it():
+    """A thread of gloo wakes a hundred times a second, whether its group is used or not."""
+    with DistributedPool(2) as pool:
+        before = pool.run(num_threads)
+        for _ in range(2):
+            pool.run(keep_a_group_in_a_cycle)
+        assert pool.run(num_threads) == before
+
+
 def make_lock():
     """The file of a lock that lives as long as this process, as tqdm makes one."""
     make_lock.kept = multiprocessing.RLock()

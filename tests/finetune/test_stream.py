@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import itertools
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.finetune.streamed_models import (
     with_adapters,
 )
 from tests.huggingface.huggingface_models import make_ids, step
+from tests.sweeps import rest_is_long
 
 pytest.importorskip("transformers")
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -42,8 +44,11 @@ def both(folder, num_layers=2, states=4, **options):
     return plain, with_adapters(streamed(folder, num_layers, states * bytes_of_adapters(plain)), **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("checkpointing", [False, True])
+FEW_KINDS = [(False, torch.bfloat16), (True, torch.float64)]
+KINDS_OF_TRAINING = rest_is_long(itertools.product((False, True), (torch.float64, torch.bfloat16)), FEW_KINDS)
+
+
+@pytest.mark.parametrize(("checkpointing", "dtype"), KINDS_OF_TRAINING)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_training_equals_the_resident_model(tmp_path, architecture, checkpointing, dtype):
     folder = save(tmp_path, architecture, dtype)
@@ -61,8 +66,13 @@ def test_training_equals_the_resident_model(tmp_path, architecture, checkpointin
         assert torch.equal(our_gradients[name], gradient), name
 
 
-@pytest.mark.parametrize("num_layers", [2, 3, 5])
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
+READS = list(itertools.product((2, 3, 5), (None, False, True)))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "use_reentrant"),
+    rest_is_long(READS, [(2, None), (3, False), (3, True), (5, None), (5, True)]),
+)
 def test_reads_of_a_step(tmp_path, num_layers, use_reentrant):
     plain, model = both(save(tmp_path), num_layers)
     model.train()

@@ -1,6 +1,7 @@
 """Linear layers outside of the experts that a stream keeps packed."""
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -24,6 +25,7 @@ from tests.finetune.streamed_models import (
 from tests.finetune.test_stream_packed import error
 from tests.huggingface.huggingface_models import make_ids, step
 from tests.packed_layouts import CONFIGS
+from tests.sweeps import rest_is_long
 
 peft = pytest.importorskip("peft")
 
@@ -77,8 +79,10 @@ def test_logits_equal_those_of_the_decoded_model(tmp_path, name):
             assert error(logits(found, tokens), expected) < limit, tokens
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "int4", "nf4 nested", "q4_k"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+TRAINED = list(itertools.product(("fp8_block", "int4", "nf4 nested", "q4_k"), (False, True)))
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), rest_is_long(TRAINED, [TRAINED[i] for i in (0, 3, 4, 7)]))
 def test_lora_on_packed_layers_trains_as_on_decoded_ones(tmp_path, name, checkpointing):
     path, values = folder_in(tmp_path, name)
     plain = with_lora(of_values(tmp_path, values)).train()

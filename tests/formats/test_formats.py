@@ -26,6 +26,7 @@ from tests.formats.format_models import (
     randomised,
     without_float32,
 )
+from tests.sweeps import rest_is_long
 
 transformers = pytest.importorskip("transformers")
 
@@ -261,7 +262,7 @@ def resumed(make_model, folder):
     return second
 
 
-@pytest.mark.parametrize("imported", [True, False], ids=["imported", "fmoefied"])
+@pytest.mark.parametrize("imported", rest_is_long([True, False], [True]), ids=["imported", "fmoefied"])
 def test_trainer_resumes(imported, tmp_path):
     """Interrupted after two steps and resumed by another process's model: the weights of four steps, bitwise."""
     pytest.importorskip("accelerate")

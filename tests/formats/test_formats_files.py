@@ -4,8 +4,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -193,14 +191,8 @@ print(sum(p.nbytes for p in model.parameters()) // 1024, kilobytes("VmHWM:") - b
 )
 def test_memory(tmp_path):
     """A tensor at a time: the peak grows by a small part of the model."""
-    root = Path(__file__).parent.parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
+    root = Path(__file__).parents[2]
+    done = run_python(MEMORY, tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, timeout=300)
     assert done.returncode == 0, done.stderr
     model, more = map(int, done.stdout.split()[-2:])
     assert model > 50_000 and more < model / 5, (model, more)

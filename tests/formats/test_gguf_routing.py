@@ -1,6 +1,7 @@
 """stream() of GGUF files whose metadata say how the router computes."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.formats.test_gguf_keys import (
     with_rope,
     write,
 )
+from tests.sweeps import rest_is_long
 
 pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
@@ -228,8 +230,12 @@ def test_gradients_of_adapters_are_those_of_the_model_in_memory(name, files, tmp
         torch.testing.assert_close(ours[parameter], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "mxfp4"])
+KINDS = ("q8_0", "q4_k", "mxfp4")
+QUANTISED = list(itertools.product(ARCHITECTURES, KINDS))
+FEW_QUANTISED = list(zip(ARCHITECTURES, itertools.cycle(KINDS), strict=False))
+
+
+@pytest.mark.parametrize(("name", "kind"), rest_is_long(QUANTISED, FEW_QUANTISED))
 def test_quantised_experts_stay_packed(name, kind, tmp_path, monkeypatch):
     model, _ = build(name, **WIDE)
     plain = write(model, tmp_path / "out", {}, monkeypatch)
@@ -256,7 +262,14 @@ def test_quantised_experts_stay_packed(name, kind, tmp_path, monkeypatch):
     assert (logits(packed) - logits(model)).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+FEW_ARCHITECTURES = (
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+)  # latent attention, a window, layers of another kind
+
+
+@pytest.mark.parametrize("name", rest_is_long(ARCHITECTURES, FEW_ARCHITECTURES))
 def test_every_key_is_computed_with_or_harmless_or_refused(name, files, tmp_path):
     _, arch, original = files(name)
     plain = rewritten(original, tmp_path / "model.gguf", {})

@@ -1,5 +1,6 @@
 """The child process of prove, and what it finds: on a pretended GPU with faults, and on the emulated one."""
 
+import multiprocessing
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,14 @@ from fmoe_ext.gpu.target import Unavailable
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
 
 OTHERS = ("up.a", "rows_by_weight.a", "grad_weight.a")
+
+
+@pytest.fixture(autouse=True)
+def start_method(request, monkeypatch):
+    """In one test child processes are spawned as users have them, else forked from the server of tests.forked."""
+    if request.function is not test_prove_sound_gpu_proves_all:
+        forks = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
+        monkeypatch.setattr("fmoe_ext.gpu.prove.multiprocessing", forks)
 
 
 def states(proof):

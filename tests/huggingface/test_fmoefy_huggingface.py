@@ -373,7 +373,7 @@ def test_deepcopy_and_compile():
     expected.loss.backward()
     other = copy.deepcopy(moe)
     other.zero_grad()
-    compiled = torch.compile(other, backend="aot_eager")(**inputs, labels=inputs["input_ids"])
+    compiled = torch.compile(other, backend="eager")(**inputs, labels=inputs["input_ids"])
     compiled.loss.backward()
     assert (compiled.logits - expected.logits).abs().max() < 1e-10
     for (name, p), q in zip(moe.named_parameters(), other.parameters(), strict=True):

@@ -1,5 +1,7 @@
 """One GPT of Megatron-core in any layout of processes: parameters and gradients by their global names and places."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +30,12 @@ def initialize(tp=1, pp=1, vpp=None, ep=1, etp=1):
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
+
+
+def destroy():
+    """Let go of the groups of initialize(), of which each has a thread that wakes a hundred times a second."""
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()
 
 
 def forget_logged_losses():

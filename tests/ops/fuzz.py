@@ -5,8 +5,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = settings(
-    max_examples=500, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None
+EXAMPLES = settings(  # as many as the profile says: tests/conftest.py
+    derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

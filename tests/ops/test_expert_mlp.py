@@ -293,7 +293,7 @@ def test_keeps_x_h_and_indices_only():
     assert h.numel() == 0 and torch.equal(y, problem.call(expert_mlp, problem.tensors))
 
 
-@pytest.mark.parametrize("combine", [True, False])
+@pytest.mark.parametrize("combine", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_opcheck(combine):
     problem = Problem(6, 2, 3, 5, 4, torch.float32, combine=combine)
     x, w1, b1, w2, b2, weights = problem.tensors.values()

@@ -9,6 +9,7 @@ from fmoe_ext.frozen.formats import GGUF
 from fmoe_ext.frozen.frozen_gemm import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_quantized import BLOCKS, packed
+from tests.sweeps import OPCHECKED, rest_is_long
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -102,7 +103,7 @@ def test_backward_keeps_packed_bytes_and_no_input():
     assert {t.data_ptr() for t in kept} == {weight.data.data_ptr(), offs.data_ptr()}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_is_long(FORMATS, OPCHECKED))
 def test_opcheck(name):
     x, weight, offs, bias, grad = problem(name, (2, 9), torch.float64, out=22)
     packing = weight.packing()

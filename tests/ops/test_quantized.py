@@ -1,5 +1,7 @@
 """Packed weights: decoding against the formats' reference libraries, and frozen_mlp with them."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops import frozen_arguments
 from tests.ops.test_expert_mlp import Problem
+from tests.sweeps import OPCHECKED, rest_is_long
 
 
 def random_bytes(*shape, seed=0):
@@ -191,7 +194,7 @@ def backward_arguments(arguments, problem, kept):
     return frozen_arguments.backward(arguments, problem.grad, kept, needs)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_is_long(FORMATS, OPCHECKED))
 def test_opcheck(name):
     arguments, problem, _ = frozen_call(name)
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_mlp, arguments)
@@ -267,9 +270,13 @@ def test_nan_scale_reaches_its_block_only(name):
     assert h[32:, 2].isnan().all() and not h[:, :2].isnan().any()
 
 
+WIDTHS = [1, 63, 64, 65, 80, 96, 112, 127, 128, 129, 191, 192, 193, 208, 224, 257]
+WIDTHS_OF_PARTS = list(itertools.product((1, 2, 3), WIDTHS))
+FEW_WIDTHS_OF_PARTS = [*zip(itertools.cycle((1, 2, 3)), WIDTHS, strict=False), (2, 65), (3, 129), (2, 1)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 80, 96, 112, 127, 128, 129, 191, 192, 193, 208, 224, 257])
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize(("parts", "rows"), rest_is_long(WIDTHS_OF_PARTS, FEW_WIDTHS_OF_PARTS))
 def test_fp8_of_parts_of_any_width_apart_and_joined(isa, dtype, rows, parts):
     generator, width = torch.Generator().manual_seed(2), 160
     data = torch.randn(2, parts, rows, width, generator=generator).to(torch.float8_e4m3fn)

@@ -182,16 +182,18 @@ def test_second_derivatives_raise(make):
             torch.autograd.grad(sum(g.square().sum() for g in grads), [*inputs, *weights])
 
 
-def test_opcheck_of_the_halves():
+@pytest.mark.parametrize(
+    "needs", [[True] * 6, pytest.param([True, False, True, False, True, False], marks=pytest.mark.long)]
+)
+def test_opcheck_of_the_halves(needs):
     problem = Problem(6, 2, 3, 5, 12, torch.float32)  # dh: two cache lines a row, of three
     x, w1, b1, w2, b2, topk_weights = (t.detach() for t in problem.tensors.values())
     native, indices = torch.ops.fmoe_ext, (problem.row_idx, problem.inverse, problem.offs)
     h = native.expert_mlp(x, *indices, w1, b1, w2, b2, topk_weights, 4, True, True)[1]
-    for needs in ([True] * 6, [True, False, True, False, True, False]):
-        arguments = (problem.grad, x, *indices, w1, w2, b2, topk_weights, h, 4, True, needs)
-        torch.library.opcheck(native.expert_mlp_backward_inputs.default, arguments)
-        kept = native.expert_mlp_backward_inputs(*arguments)[2:]
-        arguments = (problem.grad, x, *indices, w1, w2, topk_weights, *kept, 4, True, needs)
-        mains = torch.zeros_like(w1), torch.zeros_like(w2)
-        torch.library.opcheck(native.expert_mlp_backward_weights.default, (*arguments, None, None))
-        torch.library.opcheck(native.expert_mlp_backward_weights.default, (*arguments, *mains))
+    arguments = (problem.grad, x, *indices, w1, w2, b2, topk_weights, h, 4, True, needs)
+    torch.library.opcheck(native.expert_mlp_backward_inputs.default, arguments)
+    kept = native.expert_mlp_backward_inputs(*arguments)[2:]
+    arguments = (problem.grad, x, *indices, w1, w2, topk_weights, *kept, 4, True, needs)
+    mains = torch.zeros_like(w1), torch.zeros_like(w2)
+    torch.library.opcheck(native.expert_mlp_backward_weights.default, (*arguments, None, None))
+    torch.library.opcheck(native.expert_mlp_backward_weights.default, (*arguments, *mains))

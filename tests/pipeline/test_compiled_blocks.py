@@ -62,9 +62,9 @@ def both(schedule, checkpoint):
         return plain, train(schedule, checkpoint, backend), len(graphs)
 
 
-QUICK = [("1f1b", False), ("zero_bubble_v", True)]
+LONG = pytest.param("1f1b", False, marks=pytest.mark.long)
 SLOW = [*((schedule, False) for schedule in SCHEDULES if schedule != "1f1b"), ("1f1b", True)]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [("zero_bubble_v", True), LONG, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("schedule", "checkpoint"), CASES)

@@ -30,7 +30,7 @@ MUTANTS = {
     "answer before confirming": (Budget(updates=1, crashes=2), 3, True),
     "step without log": (Budget(updates=1, expiries=1), 3, True),
     "idle members never lead": (Budget(updates=1, expiries=1), 3, True),
-    "term falls back with the registry": (Budget(updates=0, restores=1), 3, True),
+    "term falls back with the registry": (Budget(updates=0, restores=1), 2, True),
     "silent sender": (Budget(updates=1, losses=1), 3, True),
     "accept a damaged checkpoint": (Budget(updates=2, crashes=1, damages=1), 1, True),
     "update that followers refuse": (Budget(updates=1), 3, True),
