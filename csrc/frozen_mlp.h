@@ -352,10 +352,4 @@ void gather(Tasks& tasks, const Kernels& kernels, const Chunk& chunk, int64_t co
   });
 }
 
-// A depth that is not a multiple of k_step is padded with zeros.
-inline void pad_depth(const Kernels& kernels, const RowMajor& rows, int64_t num_rows, int64_t depth) {
-  if (depth % kernels.k_step)
-    for (int64_t r = 0; r < num_rows; ++r) zero_element(rows, r, depth);
-}
-
 }  // namespace fmoe_ext::gemm

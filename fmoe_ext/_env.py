@@ -40,7 +40,7 @@ VARIABLES = (
         str,
         None,
         "run: most capable instruction set that the CPU kernels may use; the processor's fastest when unset",
-        ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_bf16"),
+        ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "neon_bf16"),
     ),
     _Variable(
         "FMOE_GPU_KERNELS",

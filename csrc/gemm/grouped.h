@@ -11,7 +11,7 @@
 
 namespace fmoe_ext::gemm {
 
-constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set, few rows included
+constexpr int64_t kTileBytes = 8192;    // the largest tile of any instruction set, few rows included
 constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
 
 inline const Stored* stored(const Tensor& t) { return static_cast<const Stored*>(t.const_data_ptr()); }
@@ -45,6 +45,22 @@ struct TileMemory {
   Acc* tiles() { return reinterpret_cast<Acc*>(data); }
 };
 
+// While products with packed panels follow on each other: AMX keeps its registers for them.
+class TileProducts {
+ public:
+  explicit TileProducts(const Kernels& kernels) : kernels_(kernels) {
+    if (kernels.begin_tiles) kernels.begin_tiles();
+  }
+  ~TileProducts() {
+    if (kernels_.end_tiles) kernels_.end_tiles();
+  }
+  TileProducts(const TileProducts&) = delete;
+  TileProducts& operator=(const TileProducts&) = delete;
+
+ private:
+  const Kernels& kernels_;
+};
+
 // Panels of `lanes` lanes over `depth` values of k, one after another.
 struct Panels {
   Operand* data;
@@ -76,8 +92,11 @@ struct Transposed {
   }
 };
 
-inline void zero_element(const RowMajor& rows, int64_t row, int64_t column) {
-  std::fill_n(reinterpret_cast<char*>(rows.at(row, column)), rows.bytes, 0);
+// A depth that is not a multiple of k_step is padded with zeros.
+inline void pad_depth(const Kernels& kernels, const RowMajor& rows, int64_t num_rows, int64_t depth) {
+  const int64_t missing = divide_up(depth, kernels.k_step) * kernels.k_step - depth;
+  for (int64_t r = 0; r < num_rows && missing > 0; ++r)
+    std::fill_n(reinterpret_cast<char*>(rows.at(r, depth)), missing * rows.bytes, 0);
 }
 
 inline int64_t panel_bytes(const Kernels& kernels, int64_t depth, int64_t lanes) {
@@ -125,6 +144,7 @@ template <class Epilogue>
 void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t rows, const Panels& b,
                          int64_t columns, int64_t depth, const Epilogue& epilogue) {
   TileMemory tile;
+  const TileProducts products(kernels);
   constexpr int64_t kLittle = 64;
   const int64_t block = depth <= kLittle ? kernels.mr : rows;
   for (int64_t begin = 0; begin < rows; begin += block)
@@ -180,9 +200,10 @@ inline bool is_few_transposed(const Kernels& kernels, int64_t rows) {
 }
 
 // How many of `rows` rows the next tile takes: equal parts, for a tile of one or two rows would wait for its
-// sums.
+// sums. AMX has steps of rows that take as long as one row.
 inline int64_t rows_of_tile(const Kernels& kernels, int64_t rows) {
-  return divide_up(rows, divide_up(rows, kernels.mr));
+  const int64_t part = divide_up(rows, divide_up(rows, kernels.mr));
+  return std::min(rows, divide_up(part, kernels.row_step) * kernels.row_step);
 }
 
 // Tiles of all rows of `a` with a packed panel: epilogue(tile, row, m) takes each.
@@ -190,6 +211,7 @@ template <class Epilogue>
 void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
                           const Operand* panel, const Epilogue& epilogue) {
   TileMemory tile;
+  const TileProducts products(kernels);
   for (int64_t row = 0, m; row < rows; row += m) {
     m = rows_of_tile(kernels, rows - row);
     kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile.tiles());
@@ -228,7 +250,8 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
 }
 
-constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in the order of a format once
+constexpr int64_t kPackedTileBytes = 4096;  // of panels whose tiles are computed together
+constexpr int64_t kPackedPanels = 4;        // for which the rows of `a` are put in the order of a format once
 
 // The same with packed rows and integers: the rows of `a` are rounded once a job.
 template <class Columns, class Epilogue>
@@ -259,7 +282,7 @@ void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a,
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     PackedFormat integers, const Columns& columns, const Epilogue& epilogue) {
-  TileMemory<2 * kTileBytes> tile;
+  TileMemory<kPackedTileBytes> tile;
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const Stored* pointers[kMaxPanelLanes];
   if (integers != PackedFormat::none && job.segment->rows() <= kernels.integers.most_rows &&
