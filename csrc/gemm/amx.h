@@ -8,8 +8,11 @@
 
 constexpr int kTileSide = 16;              // rows of a register, and floats in each
 constexpr int kTileDepth = 2 * kTileSide;  // bfloat16 in a row
-constexpr int64_t kAmxRows = 64;           // of a call: two blocks that share what they read of B
-constexpr int64_t kAmxFewRows = 4;         // that dot products multiply faster
+#ifndef FMOE_AMX_ROWS
+#define FMOE_AMX_ROWS 64
+#endif
+constexpr int64_t kAmxRows = FMOE_AMX_ROWS;  // of a call: two blocks that share what they read of B
+constexpr int64_t kAmxFewRows = 4;           // that dot products multiply faster
 constexpr int64_t kAmxColumns = NR<Bf16PairUnit>;
 static_assert(kAmxColumns == 2 * kTileSide);
 
