@@ -93,10 +93,9 @@ bool set_cpu_isa(std::string name) {
                   "neon_bf16");
 }
 
-// Why amx_bf16 is not in use where the processor has it; empty where it has not.
+// The set that the processor has and the system refuses this process, or nothing.
 std::string cpu_isa_refused() {
-  return processor_has_tiles() && !may_use_tiles() ? "amx_bf16: the system refuses this process its tiles"
-                                                   : "";
+  return processor_has_tiles() && !may_use_tiles() ? kNames[static_cast<int>(CpuIsa::amx_bf16)] : "";
 }
 
 std::string cpu_isa_name() { return kNames[static_cast<int>(cpu_isa())]; }

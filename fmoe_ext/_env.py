@@ -30,6 +30,12 @@ VARIABLES = (
         "FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"
     ),
     _Variable(
+        "FMOE_EMULATE_AMX",
+        bool,
+        False,
+        "build: 1 emulates the tile registers of AMX, for tests on a processor that has only AVX512_BF16",
+    ),
+    _Variable(
         "FMOE_DEBUG",
         bool,
         False,

@@ -54,6 +54,12 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     return lines
 
 
+def _cpu_kernels() -> str:
+    """The instruction set in use, and the one that the system refuses this process, if there is one."""
+    refused = torch.ops.fmoe_ext._cpu_isa_refused()
+    return f"{ops.cpu_isa()} ({refused} is refused by the system)" if refused else ops.cpu_isa()
+
+
 def _facts() -> list[tuple[str, str]]:
     """(what, value) pairs of this installation and machine."""
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
@@ -65,7 +71,7 @@ def _facts() -> list[tuple[str, str]]:
             "CPU",
             f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         ),
-        ("CPU kernels", ops.cpu_isa()),
+        ("CPU kernels", _cpu_kernels()),
         *_devices(),
         *((f"built with {key}", value) for key, value in ops.build_info().items()),
         *_native_modules(),

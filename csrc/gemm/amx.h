@@ -72,30 +72,27 @@ struct TileRows {
   int64_t row_bytes, step_bytes;
 };
 
-// sums [rows][32] of `steps` steps: sums of the second rows only where `both`.
-template <bool both>
+// sums [rows][32] of `steps` steps: sums of the second rows only where `both`, of the second 16 columns only
+// where `wide`.
+template <bool both, bool wide = true>
 inline void multiply_steps(int64_t steps, const TileRows& a, const char* panel, char* first, char* second) {
   constexpr int64_t kLine = kAmxColumns * sizeof(float);  // of a panel, and of a tile
   zero_tile<0>();
-  zero_tile<1>();
-  if constexpr (both) {
-    zero_tile<2>();
-    zero_tile<3>();
-  }
+  if constexpr (wide) zero_tile<1>();
+  if constexpr (both) zero_tile<2>();
+  if constexpr (both && wide) zero_tile<3>();
 #pragma GCC unroll 1
   for (int64_t step = 0; step < steps; ++step) {
     const char* b = panel + step * kTileSide * kLine;
     const int64_t at = step * a.step_bytes;
     load_tile<6>(b, kLine);
     load_tile<4>(a.first + at, a.row_bytes);
-    load_tile<7>(b + 64, kLine);
+    if constexpr (wide) load_tile<7>(b + 64, kLine);
     add_tile_product<0, 4, 6>();
-    add_tile_product<1, 4, 7>();
-    if constexpr (both) {
-      load_tile<5>(a.second + at, a.row_bytes);
-      add_tile_product<2, 5, 6>();
-      add_tile_product<3, 5, 7>();
-    }
+    if constexpr (wide) add_tile_product<1, 4, 7>();
+    if constexpr (both) load_tile<5>(a.second + at, a.row_bytes);
+    if constexpr (both) add_tile_product<2, 5, 6>();
+    if constexpr (both && wide) add_tile_product<3, 5, 7>();
 #if FMOE_AMX_AHEAD > 0
     for (int row = 0; row < kTileSide; ++row) {
       __builtin_prefetch(a.first + at + row * a.row_bytes + FMOE_AMX_AHEAD * a.step_bytes);
@@ -104,11 +101,9 @@ inline void multiply_steps(int64_t steps, const TileRows& a, const char* panel, 
 #endif
   }
   store_tile_register<0>(first, kLine);
-  store_tile_register<1>(first + 64, kLine);
-  if constexpr (both) {
-    store_tile_register<2>(second, kLine);
-    store_tile_register<3>(second + 64, kLine);
-  }
+  if constexpr (wide) store_tile_register<1>(first + 64, kLine);
+  if constexpr (both) store_tile_register<2>(second, kLine);
+  if constexpr (both && wide) store_tile_register<3>(second + 64, kLine);
 }
 
 inline void add_rows_of_tile(const float* from, int64_t rows, float* to) {
@@ -169,6 +164,45 @@ inline void multiply_transposed_amx(int64_t m, int64_t k, const BF16* a, int64_t
   constexpr int64_t kRowBytes = kTileDepth * sizeof(BF16);
   multiply_tiles((m + kTileSide - 1) / kTileSide * kTileSide, k, (const char*)a, kRowBytes,
                  kAmxRows * kRowBytes, (const char*)panel, tile);
+}
+
+// The transposed product: columns as they lie are the rows of A, and what is packed are the rows.
+inline bool multiply_turned_amx(int64_t m, int64_t k, const BF16* rows, const BF16* const* columns,
+                                float* tile) {
+  constexpr int64_t kStepBytes = kTileDepth * kAmxColumns * sizeof(BF16);
+  constexpr int64_t kHalf = kTileSide * kAmxColumns;
+  const int64_t apart = (const char*)columns[1] - (const char*)columns[0];
+  bool fits = k > 0 && k % kTileDepth == 0;
+  for (int c = 0; c < kAmxColumns; ++c) {
+    const int first = c / kTileSide * kTileSide;
+    fits &= columns[c] && (const char*)columns[c] - (const char*)columns[first] == (c - first) * apart;
+  }
+  if (!fits) return false;
+  const TileRun run;
+  run.configure(kTileSide);
+  alignas(64) float sums[2 * kHalf], part[2 * kHalf];
+  const int64_t steps = k / kTileDepth;
+  for (int64_t begin = 0; begin < steps; begin += kAmxSteps) {
+    const int64_t count = steps - begin < kAmxSteps ? steps - begin : kAmxSteps;
+    const TileRows lines{(const char*)(columns[0] + begin * kTileDepth),
+                         (const char*)(columns[kTileSide] + begin * kTileDepth), apart,
+                         kTileDepth * sizeof(BF16)};
+    float* to = begin == 0 ? sums : part;
+    (m > kTileSide ? multiply_steps<true>
+                   : multiply_steps<true, false>)(count, lines, (const char*)rows + begin * kStepBytes,
+                                                  (char*)to, (char*)(to + kHalf));
+    if (begin > 0) add_rows_of_tile(part, 2 * kTileSide, sums);
+  }
+  for (int64_t row = 0; row < m; row += kTileSide)
+    for (int half = 0; half < 2; ++half) {
+      __m512i block[kTileSide];
+      for (int i = 0; i < kTileSide; ++i)
+        block[i] = load_bytes<__m512i>(sums + half * kHalf + i * kAmxColumns + row);
+      transpose(block);
+      for (int64_t i = 0; i < kTileSide && row + i < m; ++i)
+        store_bytes(tile + (row + i) * kAmxColumns + half * kTileSide, block[i]);
+    }
+  return true;
 }
 
 inline int64_t whole_steps(int64_t k) { return (k + kTileDepth - 1) / kTileDepth * kTileDepth; }

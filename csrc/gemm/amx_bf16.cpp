@@ -21,6 +21,12 @@ void use_amx(Kernels& kernels) {
   kernels.pack_operand_rows = Entry<BF16, pack_rows_amx>();
   kernels.multiply_row_major = Entry<BF16, multiply_row_major_amx>();
   kernels.multiply_transposed = Entry<BF16, multiply_transposed_amx>();
+  kernels.multiply_turned = [](int64_t m, int64_t k, const Operand* rows, const Stored* const* columns,
+                               Acc* tile) {
+    return multiply_turned_amx(m, k, elements_of<BF16>(rows), elements_of<BF16>(columns),
+                               elements_of<BF16>(tile));
+  };
+  kernels.most_turned_rows = 256;
   kernels.begin_tiles = TileRun::begin;
   kernels.end_tiles = TileRun::end;
 }

@@ -43,6 +43,13 @@ inline TileRegisters& tile_registers() {
 
 inline void configure_tiles(const TileConfig& config) {
   TileRegisters& registers = tile_registers();
+  registers.require(config.palette == 1 && config.start_row == 0, "another palette or first row");
+  for (uint8_t byte : config.reserved) registers.require(byte == 0, "a reserved byte is set");
+  for (int tile = 0; tile < 16; ++tile) {
+    const int rows = config.rows[tile], bytes = config.row_bytes[tile];
+    registers.require(tile < 8 ? rows > 0 && rows <= 16 : rows == 0, "a tile has from 1 to 16 rows");
+    registers.require(tile < 8 ? bytes > 0 && bytes <= 64 : bytes == 0, "a row has from 1 to 64 bytes");
+  }
   registers.config = config;
   registers.are_configured = true;
   std::memset(registers.data, 0, sizeof registers.data);

@@ -219,10 +219,59 @@ void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& 
   }
 }
 
+// The rows of `a` packed in the place of columns, for kernels that then take columns as they lie; without
+// such a kernel, or with too many rows or few, none.
+class TurnedRows {
+ public:
+  TurnedRows(const Kernels& kernels, int64_t rows, int64_t depth)
+      : kernels_(kernels),
+        rows_(rows),
+        depth_(depth),
+        is_used_(kernels.multiply_turned && rows <= kernels.most_turned_rows && !is_few(kernels, rows) &&
+                 depth % kernels.k_step == 0) {}
+
+  int64_t bytes() const {
+    return is_used_ ? divide_up(rows_, kernels_.nr) * panel_bytes(kernels_, depth_, kernels_.nr) : 0;
+  }
+
+  void pack(const RowMajor& a, char* memory) {
+    if (!is_used_) return;
+    panels_ = Panels::in(memory, kernels_, depth_, kernels_.nr);
+    const Stored* pointers[kMaxPanelLanes];
+    for (int64_t row = 0; row < rows_; row += kernels_.nr) {
+      for (int64_t i = 0; i < kernels_.nr; ++i)  // operands are what is stored
+        pointers[i] = row + i < rows_ ? reinterpret_cast<const Stored*>(a.at(row + i)) : nullptr;
+      kernels_.pack_columns(pointers, depth_, panels_.panel(row / kernels_.nr));
+    }
+  }
+
+  // Tiles of all rows with these columns: epilogue(tile, row, m) takes each. False if they have to be packed.
+  template <class Epilogue>
+  bool multiply(const Stored* const* columns, const Epilogue& epilogue) const {
+    if (!is_used_) return false;
+    TileMemory tile;
+    const TileProducts products(kernels_);
+    for (int64_t row = 0; row < rows_; row += kernels_.nr) {
+      const int64_t m = std::min(kernels_.nr, rows_ - row);
+      if (!kernels_.multiply_turned(m, depth_, panels_.panel(row / kernels_.nr), columns, tile.tiles()))
+        return false;
+      epilogue(tile.tiles(), row, m);
+    }
+    return true;
+  }
+
+ private:
+  const Kernels& kernels_;
+  const int64_t rows_, depth_;
+  const bool is_used_;
+  Panels panels_{};
+};
+
 // The same for the weight rows of one panel, which is packed first unless it is null: then the rows are few.
 template <class Epilogue>
-void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
-                   const Stored* const* pointers, Operand* panel, const Epilogue& epilogue) {
+void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, const TurnedRows& turned,
+                   int64_t depth, const Stored* const* pointers, Operand* panel, const Epilogue& epilogue) {
+  if (turned.multiply(pointers, epilogue)) return;
   if (panel) {
     kernels.pack_columns(pointers, depth, panel);
     return rows_by_packed_panel(kernels, rows, a, depth, panel, epilogue);
@@ -241,11 +290,13 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   const Stored* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
-  const ThreadBuffer buffer(few ? 0 : panel_bytes(kernels, depth, kernels.nr));
-  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data());
+  TurnedRows turned(kernels, rows, depth);
+  const ThreadBuffer buffer(turned.bytes() + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
+  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + turned.bytes());
+  turned.pack(a, buffer.data());
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, pointers);
-    rows_by_panel(kernels, rows, a, depth, pointers, panel,
+    rows_by_panel(kernels, rows, a, turned, depth, pointers, panel,
                   [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, row, m); });
   }
 }
@@ -304,16 +355,20 @@ void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
   const int64_t stride = RowMajor::odd_lines(depth, kernels.storage_bytes);
   const int64_t row_bytes = stride * kernels.storage_bytes;
-  const ThreadBuffer buffer(kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
-  const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data()), stride, kernels.storage_bytes};
-  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + kernels.nr * row_bytes);
+  TurnedRows turned(kernels, rows, depth);
+  const int64_t bytes = turned.bytes() + kernels.nr * row_bytes;
+  const ThreadBuffer buffer(bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
+  const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data() + turned.bytes()), stride,
+                                   kernels.storage_bytes};
+  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + bytes);
+  turned.pack(a, buffer.data());
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, packed);
     for (int64_t j = 0; j < kernels.nr; ++j) {
       pointers[j] = packed[j].data ? decoded.at(j) : nullptr;
       if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded.at(j));
     }
-    rows_by_panel(kernels, rows, a, depth, pointers, panel,
+    rows_by_panel(kernels, rows, a, turned, depth, pointers, panel,
                   [&](const Acc* found, int64_t row, int64_t m) { epilogue(p, found, row, m); });
   }
 }

@@ -116,6 +116,11 @@ struct Kernels {
   // is zero.
   void (*multiply_columns)(int64_t m, int64_t k, const Operand* a, int64_t stride,
                            const Stored* const* columns, Acc* tile);
+  // The same for up to nr rows of A that pack_columns() packed in the place of columns, which then need no
+  // packing. False, and nothing is done, unless they are whole, equally far apart in each half of a panel,
+  // and k is a multiple of k_step. Null where there is no such kernel.
+  bool (*multiply_turned)(int64_t m, int64_t k, const Operand* rows, const Stored* const* columns, Acc* tile);
+  int64_t most_turned_rows;  // of a segment, up to which this is faster
   // Positions [begin, end) of k; rows of B, from `begin` on and ld elements apart, that are contiguous along
   // n: tiles [n / nr, rounded up][m, nr], added to unless begin is 0. A part that is not the last has a
   // multiple of 16 positions.

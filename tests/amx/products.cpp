@@ -155,6 +155,36 @@ void check_rows(int64_t m, int64_t k, int64_t n) {
     }
 }
 
+// Rows that are packed, by columns as they lie: the same bits as the other way round. `gap` columns lie
+// between the halves of a panel, as between gates and ups.
+void check_turned(int64_t m, int64_t k, int64_t gap) {
+  const Matrix a(m, k), b(kAmxColumns + gap, k);
+  auto columns = b.pointers();
+  columns.erase(columns.begin() + kAmxColumns / 2, columns.begin() + kAmxColumns / 2 + gap);
+  auto rows = a.pointers();
+  rows.resize(kAmxColumns, nullptr);
+  const Guarded turned(whole(k) * kAmxColumns), panel(whole(k) * kAmxColumns), left(m * (whole(k) + 32));
+  kernels.pack_columns(rows.data(), k, turned.operands());
+  kernels.pack_columns(columns.data(), k, panel.operands());
+  kernels.copy_rows(rows.data(), m, k, left.operands(), whole(k) + 32);
+  Tile wanted, found;
+  kernels.multiply_row_major(m, k, left.operands(), whole(k) + 32, panel.operands(), wanted.sums());
+  const auto multiply = [&] {
+    return kernels.multiply_turned(m, k, turned.operands(), columns.data(), found.sums());
+  };
+  require(multiply() == (k % 32 == 0), "the choice of a turned product", m, k, 0, 0);
+  for (int64_t r = 0; r < kAmxRows; ++r)
+    for (int64_t c = 0; c < kAmxColumns; ++c)
+      require(found.values[r * kAmxColumns + c] ==
+                  (k % 32 || r >= m ? kUntouched : wanted.values[r * kAmxColumns + c]),
+              "a turned product", m, k, r, c);
+  std::swap(columns[3], columns[4]);
+  require(!multiply(), "columns at other distances", m, k, 0, 0);
+  std::swap(columns[3], columns[4]);
+  columns.back() = nullptr;
+  require(!multiply(), "a column that is missing", m, k, 0, 0);
+}
+
 // What is not a number stays in its row and its column; a denormal is zero.
 void check_special_values(int64_t m, int64_t k) {
   Matrix a(m, k), b(kAmxColumns, k);
@@ -213,6 +243,9 @@ int main(int argc, char**) {
     for (int64_t k : {1, 2, 31, 32, 65, 513, 1056}) check_rows(m, k, k % 2 ? 40 : 7);
   for (int64_t m : {1, 5, 17, 40, 64})
     for (int64_t k : {2, 33, 600}) check_special_values(m, k);
+  for (int64_t m : {1, 9, 16, 17, 32})
+    for (int64_t k : {31, 32, 64, 512, 544, 1088})
+      for (int64_t gap : {0, 5}) check_turned(m, k, gap);
   check_runs();
   std::printf("%d checks passed\n", int(num_checks));
 }

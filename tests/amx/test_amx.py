@@ -32,6 +32,10 @@ BUGS = {  # what is wrong: (in csrc/gemm/amx.h, in its place)
     "pairs are of one row": ("_mm512_permutex2var_epi16(low, turns, high)", "_mm512_permutex2var_epi16(low, turns, low)"),
     "packed rows of a panel lie on each other": ("c % kAmxRows * kTileDepth", "0"),
     "an odd row pairs with what follows it": ("i + 1 < k ?", "i < k ?"),
+    "turned products add to the first rows alone": ("add_rows_of_tile(part, 2 * kTileSide, sums)", "add_rows_of_tile(part, kTileSide, sums)"),
+    "turned products stay turned": ("+ i * kAmxColumns + row);\n      transpose(block);", "+ i * kAmxColumns + row);"),
+    "turned products take any columns": ("if (!fits) return false;", "if (!columns[31]) return false;"),
+    "turned products have one half": ("columns[kTileSide] + begin", "columns[0] + begin"),
 }  # fmt: skip
 
 
