@@ -9,7 +9,7 @@
 
 namespace fmoe_ext::gemm {
 
-constexpr int64_t kMaxTileRows = 16;  // the most of any instruction set
+constexpr int64_t kMaxTileRows = 64;  // the most of any instruction set
 
 // The adapter of a weight [E, out, in]: a [E, rank, in], b [E, out, rank].
 struct Adapter {

@@ -19,9 +19,6 @@ static_assert(kAmxColumns == 2 * kTileSide);
 #ifndef FMOE_AMX_STEPS
 #define FMOE_AMX_STEPS 16
 #endif
-#ifndef FMOE_AMX_AHEAD
-#define FMOE_AMX_AHEAD 0
-#endif
 // Sums in registers are added to the tile every so many steps of k; what the steps read of B stays in the
 // first-level cache for the next block of rows.
 constexpr int64_t kAmxSteps = FMOE_AMX_STEPS;
@@ -52,12 +49,20 @@ class TileRun {
     mine.rows = rows;
   }
 
+  // Whether these columns follow on others, so that the next ones have not been prefetched.
+  bool is_new(const void* columns) const {
+    const bool found = state().fetched != columns;
+    state().fetched = columns;
+    return found;
+  }
+
   static void begin() { ++state().depth; }
   static void end() { TileRun run(state()); }
 
  private:
   struct State {
     int depth = 0, rows = 0;
+    const void* fetched = nullptr;  // the columns behind which the next ones were prefetched
   };
   static State& state() {
     static thread_local State state;
@@ -70,11 +75,12 @@ class TileRun {
 struct TileRows {
   const char *first, *second;
   int64_t row_bytes, step_bytes;
+  int64_t to_next = 0;  // bytes from these rows to those that follow
 };
 
 // sums [rows][32] of `steps` steps: sums of the second rows only where `both`, of the second 16 columns only
-// where `wide`.
-template <bool both, bool wide = true>
+// where `wide`. fetches: the rows that follow come into the second-level cache meanwhile.
+template <bool both, bool wide = true, bool fetches = false>
 inline void multiply_steps(int64_t steps, const TileRows& a, const char* panel, char* first, char* second) {
   constexpr int64_t kLine = kAmxColumns * sizeof(float);  // of a panel, and of a tile
   zero_tile<0>();
@@ -93,12 +99,12 @@ inline void multiply_steps(int64_t steps, const TileRows& a, const char* panel, 
     if constexpr (both) load_tile<5>(a.second + at, a.row_bytes);
     if constexpr (both) add_tile_product<2, 5, 6>();
     if constexpr (both && wide) add_tile_product<3, 5, 7>();
-#if FMOE_AMX_AHEAD > 0
-    for (int row = 0; row < kTileSide; ++row) {
-      __builtin_prefetch(a.first + at + row * a.row_bytes + FMOE_AMX_AHEAD * a.step_bytes);
-      if (both) __builtin_prefetch(a.second + at + row * a.row_bytes + FMOE_AMX_AHEAD * a.step_bytes);
+    if constexpr (fetches) {
+      for (int row = 0; row < kTileSide; ++row) {
+        __builtin_prefetch(a.first + at + row * a.row_bytes + a.to_next, 0, 2);
+        __builtin_prefetch(a.second + at + row * a.row_bytes + a.to_next, 0, 2);
+      }
     }
-#endif
   }
   store_tile_register<0>(first, kLine);
   if constexpr (wide) store_tile_register<1>(first + 64, kLine);
@@ -182,15 +188,22 @@ inline bool multiply_turned_amx(int64_t m, int64_t k, const BF16* rows, const BF
   run.configure(kTileSide);
   alignas(64) float sums[2 * kHalf], part[2 * kHalf];
   const int64_t steps = k / kTileDepth;
+  // Of a gated weight a panel has 16 columns in each of two places.
+  const bool is_whole = (const char*)columns[kTileSide] - (const char*)columns[0] == kTileSide * apart;
+  const int64_t to_next = apart * (is_whole ? kAmxColumns : kTileSide);
+  const bool is_new = run.is_new(columns[0]), is_wide = m > kTileSide;
+  constexpr auto multiply = [](bool wide, bool fetches) {
+    if (wide) return fetches ? multiply_steps<true, true, true> : multiply_steps<true>;
+    return fetches ? multiply_steps<true, false, true> : multiply_steps<true, false>;
+  };
   for (int64_t begin = 0; begin < steps; begin += kAmxSteps) {
     const int64_t count = steps - begin < kAmxSteps ? steps - begin : kAmxSteps;
     const TileRows lines{(const char*)(columns[0] + begin * kTileDepth),
                          (const char*)(columns[kTileSide] + begin * kTileDepth), apart,
-                         kTileDepth * sizeof(BF16)};
+                         kTileDepth * sizeof(BF16), to_next};
     float* to = begin == 0 ? sums : part;
-    (m > kTileSide ? multiply_steps<true>
-                   : multiply_steps<true, false>)(count, lines, (const char*)rows + begin * kStepBytes,
-                                                  (char*)to, (char*)(to + kHalf));
+    multiply(is_wide, is_new)(count, lines, (const char*)rows + begin * kStepBytes, (char*)to,
+                              (char*)(to + kHalf));
     if (begin > 0) add_rows_of_tile(part, 2 * kTileSide, sums);
   }
   for (int64_t row = 0; row < m; row += kTileSide)

@@ -146,7 +146,8 @@ void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t ro
   TileMemory tile;
   const TileProducts products(kernels);
   constexpr int64_t kLittle = 64;
-  const int64_t block = depth <= kLittle ? kernels.mr : rows;
+  // AMX takes so many rows at once that they stay in the second-level cache for all columns.
+  const int64_t block = depth <= kLittle || kernels.row_step > 1 ? kernels.mr : rows;
   for (int64_t begin = 0; begin < rows; begin += block)
     for (int64_t column = 0; column < columns; column += kernels.nr)
       for (int64_t row = begin; row < std::min(begin + block, rows); row += kernels.mr) {
@@ -217,6 +218,26 @@ void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& 
     kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile.tiles());
     epilogue(tile.tiles(), row, m);
   }
+}
+
+// How many panels are packed before the rows pass by. AMX would wait for rows that do not stay in the cache
+// of its core for each panel.
+inline int64_t panels_at_once(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t wanted) {
+  const bool stay = rows * a.stride * a.bytes <= 2 * kCoreBytes;
+  return kernels.row_step == 1 || stay ? wanted : std::max<int64_t>(wanted, 8);
+}
+
+// Tiles of all rows of `a` with packed panels: epilogue(p, tile, row, m) takes each.
+template <class Epilogue>
+void rows_by_packed_panels(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
+                           const Panels& panels, int64_t count, const Epilogue& epilogue) {
+  const TileProducts products(kernels);
+  const int64_t block = kernels.row_step > 1 ? kernels.mr : rows;
+  for (int64_t first = 0; first < rows; first += block)
+    for (int64_t p = 0; p < count; ++p)
+      rows_by_packed_panel(
+          kernels, std::min(block, rows - first), a.from(first), depth, panels.panel(p),
+          [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, first + row, m); });
 }
 
 // The rows of `a` packed in the place of columns, for kernels that then take columns as they lie; without
@@ -291,12 +312,27 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   TurnedRows turned(kernels, rows, depth);
-  const ThreadBuffer buffer(turned.bytes() + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
-  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + turned.bytes());
+  const int64_t group = std::min(panels_at_once(kernels, rows, a, 1), job.end - job.begin);
+  const int64_t bytes_of_panel = panel_bytes(kernels, depth, kernels.nr);
+  const ThreadBuffer buffer(turned.bytes() + (few ? 0 : group * bytes_of_panel));
+  const Panels panels = Panels::in(buffer.data() + turned.bytes(), kernels, depth, kernels.nr);
   turned.pack(a, buffer.data());
+  if (group > 1 && !few && turned.bytes() == 0) {
+    for (int64_t first = job.begin, count; first < job.end; first += count) {
+      count = std::min(group, job.end - first);
+      for (int64_t p = 0; p < count; ++p) {
+        columns(first + p, pointers);
+        kernels.pack_columns(pointers, depth, panels.panel(p));
+      }
+      rows_by_packed_panels(
+          kernels, rows, a, depth, panels, count,
+          [&](int64_t p, const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
+    }
+    return;
+  }
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, pointers);
-    rows_by_panel(kernels, rows, a, turned, depth, pointers, panel,
+    rows_by_panel(kernels, rows, a, turned, depth, pointers, few ? nullptr : panels.data,
                   [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, row, m); });
   }
 }
@@ -389,16 +425,15 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
     return;
   }
   // As many panels at once as make each weight row's piece worth a trip to memory.
-  const int64_t group = std::min<int64_t>(4, job.end - job.begin);
+  const int64_t group = std::min(panels_at_once(kernels, rows, a, 4), job.end - job.begin);
   const ThreadBuffer buffer(group * panel_bytes(kernels, depth, nr));
   const Panels panels = Panels::in(buffer.data(), kernels, depth, nr);
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first);
     pack_weight_rows(kernels, weight, num_columns, depth, first, count, panels);
-    for (int64_t p = 0; p < count; ++p)
-      rows_by_packed_panel(
-          kernels, rows, a, depth, panels.panel(p),
-          [&](const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
+    rows_by_packed_panels(
+        kernels, rows, a, depth, panels, count,
+        [&](int64_t p, const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
   }
 }
 
