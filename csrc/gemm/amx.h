@@ -257,10 +257,16 @@ struct PairsOfRows {
 // Panels of B: [k / 2][32][2].
 inline void pack_right(const BF16* const* rows, int64_t k, int64_t col0, int64_t n, BF16* dst,
                        int64_t panel_stride) {
-  constexpr int64_t kAhead = 16;  // rows may be far apart, where the processor does not prefetch by itself
+  // Rows may be far apart, where the processor does not prefetch by itself. Behind the last one more rows of
+  // a weight follow, which the next call packs.
+  constexpr int64_t kAhead = 16;
+  const int64_t apart = k > 1 ? (const char*)rows[k - 1] - (const char*)rows[k - 2] : 0;
   for (int64_t i = 0; i < whole_steps(k); i += 2) {
-    for (int64_t ahead = i + kAhead; ahead < i + kAhead + 2 && ahead < k; ++ahead)
-      for (int64_t c = 0; c < n; c += kAmxColumns) __builtin_prefetch(rows[ahead] + col0 + c);
+    for (int64_t ahead = i + kAhead; ahead < i + kAhead + 2; ++ahead) {
+      const int64_t behind = ahead < k ? 0 : ahead - k + 1;
+      const auto line = (uintptr_t)(rows[behind ? k - 1 : ahead] + col0) + behind * apart;
+      for (int64_t c = 0; c < n; c += kAmxColumns) __builtin_prefetch((const char*)(line + c * sizeof(BF16)));
+    }
     for (int64_t c = 0; c < n; c += kAmxColumns) {
       const PairsOfRows pairs(rows, i, k, col0 + c, n - c);
       BF16* to = dst + c / kAmxColumns * panel_stride + i * kAmxColumns;

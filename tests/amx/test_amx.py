@@ -25,18 +25,36 @@ BUGS = {  # what is wrong: (in csrc/gemm/amx.h, in its place)
     "the second rows are the first": ("add_tile_product<2, 5, 6>", "add_tile_product<2, 4, 6>"),
     "the second columns are the first": ("load_tile<7>(b + 64, kLine)", "load_tile<7>(b, kLine)"),
     "sums of later steps replace the first": ("if (begin > 0) {", "if (false) {"),
-    "rows of two blocks get their sums twice": ("(done - start) * kAmxColumns, end - done, tile + done", "0, end - start, tile + start"),
+    "rows of two blocks get their sums twice": (
+        "(done - start) * kAmxColumns, end - done, tile + done",
+        "0, end - start, tile + start",
+    ),
     "registers are not released": ("release_tiles();", ""),
-    "an inner run releases the registers": ("--mine.depth > 0 || mine.rows == 0", "--mine.depth, mine.rows == 0"),
-    "fewer rows keep the configuration of more": ("if (mine.rows == rows) return;", "if (mine.rows >= rows) return;"),
-    "pairs are of one row": ("_mm512_permutex2var_epi16(low, turns, high)", "_mm512_permutex2var_epi16(low, turns, low)"),
+    "an inner run releases the registers": (
+        "--mine.depth > 0 || mine.rows == 0",
+        "--mine.depth, mine.rows == 0",
+    ),
+    "fewer rows keep the configuration of more": (
+        "if (mine.rows == rows) return;",
+        "if (mine.rows >= rows) return;",
+    ),
+    "pairs are of one row": (
+        "_mm512_permutex2var_epi16(low, turns, high)",
+        "_mm512_permutex2var_epi16(low, turns, low)",
+    ),
     "packed rows of a panel lie on each other": ("c % kAmxRows * kTileDepth", "0"),
     "an odd row pairs with what follows it": ("i + 1 < k ?", "i < k ?"),
-    "turned products add to the first rows alone": ("add_rows_of_tile(part, 2 * kTileSide, sums)", "add_rows_of_tile(part, kTileSide, sums)"),
-    "turned products stay turned": ("+ i * kAmxColumns + row);\n      transpose(block);", "+ i * kAmxColumns + row);"),
+    "turned products add to the first rows alone": (
+        "add_rows_of_tile(part, 2 * kTileSide, sums)",
+        "add_rows_of_tile(part, kTileSide, sums)",
+    ),
+    "turned products stay turned": (
+        "+ i * kAmxColumns + row);\n      transpose(block);",
+        "+ i * kAmxColumns + row);",
+    ),
     "turned products take any columns": ("if (!fits) return false;", "if (!columns[31]) return false;"),
     "turned products have one half": ("columns[kTileSide] + begin", "columns[0] + begin"),
-}  # fmt: skip
+}
 
 
 def build(folder, sources):
