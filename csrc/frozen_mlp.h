@@ -9,8 +9,6 @@
 
 namespace fmoe_ext::gemm {
 
-constexpr int64_t kMaxTileRows = 64;  // the most of any instruction set
-
 // The adapter of a weight [E, out, in]: a [E, rank, in], b [E, out, rank].
 struct Adapter {
   Tensor a, b;

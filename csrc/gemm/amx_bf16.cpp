@@ -14,7 +14,8 @@ void use_amx(Kernels& kernels) {
   kernels.mr = kAmxRows;
   kernels.k_step = kTileDepth;
   kernels.row_step = 2 * kTileSide;
-  kernels.few_rows = kernels.few_rows_transposed = kAmxFewRows;
+  kernels.few_rows = kDotRows;
+  kernels.few_rows_transposed = kDotRowsTransposed;
   kernels.copy_rows = Entry<BF16, copy_rows_amx>();
   kernels.pack_columns = Entry<BF16, pack_columns_amx>();
   kernels.pack_rows = Entry<BF16, pack_rows_amx>();
@@ -26,7 +27,7 @@ void use_amx(Kernels& kernels) {
     return multiply_turned_amx(m, k, elements_of<BF16>(rows), elements_of<BF16>(columns),
                                elements_of<BF16>(tile));
   };
-  kernels.most_turned_rows = 256;
+  kernels.most_turned_rows = kTurnedRows;
   kernels.begin_tiles = TileRun::begin;
   kernels.end_tiles = TileRun::end;
 }

@@ -13,6 +13,7 @@ namespace fmoe_ext::gemm {
 
 constexpr int64_t kTileBytes = 8192;    // the largest tile of any instruction set, few rows included
 constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
+static_assert(kMaxTileRows * kMaxPanelLanes * int64_t{sizeof(float)} <= kTileBytes);
 
 inline const Stored* stored(const Tensor& t) { return static_cast<const Stored*>(t.const_data_ptr()); }
 inline Stored* mutable_stored(const Tensor& t) { return static_cast<Stored*>(t.mutable_data_ptr()); }
@@ -146,14 +147,18 @@ void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t ro
   TileMemory tile;
   const TileProducts products(kernels);
   constexpr int64_t kLittle = 64;
-  // AMX takes so many rows at once that they stay in the second-level cache for all columns.
-  const int64_t block = depth <= kLittle || kernels.row_step > 1 ? kernels.mr : rows;
+  // AMX takes so many rows at once that they stay in the second-level cache for all columns. Of its large
+  // tiles each would write to more pages than the processor has at hand.
+  const bool little = depth <= kLittle, has_steps = kernels.row_step > 1;
+  const int64_t height = little && has_steps ? kernels.row_step / 2 : kernels.mr;
+  const int64_t block = little || has_steps ? height : rows;
   for (int64_t begin = 0; begin < rows; begin += block)
     for (int64_t column = 0; column < columns; column += kernels.nr)
-      for (int64_t row = begin; row < std::min(begin + block, rows); row += kernels.mr) {
-        const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
-        kernels.multiply_transposed(m, depth, kernels.at(a.data, row / kernels.mr * a.next), a.stride,
-                                    b.panel(column / kernels.nr), tile.tiles());
+      for (int64_t row = begin; row < std::min(begin + block, rows); row += height) {
+        const int64_t m = std::min(height, rows - row), n = std::min(kernels.nr, columns - column);
+        const int64_t at = row / kernels.mr * a.next + row % kernels.mr * kernels.k_step;
+        kernels.multiply_transposed(m, depth, kernels.at(a.data, at), a.stride, b.panel(column / kernels.nr),
+                                    tile.tiles());
         epilogue(tile.tiles(), row, column, m, n);
       }
   kernels.end_stream();

@@ -26,6 +26,8 @@ constexpr IntegerKernels make_integer_kernels() {
           Entry<T, multiply_integers<T>>()};
 }
 
+static_assert(MR <= kMaxTileRows);
+
 #ifndef FMOE_INTEGERS
 template <class T>
 constexpr Kernels make_kernels() {

@@ -23,6 +23,8 @@
 
 namespace fmoe_ext::gemm {
 
+constexpr int64_t kMaxTileRows = 64;  // mr of any instruction set: their files assert it
+
 struct Stored;
 struct Operand;
 struct Acc;

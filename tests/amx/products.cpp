@@ -138,13 +138,13 @@ void check_rows(int64_t m, int64_t k, int64_t n) {
   kernels.pack_operand_rows((const Operand* const*)a.pointers().data(), k, 1, m, kernels.mr, left.operands(),
                             left_stride);
   kernels.pack_rows(b.pointers().data(), k, 1, n, kAmxColumns, right.operands(), right_stride);
-  for (int64_t row = 0; row < m; row += kernels.mr)
+  for (int64_t row = 0; row < m; row += 16)  // a part of a panel is one too
     for (int64_t column = 0; column < n; column += kAmxColumns) {
       Tile tile;
-      const int64_t size = std::min(m - row, kernels.mr);
-      kernels.multiply_transposed(size, k, (const Operand*)(left.data + row / kernels.mr * left_stride), 0,
-                                  (const Operand*)(right.data + column / kAmxColumns * right_stride),
-                                  tile.sums());
+      const int64_t size = std::min(m - row, row % 32 ? kernels.mr - row % kernels.mr : 16);
+      kernels.multiply_transposed(
+          size, k, (const Operand*)(left.data + row / kernels.mr * left_stride + row % kernels.mr * 32), 0,
+          (const Operand*)(right.data + column / kAmxColumns * right_stride), tile.sums());
       for (int64_t r = 0; r < size; ++r)
         for (int64_t c = 0; c < std::min(n - column, kAmxColumns); ++c) {
           double wanted = 0;
