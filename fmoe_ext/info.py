@@ -16,6 +16,7 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu.proof import Key
 from fmoe_ext.gpu.report import summary
+from fmoe_ext.ops.processor import refused_cpu_isa
 
 
 def _native_modules() -> list[tuple[str, str]]:
@@ -56,7 +57,7 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
 
 def _cpu_kernels() -> str:
     """The instruction set in use, and the one that the system refuses this process, if there is one."""
-    refused = torch.ops.fmoe_ext._cpu_isa_refused()
+    refused = refused_cpu_isa()
     return f"{ops.cpu_isa()} ({refused} is refused by the system)" if refused else ops.cpu_isa()
 
 
