@@ -20,7 +20,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help compress finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help compress finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 test-amx cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -156,6 +156,10 @@ asan: $(VENV)/.complete
 ## make test-aarch64  the wheel for 64-bit Arm by a cross compiler, tests of the operators on it under qemu; an hour (ARGS=kernels: a minute)
 test-aarch64: $(VENV)/.complete
 	bash tests/aarch64/run.sh $(ARGS)
+
+## make test-amx  the operator tests with the tile registers of AMX emulated, on a processor with AVX512_BF16; ten minutes (ARGS: of pytest)
+test-amx: $(VENV)/.complete
+	bash tests/amx/run.sh $(ARGS)
 
 ## make clean    remove everything that was built, and .venv
 clean:

@@ -170,6 +170,8 @@ def cpu_extension(cuda_home: str | None) -> Extension:
     link = []
     if env_flag("FMOE_SANITIZE"):
         flags, link = [*COMMON, *WARNINGS, *SANITIZE], ["-fsanitize=address,undefined"]
+    if env_flag("FMOE_EMULATE_AMX"):
+        flags.append("-DFMOE_EMULATE_AMX")
     flags.append(f"-DFMOE_BUILD_INFO={build_info(cuda_home)}")
     return cpp_extension.CppExtension(
         "fmoe_ext._C",

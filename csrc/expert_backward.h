@@ -183,9 +183,7 @@ class ExpertBackward {
                          [&](int64_t r) { return x.at(args_.token(r)); });
     });
 
-    // Depth of the product with W1 that is not a multiple of k_step is padded with zeros.
-    if (half_ != BackwardHalf::weights && args_.F % kernels_.k_step)
-      for (int64_t r = 0; r < chunk.rows(); ++r) zero_element(work.dh_rows, r, args_.F);
+    if (half_ != BackwardHalf::weights) pad_depth(kernels_, work.dh_rows, chunk.rows(), args_.F);
     if (needs_.dtopk_weights) scale_grads_.sum(chunk, partial, groups);
   }
 

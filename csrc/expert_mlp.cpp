@@ -92,14 +92,7 @@ class Forward {
             });
           });
     });
-    pad_depth(work);
-  }
-
-  // A k of H that is not a multiple of k_step is padded with zeros.
-  void pad_depth(const Work& work) {
-    const int64_t padded = divide_up(args_.H, kernels_.k_step) * kernels_.k_step;
-    if (padded == args_.H) return;
-    for (int64_t r = 0; r < work.chunk.rows(); ++r) zero_element(work.a_rows, r, args_.H);
+    pad_depth(kernels_, work.a_rows, chunk.rows(), args_.H);
   }
 
   void multiply_w2(const Work& work) {

@@ -9,8 +9,6 @@
 
 namespace fmoe_ext::gemm {
 
-constexpr int64_t kMaxTileRows = 16;  // the most of any instruction set
-
 // The adapter of a weight [E, out, in]: a [E, rank, in], b [E, out, rank].
 struct Adapter {
   Tensor a, b;
@@ -350,12 +348,6 @@ void gather(Tasks& tasks, const Kernels& kernels, const Chunk& chunk, int64_t co
     for (int64_t r = begin; r < end; ++r) rows[r - begin] = row(r);
     kernels.copy_rows(rows, end - begin, columns, block.at(begin - chunk.begin), block.stride);
   });
-}
-
-// A depth that is not a multiple of k_step is padded with zeros.
-inline void pad_depth(const Kernels& kernels, const RowMajor& rows, int64_t num_rows, int64_t depth) {
-  if (depth % kernels.k_step)
-    for (int64_t r = 0; r < num_rows; ++r) zero_element(rows, r, depth);
 }
 
 }  // namespace fmoe_ext::gemm

@@ -143,6 +143,7 @@ class Iteration {
   void multiply(const RowMajor& left, int64_t first, int64_t depth, const Operand* panel, int64_t column,
                 int64_t n, const Epilogue& epilogue) const {
     TileMemory tile;
+    const TileProducts products(kernels_);
     for (int64_t row = first, m; row < M; row += m) {
       m = rows_of_tile(kernels_, M - row);
       kernels_.multiply_row_major(m, depth, left.at(row), left.stride, panel, tile.tiles());

@@ -30,6 +30,12 @@ VARIABLES = (
         "FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"
     ),
     _Variable(
+        "FMOE_EMULATE_AMX",
+        bool,
+        False,
+        "build: 1 emulates the tile registers of AMX, for tests on a processor that has only AVX512_BF16",
+    ),
+    _Variable(
         "FMOE_DEBUG",
         bool,
         False,
@@ -40,7 +46,7 @@ VARIABLES = (
         str,
         None,
         "run: most capable instruction set that the CPU kernels may use; the processor's fastest when unset",
-        ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_bf16"),
+        ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "neon_bf16"),
     ),
     _Variable(
         "FMOE_GPU_KERNELS",

@@ -16,6 +16,7 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu.proof import Key
 from fmoe_ext.gpu.report import summary
+from fmoe_ext.ops.processor import refused_cpu_isa
 
 
 def _native_modules() -> list[tuple[str, str]]:
@@ -54,6 +55,12 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     return lines
 
 
+def _cpu_kernels() -> str:
+    """The instruction set in use, and the one that the system refuses this process, if there is one."""
+    refused = refused_cpu_isa()
+    return f"{ops.cpu_isa()} ({refused} is refused by the system)" if refused else ops.cpu_isa()
+
+
 def _facts() -> list[tuple[str, str]]:
     """(what, value) pairs of this installation and machine."""
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
@@ -65,7 +72,7 @@ def _facts() -> list[tuple[str, str]]:
             "CPU",
             f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         ),
-        ("CPU kernels", ops.cpu_isa()),
+        ("CPU kernels", _cpu_kernels()),
         *_devices(),
         *((f"built with {key}", value) for key, value in ops.build_info().items()),
         *_native_modules(),

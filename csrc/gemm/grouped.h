@@ -6,83 +6,11 @@
 
 #include "batch_invariant.h"
 #include "checks.h"
+#include "gemm/blocks.h"
 #include "gemm/chunks.h"
 #include "gemm/kernels.h"
 
 namespace fmoe_ext::gemm {
-
-constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set, few rows included
-constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
-
-inline const Stored* stored(const Tensor& t) { return static_cast<const Stored*>(t.const_data_ptr()); }
-inline Stored* mutable_stored(const Tensor& t) { return static_cast<Stored*>(t.mutable_data_ptr()); }
-
-// A block of rows, row-major. The stride of operands is an odd number of cache lines, so that the rows of a
-// tile do not compete for the same lines of the first-level cache.
-template <class Role>
-struct RowMajorOf {
-  Role* data;
-  int64_t stride;  // in elements
-  int64_t bytes;   // of one element
-
-  static int64_t stride_for(const Kernels& kernels, int64_t columns) {
-    return odd_lines(columns, kernels.operand_bytes);
-  }
-  static int64_t odd_lines(int64_t columns, int64_t bytes) {
-    const int64_t line = 64 / bytes;
-    return (divide_up(columns, line) | 1) * line;
-  }
-  Role* at(int64_t row, int64_t column = 0) const { return advance(data, row * stride + column, bytes); }
-  RowMajorOf from(int64_t row) const { return {at(row), stride, bytes}; }
-};
-using RowMajor = RowMajorOf<Operand>;
-using StoredRows = RowMajorOf<const Stored>;
-
-// Tiles on the stack.
-template <int64_t bytes = kTileBytes>
-struct TileMemory {
-  alignas(64) char data[bytes];
-  Acc* tiles() { return reinterpret_cast<Acc*>(data); }
-};
-
-// Panels of `lanes` lanes over `depth` values of k, one after another.
-struct Panels {
-  Operand* data;
-  int64_t stride;  // in elements
-  int64_t bytes;   // of one element
-
-  static Panels in(char* memory, const Kernels& kernels, int64_t depth, int64_t lanes) {
-    return {reinterpret_cast<Operand*>(memory), stride_for(kernels, depth, lanes), kernels.operand_bytes};
-  }
-
-  static int64_t stride_for(const Kernels& kernels, int64_t depth, int64_t lanes) {
-    const int64_t slack = lanes == kernels.nr ? 0 : kPackSlack / kernels.operand_bytes;
-    return divide_up(divide_up(depth, kernels.k_step) * kernels.k_step * lanes + slack, 16) * 16;
-  }
-  Operand* panel(int64_t i) const { return advance(data, i * stride, bytes); }
-};
-
-// A matrix [depth, columns] that is read as its transpose, mr columns at a time: packed, or rows as they lie.
-struct Transposed {
-  const Operand* data;
-  int64_t next;    // elements from mr columns to the next
-  int64_t stride;  // elements from one row to the next
-
-  static Transposed of(const Kernels& kernels, const Panels& panels) {
-    return {panels.data, panels.stride, kernels.mr * kernels.k_step};
-  }
-  static Transposed of(const Kernels& kernels, const RowMajor& rows, int64_t column) {
-    return {rows.at(0, column), kernels.mr, rows.stride};
-  }
-};
-
-inline void zero_element(const RowMajor& rows, int64_t row, int64_t column) {
-  std::fill_n(reinterpret_cast<char*>(rows.at(row, column)), rows.bytes, 0);
-}
-
-inline int64_t panel_bytes(const Kernels& kernels, int64_t depth, int64_t lanes) {
-  return Panels::stride_for(kernels, depth, lanes) * kernels.operand_bytes;
-}
 
 // A range of panels (or of other equal parts) of one segment.
 struct Job {
@@ -125,14 +53,20 @@ template <class Epilogue>
 void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t rows, const Panels& b,
                          int64_t columns, int64_t depth, const Epilogue& epilogue) {
   TileMemory tile;
+  const TileProducts products(kernels);
   constexpr int64_t kLittle = 64;
-  const int64_t block = depth <= kLittle ? kernels.mr : rows;
+  // AMX takes so many rows at once that they stay in the second-level cache for all columns. Of its large
+  // tiles each would write to more pages than the processor has at hand.
+  const bool little = depth <= kLittle, has_steps = kernels.row_step > 1;
+  const int64_t height = little && has_steps ? kernels.row_step / 2 : kernels.mr;
+  const int64_t block = little || has_steps ? height : rows;
   for (int64_t begin = 0; begin < rows; begin += block)
     for (int64_t column = 0; column < columns; column += kernels.nr)
-      for (int64_t row = begin; row < std::min(begin + block, rows); row += kernels.mr) {
-        const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
-        kernels.multiply_transposed(m, depth, kernels.at(a.data, row / kernels.mr * a.next), a.stride,
-                                    b.panel(column / kernels.nr), tile.tiles());
+      for (int64_t row = begin; row < std::min(begin + block, rows); row += height) {
+        const int64_t m = std::min(height, rows - row), n = std::min(kernels.nr, columns - column);
+        const int64_t at = row / kernels.mr * a.next + row % kernels.mr * kernels.k_step;
+        kernels.multiply_transposed(m, depth, kernels.at(a.data, at), a.stride, b.panel(column / kernels.nr),
+                                    tile.tiles());
         epilogue(tile.tiles(), row, column, m, n);
       }
   kernels.end_stream();
@@ -180,9 +114,10 @@ inline bool is_few_transposed(const Kernels& kernels, int64_t rows) {
 }
 
 // How many of `rows` rows the next tile takes: equal parts, for a tile of one or two rows would wait for its
-// sums.
+// sums. AMX has steps of rows that take as long as one row.
 inline int64_t rows_of_tile(const Kernels& kernels, int64_t rows) {
-  return divide_up(rows, divide_up(rows, kernels.mr));
+  const int64_t part = divide_up(rows, divide_up(rows, kernels.mr));
+  return std::min(rows, divide_up(part, kernels.row_step) * kernels.row_step);
 }
 
 // Tiles of all rows of `a` with a packed panel: epilogue(tile, row, m) takes each.
@@ -190,6 +125,7 @@ template <class Epilogue>
 void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
                           const Operand* panel, const Epilogue& epilogue) {
   TileMemory tile;
+  const TileProducts products(kernels);
   for (int64_t row = 0, m; row < rows; row += m) {
     m = rows_of_tile(kernels, rows - row);
     kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile.tiles());
@@ -197,10 +133,79 @@ void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& 
   }
 }
 
+// How many panels are packed before the rows pass by. AMX would wait for rows that do not stay in the cache
+// of its core for each panel.
+inline int64_t panels_at_once(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t wanted) {
+  const bool stay = rows * a.stride * a.bytes <= 2 * kCoreBytes;
+  return kernels.row_step == 1 || stay ? wanted : std::max<int64_t>(wanted, 8);
+}
+
+// Tiles of all rows of `a` with packed panels: epilogue(p, tile, row, m) takes each.
+template <class Epilogue>
+void rows_by_packed_panels(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
+                           const Panels& panels, int64_t count, const Epilogue& epilogue) {
+  const TileProducts products(kernels);
+  const int64_t block = kernels.row_step > 1 ? kernels.mr : rows;
+  for (int64_t first = 0; first < rows; first += block)
+    for (int64_t p = 0; p < count; ++p)
+      rows_by_packed_panel(
+          kernels, std::min(block, rows - first), a.from(first), depth, panels.panel(p),
+          [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, first + row, m); });
+}
+
+// The rows of `a` packed in the place of columns, for kernels that then take columns as they lie; without
+// such a kernel, or with too many rows or few, none.
+class TurnedRows {
+ public:
+  TurnedRows(const Kernels& kernels, int64_t rows, int64_t depth)
+      : kernels_(kernels),
+        rows_(rows),
+        depth_(depth),
+        is_used_(kernels.multiply_turned && rows <= kernels.most_turned_rows && !is_few(kernels, rows) &&
+                 depth % kernels.k_step == 0) {}
+
+  int64_t bytes() const {
+    return is_used_ ? divide_up(rows_, kernels_.nr) * panel_bytes(kernels_, depth_, kernels_.nr) : 0;
+  }
+
+  void pack(const RowMajor& a, char* memory) {
+    if (!is_used_) return;
+    panels_ = Panels::in(memory, kernels_, depth_, kernels_.nr);
+    const Stored* pointers[kMaxPanelLanes];
+    for (int64_t row = 0; row < rows_; row += kernels_.nr) {
+      for (int64_t i = 0; i < kernels_.nr; ++i)  // operands are what is stored
+        pointers[i] = row + i < rows_ ? reinterpret_cast<const Stored*>(a.at(row + i)) : nullptr;
+      kernels_.pack_columns(pointers, depth_, panels_.panel(row / kernels_.nr));
+    }
+  }
+
+  // Tiles of all rows with these columns: epilogue(tile, row, m) takes each. False if they have to be packed.
+  template <class Epilogue>
+  bool multiply(const Stored* const* columns, const Epilogue& epilogue) const {
+    if (!is_used_) return false;
+    TileMemory tile;
+    const TileProducts products(kernels_);
+    for (int64_t row = 0; row < rows_; row += kernels_.nr) {
+      const int64_t m = std::min(kernels_.nr, rows_ - row);
+      if (!kernels_.multiply_turned(m, depth_, panels_.panel(row / kernels_.nr), columns, tile.tiles()))
+        return false;
+      epilogue(tile.tiles(), row, m);
+    }
+    return true;
+  }
+
+ private:
+  const Kernels& kernels_;
+  const int64_t rows_, depth_;
+  const bool is_used_;
+  Panels panels_{};
+};
+
 // The same for the weight rows of one panel, which is packed first unless it is null: then the rows are few.
 template <class Epilogue>
-void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
-                   const Stored* const* pointers, Operand* panel, const Epilogue& epilogue) {
+void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, const TurnedRows& turned,
+                   int64_t depth, const Stored* const* pointers, Operand* panel, const Epilogue& epilogue) {
+  if (turned.multiply(pointers, epilogue)) return;
   if (panel) {
     kernels.pack_columns(pointers, depth, panel);
     return rows_by_packed_panel(kernels, rows, a, depth, panel, epilogue);
@@ -219,16 +224,34 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   const Stored* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
-  const ThreadBuffer buffer(few ? 0 : panel_bytes(kernels, depth, kernels.nr));
-  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data());
+  TurnedRows turned(kernels, rows, depth);
+  const int64_t group = std::min(panels_at_once(kernels, rows, a, 1), job.end - job.begin);
+  const int64_t bytes_of_panel = panel_bytes(kernels, depth, kernels.nr);
+  const ThreadBuffer buffer(turned.bytes() + (few ? 0 : group * bytes_of_panel));
+  const Panels panels = Panels::in(buffer.data() + turned.bytes(), kernels, depth, kernels.nr);
+  turned.pack(a, buffer.data());
+  if (group > 1 && !few && turned.bytes() == 0) {
+    for (int64_t first = job.begin, count; first < job.end; first += count) {
+      count = std::min(group, job.end - first);
+      for (int64_t p = 0; p < count; ++p) {
+        columns(first + p, pointers);
+        kernels.pack_columns(pointers, depth, panels.panel(p));
+      }
+      rows_by_packed_panels(
+          kernels, rows, a, depth, panels, count,
+          [&](int64_t p, const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
+    }
+    return;
+  }
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, pointers);
-    rows_by_panel(kernels, rows, a, depth, pointers, panel,
+    rows_by_panel(kernels, rows, a, turned, depth, pointers, few ? nullptr : panels.data,
                   [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, row, m); });
   }
 }
 
-constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in the order of a format once
+constexpr int64_t kPackedTileBytes = 4096;  // of panels whose tiles are computed together
+constexpr int64_t kPackedPanels = 4;        // for which the rows of `a` are put in the order of a format once
 
 // The same with packed rows and integers: the rows of `a` are rounded once a job.
 template <class Columns, class Epilogue>
@@ -259,7 +282,7 @@ void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a,
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     PackedFormat integers, const Columns& columns, const Epilogue& epilogue) {
-  TileMemory<2 * kTileBytes> tile;
+  TileMemory<kPackedTileBytes> tile;
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const Stored* pointers[kMaxPanelLanes];
   if (integers != PackedFormat::none && job.segment->rows() <= kernels.integers.most_rows &&
@@ -281,16 +304,20 @@ void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
   const int64_t stride = RowMajor::odd_lines(depth, kernels.storage_bytes);
   const int64_t row_bytes = stride * kernels.storage_bytes;
-  const ThreadBuffer buffer(kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
-  const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data()), stride, kernels.storage_bytes};
-  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + kernels.nr * row_bytes);
+  TurnedRows turned(kernels, rows, depth);
+  const int64_t bytes = turned.bytes() + kernels.nr * row_bytes;
+  const ThreadBuffer buffer(bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
+  const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data() + turned.bytes()), stride,
+                                   kernels.storage_bytes};
+  auto* const panel = few ? nullptr : reinterpret_cast<Operand*>(buffer.data() + bytes);
+  turned.pack(a, buffer.data());
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, packed);
     for (int64_t j = 0; j < kernels.nr; ++j) {
       pointers[j] = packed[j].data ? decoded.at(j) : nullptr;
       if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded.at(j));
     }
-    rows_by_panel(kernels, rows, a, depth, pointers, panel,
+    rows_by_panel(kernels, rows, a, turned, depth, pointers, panel,
                   [&](const Acc* found, int64_t row, int64_t m) { epilogue(p, found, row, m); });
   }
 }
@@ -311,16 +338,15 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
     return;
   }
   // As many panels at once as make each weight row's piece worth a trip to memory.
-  const int64_t group = std::min<int64_t>(4, job.end - job.begin);
+  const int64_t group = std::min(panels_at_once(kernels, rows, a, 4), job.end - job.begin);
   const ThreadBuffer buffer(group * panel_bytes(kernels, depth, nr));
   const Panels panels = Panels::in(buffer.data(), kernels, depth, nr);
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first);
     pack_weight_rows(kernels, weight, num_columns, depth, first, count, panels);
-    for (int64_t p = 0; p < count; ++p)
-      rows_by_packed_panel(
-          kernels, rows, a, depth, panels.panel(p),
-          [&](const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
+    rows_by_packed_panels(
+        kernels, rows, a, depth, panels, count,
+        [&](int64_t p, const Acc* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
   }
 }
 

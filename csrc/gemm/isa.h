@@ -24,6 +24,9 @@ struct IntegerKernelSet {
 };
 IntegerKernelSet avx512_vnni_integers();
 
+// Puts the products of AMX in the place of those of avx512_bf16, for bfloat16; needs amx_bf16.
+void use_amx(Kernels& bfloat16);
+
 KernelSet portable_kernels();
 KernelSet avx2_kernels();         // needs avx2, fma, f16c
 KernelSet avx512_kernels();       // needs avx512f, bw, vl, dq

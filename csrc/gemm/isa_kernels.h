@@ -12,31 +12,6 @@
 
 #include "isa_begin.h"
 
-// An entry of the table that calls `kernel`: pointers to roles become pointers to elements, which are those
-// of the kernel or it does not compile.
-template <class T, auto kernel>
-struct Entry {
-  template <class... Args>
-  static void call(Args... args) {
-    kernel(typed(args)...);
-  }
-  template <class... Args>
-  using Function = void (*)(Args...);
-  template <class... Args>
-  constexpr operator Function<Args...>() const {
-    return call<Args...>;
-  }
-
- private:
-  template <class Arg>
-  static decltype(auto) typed(Arg& arg) {
-    if constexpr (requires { elements_of<T>(arg); })
-      return elements_of<T>(arg);
-    else
-      return (arg);
-  }
-};
-
 // Rows up to which integers are faster, as measured on Zen 5.
 #if defined(FMOE_BF16_DOT) && defined(FMOE_VNNI)
 constexpr int64_t kMostIntegerRows = 16;
@@ -51,6 +26,8 @@ constexpr IntegerKernels make_integer_kernels() {
           Entry<T, multiply_integers<T>>()};
 }
 
+static_assert(MR <= kMaxTileRows);
+
 #ifndef FMOE_INTEGERS
 template <class T>
 constexpr Kernels make_kernels() {
@@ -59,6 +36,7 @@ constexpr Kernels make_kernels() {
   kernels.mr = MR;
   kernels.nr = NR<U>;
   kernels.k_step = U::k_step;
+  kernels.row_step = 1;
   kernels.few_rows = FMOE_BYTES == 64 && U::k_step == 1 ? 12 : kFewRows;
   kernels.few_rows_transposed = 2 * kFewRows;
   kernels.storage_bytes = sizeof(T);

@@ -3,8 +3,9 @@
 // A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr that stay in registers over the
 // whole of k. B is packed in panels of nr columns, [k][nr]. A is either row-major, or packed in panels of mr
 // rows, [k][mr]. Operands are held in units of k_step consecutive k: a float, a double, or (vdpbf16ps, bfdot)
-// a pair of bfloat16. Types that the instruction set cannot multiply are operands in float, rounded only when
-// a result is stored.
+// a pair of bfloat16. AMX takes 16 such pairs of each of 16 rows at once: its k_step is 32, and its panels of
+// mr rows are [k / 32][mr][32]. Types that the instruction set cannot multiply are operands in float, rounded
+// only when a result is stored.
 //
 // Pointers are typed by the role of an element, not by its type, which depends on the dtype and the
 // instruction set: Stored, the type of the tensors; Operand, the type that is multiplied; Acc (float, or
@@ -21,6 +22,8 @@
 #include "packed.h"
 
 namespace fmoe_ext::gemm {
+
+constexpr int64_t kMaxTileRows = 64;  // mr of any instruction set: their files assert it
 
 struct Stored;
 struct Operand;
@@ -88,6 +91,7 @@ struct IntegerKernels {
 
 struct Kernels {
   int64_t mr, nr, k_step;
+  int64_t row_step;             // of a tile of many rows: parts of them are multiples
   int64_t few_rows;             // up to so many rows of A, B with columns along k is better not packed
   int64_t few_rows_transposed;  // the same of B with rows along the lanes
   int64_t packed_rows;  // up to so many, a packed weight is better decoded in registers; none in double
@@ -114,6 +118,11 @@ struct Kernels {
   // is zero.
   void (*multiply_columns)(int64_t m, int64_t k, const Operand* a, int64_t stride,
                            const Stored* const* columns, Acc* tile);
+  // The same for up to nr rows of A that pack_columns() packed in the place of columns, which then need no
+  // packing. False, and nothing is done, unless they are whole, equally far apart in each half of a panel,
+  // and k is a multiple of k_step. Null where there is no such kernel.
+  bool (*multiply_turned)(int64_t m, int64_t k, const Operand* rows, const Stored* const* columns, Acc* tile);
+  int64_t most_turned_rows;  // of a segment, up to which this is faster
   // Positions [begin, end) of k; rows of B, from `begin` on and ld elements apart, that are contiguous along
   // n: tiles [n / nr, rounded up][m, nr], added to unless begin is 0. A part that is not the last has a
   // multiple of 16 positions.
@@ -127,6 +136,11 @@ struct Kernels {
                           int64_t num_panels, Acc* tiles);
 
   IntegerKernels integers;
+
+  // Around products with packed panels, on the thread that computes them; null where there is nothing to do.
+  // Without them each product does it.
+  void (*begin_tiles)();
+  void (*end_tiles)();
 
   // dst [m, n] = (tile + bias) * scale[row]; bias [n] or null, scale [m] or null.
   void (*store)(const Acc* tile, int64_t m, int64_t n, const Stored* bias, const Acc* scale, Stored* dst,

@@ -11,25 +11,31 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-void replace_integers(const Kernels*& kernels, const IntegerKernels& integers) {
-  auto* mine = new Kernels(*kernels);  // for as long as the process lives
-  mine->integers = integers;
+// A copy that may be changed, for as long as the process lives.
+Kernels& own(const Kernels*& kernels) {
+  auto* mine = new Kernels(*kernels);
   kernels = mine;
+  return *mine;
 }
 
 // Each set overrides the types that it has kernels for.
 KernelSet kernels_up_to(CpuIsa last) {
-  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels,    avx2_kernels, avx512_kernels,   nullptr,
-                                                 avx512_bf16_kernels, neon_kernels, neon_bf16_kernels};
+  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels, avx2_kernels,        avx512_kernels,
+                                                 nullptr,          avx512_bf16_kernels, nullptr,
+                                                 neon_kernels,     neon_bf16_kernels};
   KernelSet chosen;
   for (int i = 0; i <= static_cast<int>(last); ++i) {
     const CpuIsa isa = static_cast<CpuIsa>(i);
     if (!processor_has(isa)) continue;
     if (isa == CpuIsa::avx512_vnni) {
       const IntegerKernelSet integers = avx512_vnni_integers();
-      replace_integers(chosen.float32, integers.float32);
-      replace_integers(chosen.bfloat16, integers.bfloat16);
-      replace_integers(chosen.float16, integers.float16);
+      own(chosen.float32).integers = integers.float32;
+      own(chosen.bfloat16).integers = integers.bfloat16;
+      own(chosen.float16).integers = integers.float16;
+      continue;
+    }
+    if (isa == CpuIsa::amx_bf16) {
+      use_amx(own(chosen.bfloat16));
       continue;
     }
     const KernelSet set = kSets[i]();

@@ -108,6 +108,31 @@ inline const OperandOf<T>* const* elements_of(const Operand* const* rows) {
   return (const OperandOf<T>* const*)rows;
 }
 
+// An entry of the table that calls `kernel`: pointers to roles become pointers to elements, which are those
+// of the kernel or it does not compile.
+template <class T, auto kernel>
+struct Entry {
+  template <class... Args>
+  static void call(Args... args) {
+    kernel(typed(args)...);
+  }
+  template <class... Args>
+  using Function = void (*)(Args...);
+  template <class... Args>
+  constexpr operator Function<Args...>() const {
+    return call<Args...>;
+  }
+
+ private:
+  template <class Arg>
+  static decltype(auto) typed(Arg& arg) {
+    if constexpr (requires { elements_of<T>(arg); })
+      return elements_of<T>(arg);
+    else
+      return (arg);
+  }
+};
+
 template <class U>
 constexpr int kUnitLanes = kBytes / sizeof(typename U::Unit);
 template <class U>

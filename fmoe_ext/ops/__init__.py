@@ -45,9 +45,9 @@ except ImportError as error:
 def _limit_cpu_isa() -> None:
     name = _env.get("FMOE_CPU_ISA")
     if name is not None and not torch.ops.fmoe_ext._set_cpu_isa(name):
-        raise ImportError(
-            f"FMOE_CPU_ISA is {name!r}, which this processor does not have: set a lesser one or leave it unset"
-        )
+        refused = torch.ops.fmoe_ext._cpu_isa_refused() == name
+        why = "the system refuses to this process" if refused else "this processor does not have"
+        raise ImportError(f"FMOE_CPU_ISA is {name!r}, which {why}: set a lesser one or leave it unset")
 
 
 _limit_cpu_isa()

@@ -10,6 +10,11 @@ def cpu_isa() -> str:
     return torch.ops.fmoe_ext._cpu_isa()
 
 
+def refused_cpu_isa() -> str:
+    """Instruction set that the processor has and the system refuses this process; empty if there is none."""
+    return torch.ops.fmoe_ext._cpu_isa_refused()
+
+
 @functools.cache
 def fast_bfloat16() -> bool:
     """True if torch multiplies bfloat16 matrices at least as fast as float32 ones on this processor.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_bf16")
+ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "neon_bf16")
 LIMIT = os.environ.get("FMOE_CPU_ISA", "").strip() or None
 ALLOWED = ISAS if LIMIT is None else ISAS[: ISAS.index(LIMIT) + 1]
 

@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 
+from fmoe_ext import info
 from fmoe_ext.ops import cpu_isa, fast_bfloat16
 
 X86 = {"architecture": "x86_64", "cpu_name": "AMD EPYC"}
@@ -35,5 +36,11 @@ def test_kernels_use_dot_products_of_bfloat16_only_where_they_are_fast():
     has = torch.cpu.get_capabilities()
     if not (has.get("avx512_bf16") and has.get("avx512_bw")):
         pytest.skip("this processor has no AVX512_BF16")
+    has_tiles = has.get("amx_bf16") and not torch.ops.fmoe_ext._cpu_isa_refused()
     is_slow = has.get("avx512_fp16") and "Intel" in has.get("cpu_name", "")
-    assert cpu_isa() == ("avx512_vnni" if is_slow else "avx512_bf16")
+    assert cpu_isa() == ("amx_bf16" if has_tiles else "avx512_vnni" if is_slow else "avx512_bf16")
+
+
+def test_info_names_the_set_that_the_system_refuses(monkeypatch):
+    monkeypatch.setattr(info, "refused_cpu_isa", lambda: "amx_bf16")
+    assert f"{cpu_isa()} (amx_bf16 is refused by the system)" in info.report()
