@@ -51,7 +51,10 @@ class ConvertedChanges:
         wide = torch.float32
         for factor in factors:
             wide = torch.promote_types(wide, factor.dtype)
-        changes = {name: torch.zeros(shape, dtype=wide) for name, shape in self._found.parameters.items()}
+        changes = {
+            name: torch.zeros(shape, dtype=wide, device="cpu")
+            for name, shape in self._found.parameters.items()
+        }
         for name, (a, b, scaling) in self._pairs.items():
             changes[name] = b.read().to(wide) @ a.read().to(wide) * scaling
         return changes
