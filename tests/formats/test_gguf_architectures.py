@@ -22,10 +22,6 @@ REFUSED = {
     "deci": ("", NO_CLASS),
     "deepseek": ("", NO_CLASS),
     "deepseek2-ocr": ("deepseek_ocr2", "the model needs its tower for images, which is in another file"),
-    "gemma4": (
-        "gemma4_text",
-        f"{OPEN}a router with norms, a dense MLP beside the experts, layers that share keys",
-    ),
     "grok": ("", NO_CLASS),
     "grovemoe": ("", NO_CLASS),
     "jamba": ("jamba", f"{OPEN}Mamba-1 layers, MoE layers in turn with dense ones"),
