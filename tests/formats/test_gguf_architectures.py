@@ -31,7 +31,10 @@ REFUSED = {
     "mimo2": ("mimo_v2_flash", f"{OPEN}heads and widths of attention that differ by layer"),
     "minicpm": ("", NO_CLASS),
     "mistral3": ("ministral3", "Transformers' class for it has no experts"),
-    "mistral4": ("mistral4", f"{OPEN}a scale of queries that grows with the position, YaRN by default"),
+    "mistral4": (
+        "mistral4",
+        f"{OPEN}a scale of queries by position, which llama.cpp's converter leaves out; YaRN by default",
+    ),
     "nomic-bert-moe": ("nomic_bert", "an encoder, and Transformers' class for it has no experts"),
     "phimoe": ("phimoe", "its router is SparseMixer, which llama.cpp computes as softmax"),
     "rnd1": ("", NO_CLASS),
