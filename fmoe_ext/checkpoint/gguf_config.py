@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import Family, Gguf
 from fmoe_ext.checkpoint.gguf_keys import (
@@ -22,10 +24,11 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorc
 Values: TypeAlias = dict[str, Any]  # {attribute of the configuration: value}
 
 
-def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
+def config_of(path: Path, fields: Fields, shapes: Shapes, factors: Tensor | None = None) -> Any:
     """The configuration of Transformers for a file that has no config.json beside it.
 
-    Raises CheckpointError for keys that are missing or have other types, and for an architecture that is not read.
+    factors: rope_freqs.weight of the file. Raises CheckpointError for keys that are missing or have other types, and
+    for an architecture that is not read.
     """
     import transformers
 
@@ -61,11 +64,13 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
         if family.gguf.is_partial:
             rotated = values.pop("rotated", values["head_dim"])
             values["rope_parameters"]["partial_rotary_factor"] = rotated / values["head_dim"]
+        if family.gguf.finish:
+            family.gguf.finish(values, shapes, factors)
         return config_class(**values)
     except KeyError as error:
         raise CheckpointError(f"{path} has no key for {error.args[0]}") from None
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        raise error if str(path) in str(error) else CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # of Transformers, which have no common class
         raise CheckpointError(f"{path} has metadata that Transformers refuses: {error}") from error
 

@@ -59,8 +59,9 @@ def _layouts() -> dict[str, Layout]:
     return {family.gguf.name: family.in_modules for family in FAMILIES.values() if family.gguf}
 
 
-def _stacks_of(path: Path, number: int, found: Mapping[str, Any], gated: bool) -> list[list[_Stack]]:
+def _stacks_of(path: Path, number: int, found: Mapping[str, Any], layout: Layout) -> list[list[_Stack]]:
     """The projections of a layer: gate and up, or both as one, or up alone, and down."""
+    gated, has_scales = layout.gated, layout.gate_scales is not None
     weights = []
     begin = f"blk.{number}.ffn_"
     is_fused = f"{begin}gate_up_exps.weight" in found
@@ -70,7 +71,7 @@ def _stacks_of(path: Path, number: int, found: Mapping[str, Any], gated: bool) -
         for name in names:
             if name not in found:
                 raise CheckpointError(f"{path} lacks {name}")
-        weights.append([_Stack(path, name, found) for name in names])
+        weights.append([_Stack(path, name, found, has_scales) for name in names])
     if any(stack.shape != stacks[0].shape for stacks in weights for stack in stacks):
         raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
     return weights
@@ -78,7 +79,7 @@ def _stacks_of(path: Path, number: int, found: Mapping[str, Any], gated: bool) -
 
 def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], layout: Layout) -> Layer:
     in_turn = layout.interleaved
-    weights = _stacks_of(path, number, found, layout.gated)
+    weights = _stacks_of(path, number, found, layout)
     kinds = [{stack.kind for stack in stacks} for stacks in weights]
     is_one = all(len(kind) == 1 for kind in kinds)
     is_float = is_one and not in_turn and all(kind <= _GGUF_FLOATS.keys() for kind in kinds)
@@ -183,9 +184,12 @@ def _gates_in_turn(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Stack:
-    """One projection of all experts. shape: [E, out, in]; num_bytes: of an expert; scale: its factors, or None."""
+    """One projection of all experts. shape: [E, out, in]; num_bytes: of an expert; scale: its factors, or None.
 
-    def __init__(self, path: Path, name: str, found: Mapping[str, Any]) -> None:
+    has_scales: factors of weights that are not packed in NVFP4 belong to the router, which multiplies by them.
+    """
+
+    def __init__(self, path: Path, name: str, found: Mapping[str, Any], has_scales: bool = False) -> None:
         tensor = found[name]
         self.path, self.name, self.type = path, name, tensor.tensor_type
         self.kind = self.type.name.lower()
@@ -198,6 +202,8 @@ class _Stack:
         if self.begin + int(tensor.n_bytes) > path.stat().st_size:
             raise CheckpointError(f"{path} is truncated: {tensor.name} ends behind it")
         self.scale = found.get(f"{name.removesuffix('weight')}scale")
+        if has_scales and self.kind != SCALED:
+            self.scale = None
         if self.scale is not None:
             check_factors(path, self.scale, self.kind, size[0])
 

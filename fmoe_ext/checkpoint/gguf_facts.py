@@ -22,12 +22,20 @@ def gating_of(family: Family) -> int:
 
 
 def rope_of(config: Any) -> Mapping[str, Any]:
-    """rope_parameters of a configuration, empty for models without rotary embeddings."""
-    return getattr(config, "rope_parameters", None) or {}
+    """rope_parameters of a configuration's layers with full attention, empty for models without rotary embeddings."""
+    said = getattr(config, "rope_parameters", None) or {}
+    found: Mapping[str, Any] = said.get("full_attention", said)
+    return found
+
+
+def first_layer(config: Any) -> Any:
+    """The configuration of the first layer, where Transformers has others for others; else the model's."""
+    return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
 
 
 def facts(config: Any, family: Family) -> Facts:
     """Metadata that llama.cpp needs beside the tensors of a model: {key behind the architecture: value}."""
+    whole, config = config, first_layer(config)
     architecture = family.gguf
     assert architecture is not None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -58,7 +66,7 @@ def facts(config: Any, family: Family) -> Facts:
         "expert_used_count": said["top_k"],
     }
     if rope_of(config):
-        found["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+        found["rope.freq_base"] = float(rope_of(config)["rope_theta"])
     if hasattr(config, "moe_intermediate_size"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     elif architecture.says_routing:
@@ -72,7 +80,7 @@ def facts(config: Any, family: Family) -> Facts:
     if rope_of(config).get("rope_type") == "yarn":
         found |= _yarn(config)
     if architecture.facts:
-        found |= architecture.facts(config)
+        found |= architecture.facts(whole)
     for key, attribute in architecture.multipliers.items():
         found[key] = float(getattr(config, attribute))
     return found

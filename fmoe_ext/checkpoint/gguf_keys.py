@@ -358,6 +358,10 @@ def _computed(attribute: str, config: Any) -> Any:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-6)
+    if isinstance(a, list) and type(b) in (int, float):  # llama.cpp takes one number for all layers
+        return bool(a) and all(_same(one, b) for one in a)
+    if type(a) in (int, float) and isinstance(b, list):
+        return _same(b, a)
     return bool(a == b)
 
 

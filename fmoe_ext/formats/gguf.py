@@ -14,7 +14,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, Turned
 from fmoe_ext.checkpoint.files import explained
-from fmoe_ext.checkpoint.gguf_facts import facts, rope_of
+from fmoe_ext.checkpoint.gguf_facts import facts, first_layer, rope_of
 from fmoe_ext.checkpoint.gguf_names import names_inside, names_outside
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -36,6 +36,7 @@ def check_writable(family: Family, config: Any) -> Gguf:
             f"gguf is written for {known}, but this model is {family.name}: export it as that, then run "
             "llama.cpp's convert_hf_to_gguf.py on the folder"
         )
+    whole, config = config, first_layer(config)
     routing = family.facts_of(config.to_dict())
     is_fixed = not architecture.says_routing
     wrong = {
@@ -58,6 +59,8 @@ def check_writable(family: Family, config: Any) -> Gguf:
         and not architecture.groups_heads,
     }
     wrong |= {name: getattr(config, name) != value for name, value in architecture.fixed.items()}
+    if architecture.refused:
+        wrong |= architecture.refused(whole)
     for name, is_wrong in wrong.items():
         if is_wrong:
             value = getattr(config, name, None)
@@ -83,8 +86,10 @@ def _window_has_no_place(config: Any, architecture: Gguf) -> bool:
 def _has_place(rope: Mapping[str, Any], architecture: Gguf) -> bool:
     """True for rotary embeddings as they are by default, and for YaRN where it is usual."""
     kind = rope.get("rope_type", "default")
-    return kind == "default" or (
-        kind == "yarn" and not architecture.rounds_yarn and rope.get("attention_factor") is None
+    return (
+        kind == "default"
+        or (kind == "yarn" and not architecture.rounds_yarn and rope.get("attention_factor") is None)
+        or architecture.factors is not None
     )
 
 
@@ -133,7 +138,7 @@ def _named(
 ) -> Iterator[tuple[str, StoredTensor]]:
     architecture = family.gguf
     assert architecture is not None
-    block = f"{family.in_modules.block}."
+    block, place = f"{family.in_modules.block}.", family.in_modules.place
     inside, outside = names_inside(family), names_outside(family)
     for name, tensor in tensors.items():
         match = LAYER.fullmatch(name)
@@ -141,6 +146,7 @@ def _named(
         if match:
             rest = match[2]
             rest = f"mlp.{rest.removeprefix(block)}" if rest.startswith(block) else rest
+            rest = f"mlp.{rest}" if place and rest.startswith(f"{place}.") else rest
             turned = next((turned for turned in architecture.turned if turned.name == match[2]), None)
             if turned is None:
                 parts = _in_layer(rest, tensor, inside, config, family.in_modules)
@@ -155,6 +161,9 @@ def _named(
                 heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
                 part = _in_pairs(part, heads)
             yield full, part
+    if architecture.factors:
+        factors = architecture.factors(config)
+        yield "rope_freqs.weight", StoredTensor(tuple(factors.shape), torch.float32, lambda: factors)
 
 
 def _in_layer(

@@ -119,6 +119,21 @@ LFM2 = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1},
     **{"layer_types": ["conv", "full_attention"]},
 }
+GEMMA = {
+    **{"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True},
+    **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    **{"hidden_size_per_layer_input": 0, "sliding_window": 4, "final_logit_softcapping": 5.0},
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GEMMA_SHARED = {
+    **GEMMA,
+    **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": None},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "attention_k_eq_v": False},
+}
 # Those whose files say how their routers compute: llama.cpp checks them here, stream() in test_gguf_routing.py
 WRITTEN = {
     "afmoe": ("afmoe", "afmoe", AFMOE),
@@ -128,6 +143,8 @@ WRITTEN = {
     "dots1": ("dots1", "dots1", {**MODELS["dots1"], **ONE_GROUP, "num_key_value_heads": 4}),
     "ernie4_5_moe": ("ernie4_5_moe", "ernie4_5-moe", {**MODELS["ernie4_5_moe"]}),
     "exaone_moe": ("exaone_moe", "exaone-moe", EXAONE),
+    "gemma4_text": ("gemma4_text", "gemma4", GEMMA),
+    "gemma4_text, shared": ("gemma4_text", "gemma4", GEMMA_SHARED),
     "glm_moe_dsa": ("glm_moe_dsa", "glm-dsa", GLM_DSA),
     "glm4_moe_lite": (
         *("glm4_moe_lite", "deepseek2"),
@@ -229,6 +246,16 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
         ),
         ("granitemoehybrid", {**HYBRID, "mamba_n_groups": 2}, "mamba_n_groups=2 .*granitehybrid"),
         ("lfm2_moe", {**LFM2, "norm_topk_prob": False}, "norm_topk_prob=False .*lfm2moe"),
+        ("gemma4_text", {**GEMMA, "hidden_activation": "silu"}, "hidden_activation=silu .*gemma4"),
+        ("gemma4_text", {**GEMMA, "hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input=.*gemma4"),
+        ("gemma4_text", {**GEMMA, "num_kv_shared_layers": 1}, "num_kv_shared_layers=1 .*gemma4"),
+        *(
+            ("gemma4_text", {**GEMMA, name: value}, f"{name}=.* has no place in GGUF's gemma4")
+            for name, value in (
+                ("use_bidirectional_attention", "all"),
+                ("rope_parameters", {**GEMMA_ROPE, "sliding_attention": {**YARN}}),
+            )
+        ),
     ):
         with pytest.raises(CheckpointError, match=said):
             fmoe_ext.export(fmoe_ext.import_model(make(model_type, **values)), tmp_path / "out", "gguf")
@@ -263,13 +290,13 @@ def of_transformers(name):
     return fmoe_ext.import_model(make(model_type, **values))
 
 
-def assert_llama_cpp_agrees(model, folder, tolerance, **options):
-    """llama.cpp's log-probabilities of every next token are those of the model in float64."""
+def assert_llama_cpp_agrees(model, folder, tolerance, reference=None, **options):
+    """llama.cpp's log-probabilities of every next token are those of the model, or of another, in float64."""
     llama_cpp = llama_cpp_or_skip()
     fmoe_ext.export(model, folder, "gguf")
     ids = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(3))
     with torch.no_grad(), without_float32():
-        expected = model.double()(input_ids=ids).logits[0].log_softmax(-1)
+        expected = (reference or model).double()(input_ids=ids).logits[0].log_softmax(-1)
     got = llama_cpp.logits(folder / "model.gguf", ids[0].tolist(), **options).log_softmax(-1)
     assert got.shape == expected.shape == (12, 61) and expected.std() > 0.1
     assert (got - expected).abs().max() <= tolerance
@@ -286,8 +313,21 @@ def llama_cpp_or_skip():
 @pytest.mark.parametrize("name", [*GGUF, *WRITTEN, *OF_LLAMA_CPP])
 def test_llama_cpp(name, tmp_path):
     """A model of Transformers: log-probabilities to float32's precision."""
+    reference = None
     tolerance = 2e-5 if name == "qwen3_next" else 1e-5  # its scan is in another order
-    assert_llama_cpp_agrees(of_transformers(name), tmp_path / "out", tolerance)
+    if name.startswith("gemma"):  # whose GELU is a table of 16 bits there
+        tolerance, (model_type, _, values) = 2e-3, WRITTEN[name]
+        reference = make(model_type, **values)
+        for module in reference.modules():
+            if hasattr(module, "act_fn"):
+                module.act_fn = GeluOfTable()
+    assert_llama_cpp_agrees(of_transformers(name), tmp_path / "out", tolerance, reference)
+
+
+class GeluOfTable(torch.nn.Module):
+    def forward(self, x):
+        rounded = torch.nn.functional.gelu(x.half().double(), approximate="tanh").half().to(x.dtype)
+        return rounded.where(x.abs() < 10, x.relu())
 
 
 @pytest.mark.parametrize("name", FMOEFIED)

@@ -22,10 +22,6 @@ REFUSED = {
     "deci": ("", NO_CLASS),
     "deepseek": ("", NO_CLASS),
     "deepseek2-ocr": ("deepseek_ocr2", "the model needs its tower for images, which is in another file"),
-    "gemma4": (
-        "gemma4_text",
-        f"{OPEN}a router with norms, a dense MLP beside the experts, layers that share keys",
-    ),
     "grok": ("", NO_CLASS),
     "grovemoe": ("", NO_CLASS),
     "jamba": ("jamba", f"{OPEN}Mamba-1 layers, MoE layers in turn with dense ones"),
@@ -35,7 +31,10 @@ REFUSED = {
     "mimo2": ("mimo_v2_flash", f"{OPEN}heads and widths of attention that differ by layer"),
     "minicpm": ("", NO_CLASS),
     "mistral3": ("ministral3", "Transformers' class for it has no experts"),
-    "mistral4": ("mistral4", f"{OPEN}a scale of queries that grows with the position, YaRN by default"),
+    "mistral4": (
+        "mistral4",
+        f"{OPEN}a scale of queries by position, which llama.cpp's converter leaves out; YaRN by default",
+    ),
     "nomic-bert-moe": ("nomic_bert", "an encoder, and Transformers' class for it has no experts"),
     "phimoe": ("phimoe", "its router is SparseMixer, which llama.cpp computes as softmax"),
     "rnd1": ("", NO_CLASS),

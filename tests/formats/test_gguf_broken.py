@@ -20,6 +20,7 @@ LATEST = (
     "glm_moe_dsa",
     "nemotron_h",
     "kimi_linear",
+    "gemma4_text",
 )
 
 

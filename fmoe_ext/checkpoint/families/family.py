@@ -94,6 +94,9 @@ class Gguf:
     the only value that llama.cpp's graph computes}. rounds_yarn: the bounds of YaRN's ramp are whole numbers, as
     llama.cpp has them for all; False where Transformers has not.
     turned: tensors that differ by more than their names. added: ends of the names of norms to which the file adds 1.
+    factors: of a configuration, what divides the frequencies of rotary embeddings, in rope_freqs.weight. refused:
+    {attribute: True where llama.cpp's graph computes another model} of a configuration. finish: changes attributes by
+    the shapes of the tensors and by rope_freqs.weight, None if the file has none.
     kinds: layer_types that {key: value} say. facts: further {key: value} of a configuration. complete: makes
     attributes of the values that `keys` read. also: {another name, which is read: keys that change no logit of a text}.
     """
@@ -123,6 +126,9 @@ class Gguf:
     facts: Callable[[Any], dict[str, Any]] | None = None
     complete: Callable[[dict[str, Any]], None] | None = None
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    factors: Callable[[Any], Tensor] | None = None
+    refused: Callable[[Any], dict[str, bool]] | None = None
+    finish: Callable[[dict[str, Any], Mapping[str, Numbers], Tensor | None], None] | None = None
 
     def of(self, name: str) -> "Gguf | None":
         """This architecture under a name that it has; None for another."""

@@ -14,7 +14,7 @@ from fmoe_ext.checkpoint.families.family import Family, Turned
 from fmoe_ext.checkpoint.gguf_config import config_of
 from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import in_transformers, names_outside
-from fmoe_ext.checkpoint.gguf_packings import PIECES
+from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED
 from fmoe_ext.checkpoint.gguf_packings import packed as quantized
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
@@ -27,6 +27,7 @@ LATENT = ("attn_k_b.weight", "attn_v_b.weight")  # [heads, rank, nope] and [head
 # A tensor of a layer's experts; scales are factors of their weights, which gguf_layers() reads
 OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 INPUT_SCALE = ".input_scale"
+FREQUENCIES = "rope_freqs.weight"
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
 
@@ -43,7 +44,7 @@ def read_config(file: Path, reader: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
     else:
         shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
-        config = config_of(file, fields, shapes)
+        config = config_of(file, fields, shapes, _factors(reader))
     gguf_keys.check(file, fields, config)
     return config
 
@@ -68,11 +69,12 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
             f"{file}: general.architecture is {fields['general.architecture']}, but config.json has {config.model_type}"
         )
     assert family.gguf is not None
-    scales = _scales(file, reader)
+    scales = _scales(file, reader, family)
     last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
     groups: dict[str, dict[int, dict[str, Any]]] = {"biases": {}, "latent": {}, "turned": {}}
-    for tensor in _outside(file, reader, last, scales):
+    _check_factors(file, reader, family, config)
+    for tensor in _outside(reader, last, scales, family):
         match = IN_LAYER.fullmatch(tensor.name)
         group = match and _group_of(match[2], family, tensor.name in scales)
         if match and group:
@@ -91,12 +93,50 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     for number, halves in groups["latent"].items():
         name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
         found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
+    return {**_ones(reader, family, dtype), **found}
+
+
+def _ones(reader: Any, family: Family, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """The router's factors of experts in NVFP4, whose own factors in the file have them."""
+    scales = family.in_modules.gate_scales
+    found: dict[str, StoredTensor] = {}
+    if scales is None:
+        return found
+    for tensor in reader.tensors:
+        match = IN_LAYER.fullmatch(tensor.name)
+        if match and match[2] == "ffn_down_exps.weight" and tensor.tensor_type.name.lower() == SCALED:
+            ones = torch.ones(int(tensor.shape[-1]), dtype=dtype, device="cpu")
+            name = f"model.layers.{match[1]}.{scales[1]}"
+            found[name] = StoredTensor(tuple(ones.shape), dtype, ones.clone)
     return found
 
 
-def _outside(file: Path, reader: Any, last: int | None, scales: Mapping[str, Any]) -> Iterator[Any]:
+def _factors(reader: Any) -> torch.Tensor | None:
+    found = next((tensor for tensor in reader.tensors if tensor.name == FREQUENCIES), None)
+    return None if found is None else torch.from_numpy(found.data.copy())
+
+
+def _check_factors(file: Path, reader: Any, family: Family, config: Any) -> None:
+    """CheckpointError for factors of frequencies with which the model is not computed."""
+    assert family.gguf is not None
+    found = _factors(reader)
+    expected = family.gguf.factors(config) if family.gguf.factors else None
+    if expected is None:
+        if found is not None and (found != 1).any():
+            raise CheckpointError(f"{file}: {FREQUENCIES} scales frequencies, which is not computed here")
+    elif found is None:
+        raise CheckpointError(f"{file} lacks {FREQUENCIES}")
+    elif not torch.equal(found, expected):
+        raise CheckpointError(
+            f"{file}: {FREQUENCIES} is {found.tolist()[:8]}, but the model is computed with {expected.tolist()[:8]}"
+        )
+
+
+def _outside(reader: Any, last: int | None, scales: Mapping[str, Any], family: Family) -> Iterator[Any]:
     """The tensors that become some of Transformers' outside of the experts' weights, up to layer `last`."""
-    left_out = {factor.name for factor in scales.values()}
+    assert family.gguf is not None
+    left_out = {FREQUENCIES, *(factor.name for factor in scales.values())}
+    weights = {tensor.name: tensor for tensor in reader.tensors}
     for tensor in reader.tensors:
         match = IN_LAYER.fullmatch(tensor.name)
         if tensor.name in left_out or (match and last is not None and int(match[1]) >= last):
@@ -104,13 +144,11 @@ def _outside(file: Path, reader: Any, last: int | None, scales: Mapping[str, Any
         if tensor.name.endswith(INPUT_SCALE):  # of a setting that rounds inputs
             continue
         experts = match and OF_EXPERTS.fullmatch(match[2])
-        if experts and experts[2] != "bias":
-            continue
-        if tensor.name == "rope_freqs.weight":
-            if (tensor.data != 1).any():
-                raise CheckpointError(
-                    f"{file}: rope_freqs.weight scales frequencies, which is not computed here"
-                )
+        of_router = match and match[2] in family.gguf.names.values()  # factors that belong to the router
+        if of_router and experts:
+            scaled = weights.get(f"{tensor.name.removesuffix('scale')}weight")
+            of_router = scaled is None or scaled.tensor_type.name.lower() != SCALED
+        if experts and experts[2] != "bias" and not of_router:
             continue
         yield tensor
 
@@ -118,7 +156,8 @@ def _outside(file: Path, reader: Any, last: int | None, scales: Mapping[str, Any
 def _group_of(name: str, family: Family, is_scaled: bool) -> str | None:
     """Name of the group in which a tensor of a layer is put together with others; None for one that stands alone."""
     assert family.gguf is not None
-    if OF_EXPERTS.fullmatch(name):
+    experts = OF_EXPERTS.fullmatch(name)
+    if experts and experts[2] == "bias":
         return "biases"
     if family.gguf.is_latent and name in LATENT:
         return "latent"
@@ -150,12 +189,16 @@ def _name(file: Path, name: str, family: Family) -> str:
     return full
 
 
-def _scales(file: Path, reader: Any) -> dict[str, Any]:
+def _scales(file: Path, reader: Any, family: Family) -> dict[str, Any]:
     """{name of a weight outside of the experts: its factor}."""
+    assert family.gguf is not None
+    own = {*family.gguf.names.values()}
     names = {tensor.name: tensor for tensor in reader.tensors}
     found = {}
     for tensor in reader.tensors:
         weight = names.get(f"{tensor.name.removesuffix('scale')}weight")
+        if tensor.name.split(".", 2)[-1] in own:
+            continue
         if tensor.name.endswith(".scale") and weight is not None and "_exps." not in tensor.name:
             check_factors(file, tensor, weight.tensor_type.name.lower(), 1)
             found[weight.name] = tensor
