@@ -187,6 +187,7 @@ class Speedrun:
                 )
                 if is_trial and record.is_done:
                     run.forget_weights()
+                keep_memory(self.device)
                 bar.total = bar.n + self.left()
                 if time.monotonic() - self.drawn > 20:
                     self.write()
@@ -204,6 +205,13 @@ def first_steps(
         model, optimizers = run.build()
         seconds = run.step(model, optimizers, corpus)
         yield name, model, run.loss, seconds
+
+
+def keep_memory(device: torch.device) -> None:
+    """Keep freed memory from here on, and give back what has been kept: the heap of a dense model grows by its step."""
+    if device.type == "cpu" and cpu.can_keep_memory():
+        cpu.give_memory_back()
+        cpu.keep_memory()
 
 
 def warm_up(size: Size, device: torch.device, names: Iterable[str]) -> None:
@@ -228,8 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.dry_run:
         dry_run(size_of(options), torch.device(options.device), options.models)
         return 0
-    if options.device == "cpu" and cpu.can_keep_memory():
-        cpu.keep_memory()
+    keep_memory(torch.device(options.device))
     try:
         speedrun = Speedrun(options)
     except DataError as error:
