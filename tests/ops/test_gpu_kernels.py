@@ -207,10 +207,15 @@ def test_torch_computes_expert_mlp_where_it_won(switches, monkeypatch, by_torch)
         torch.testing.assert_close(ours, theirs)
 
 
-def test_missing_tensor_is_refused_by_the_kernel_where_torch_won(switches, monkeypatch):
+def let_torch_win_all(monkeypatch):
+    """A proof in which torch's product is faster in bfloat16, and a selection that finds it."""
     wins = [gpu_proof.TorchWin(name, "16 bits", "few", 2.0, 1.0) for name in torch_path.TORCH_OPERATORS]
     dataclasses.replace(proof(**FOUND), torch_wins=tuple(wins)).save()
     selection(monkeypatch).prepare()
+
+
+def test_missing_tensor_is_refused_by_the_kernel_where_torch_won(switches, monkeypatch):
+    let_torch_win_all(monkeypatch)
     x, weight, offs, _, _ = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
     grouped_gemm(x, weight, offs)  # the first call chooses
     for name, given in (
@@ -223,9 +228,7 @@ def test_missing_tensor_is_refused_by_the_kernel_where_torch_won(switches, monke
 
 
 def test_needs_of_another_number_are_refused_by_the_kernel_where_torch_won(switches, monkeypatch):
-    wins = [gpu_proof.TorchWin(name, "16 bits", "few", 2.0, 1.0) for name in torch_path.TORCH_OPERATORS]
-    dataclasses.replace(proof(**FOUND), torch_wins=tuple(wins)).save()
-    selection(monkeypatch).prepare()
+    let_torch_win_all(monkeypatch)
     x, weight, offs, _, grad = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
     grouped_gemm(x, weight, offs)  # the first call chooses
     with pytest.raises(RuntimeError, match=r"needs must have 3 entries .* but got 1"):
