@@ -152,6 +152,11 @@ class BaseGate(nn.Module):
         """False for gates of which nothing evens out the load of the experts: no loss, bias or construction."""
         return True
 
+    @property
+    def moves_bias(self) -> bool:
+        """True if a bias of the choices moves by the load that this rank's gate has counted."""
+        return False
+
     def check_spread(self, size: int) -> None:
         """Raises ValueError if this gate, made for one process, cannot choose for experts on size ranks."""
 
