@@ -12,6 +12,7 @@ from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 PREFIX = "optimizer."
+_OF_PARAMETERS = ("params", "param_names")  # of a group; its other entries are options
 
 
 def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -25,7 +26,7 @@ def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tenso
     params: dict[str, int] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        groups.append({key: value for key, value in group.items() if key != "params"})
+        groups.append({key: value for key, value in group.items() if key not in _OF_PARAMETERS})
         for param in group["params"]:
             name = model.name_of(param)
             params[name] = number
