@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.checkpoint.model_state import ModelState, packed_kind
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 PREFIX = "optimizer."
@@ -49,6 +49,12 @@ def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
         for entry, value in optimizer.state.get(param, {}).items():
             if "." in entry:
                 raise CheckpointError(f"the optimizer's state {entry!r} of {name} has a dot in its name")
+            kind = packed_kind(value) if isinstance(value, torch.Tensor) else None
+            if kind is not None:
+                raise CheckpointError(
+                    f"the optimizer's state {entry!r} of {name} is a {kind}, whose values are not in one tensor: use "
+                    "torch.save(optimizer.state_dict()) beside the model's checkpoint, or an optimizer of PyTorch"
+                )
             if not isinstance(value, torch.Tensor) or model.local_rows(name) is None:
                 continue
             shape, whole = tuple(value.shape), model.global_shape(name)

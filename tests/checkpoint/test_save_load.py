@@ -108,6 +108,22 @@ def test_names_in_groups_of_an_optimizer_stay_its_own(tmp_path):
     assert train(model, optimizer, range(2, 4)) == train(other, of_other, range(2, 4))
 
 
+def test_packed_tensors_are_refused_by_name(tmp_path):
+    """Their bytes were written as if they were those of the dtype that they report: no load could read them."""
+    quantization = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    packed = nn.Linear(64, 64)
+    quantization.quantize_(packed, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(CheckpointError, match=r"state 'weight' is a \w+, whose values are not .*dequantize\(\)"):
+        checkpoint.save(tmp_path, packed)
+    optimizer.state[model.before.weight]["exp_avg"] = packed.weight
+    with pytest.raises(CheckpointError, match=r"state 'exp_avg' of before\.weight is a \w+, whose values"):
+        checkpoint.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
 def test_wrappers_leave_no_trace(tmp_path):
     model = Model()
     checkpoint.save(tmp_path, nn.DataParallel(nn.Sequential(nn.DataParallel(model))))
