@@ -15,7 +15,7 @@ from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import device_of, own_groups, tag_of
 from fmoe_ext.ep.process_groups import check_same, find_group, gather_values
-from fmoe_ext.ep.wrappers import check_mesh, warn_of_lone_biases
+from fmoe_ext.ep.wrappers import check_mesh, warn_of_copies
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
@@ -163,7 +163,7 @@ class DistributedGroupedDataParallel(nn.Module):
             self._sync_params()
         self.register_load_state_dict_pre_hook(_accept_bare_keys)
         num_copies = dist.get_world_size(self.groups["gate"])
-        warn_of_lone_biases(module, num_copies, "the copies part")
+        warn_of_copies(module, num_copies, "the copies part")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.training and not self._accumulates:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -59,18 +58,11 @@ def check_mesh(layer: nn.Module, ranks: list[int]) -> None:
         _refuse_shared(type(layer).__name__, layer, ranks, _SHARDED)
 
 
-def warn_of_lone_biases(module: nn.Module, num_copies: int, consequence: str) -> None:
-    """Warns where a gate's bias moves by the load of fewer ranks than hold copies of the gate."""
+def warn_of_copies(module: nn.Module, num_copies: int, consequence: str) -> None:
+    """Warns of gates in module, of which so many ranks hold copies, whose bias moves by the load of fewer."""
     for name, gate in module.named_modules():
-        num_ranks = getattr(getattr(gate, "ranks", None), "size", 1)
-        if getattr(gate, "moves_bias", False) and num_ranks < num_copies:
-            warnings.warn(
-                f"the bias of {name!r} ({type(gate).__name__}) moves by the tokens of {num_ranks} of the {num_copies} "
-                f"ranks that hold copies of it: {consequence}. Give the layer gate_group=, the group of all of them "
-                "(torch.distributed.group.WORLD, groups.world of init_groups())",
-                stacklevel=3,
-            )
-            return
+        if hasattr(gate, "warn_of_copies"):
+            gate.warn_of_copies(num_copies, consequence, name)
 
 
 def _parallel_of(layer: nn.Module) -> ExpertParallel | None:
@@ -157,7 +149,7 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
         if any(id(p) in taken for p in experts.parameters()):
             ranks = dist.get_process_group_ranks(parent.process_group)
             _refuse_shared(path or type(layer).__name__, layer, ranks, _AVERAGED)
-    warn_of_lone_biases(
+    warn_of_copies(
         module,
         dist.get_world_size(parent.process_group),
         "DistributedDataParallel sends that of its first rank to the others, or leaves the copies to part",

@@ -4,6 +4,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.gates.base_gate import OneRank, Ranks, probabilities_of
 from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
 from fmoe_ext.gates.naive_gate import GateOverRanks
@@ -113,6 +114,9 @@ class BalancedGate(GateOverRanks):
 
     def after_optimizer_step(self) -> None:
         """Update the gate at the step of a torch.optim optimizer that has its parameters."""
+        for p in self.parameters():
+            if is_dtensor(p):
+                self.warn_of_copies(p.device_mesh.size(), "under fully_shard the copies of a bias part")
         if "running" in self.balance_losses:
             self.reset_running_load()
 

@@ -116,7 +116,9 @@ def test_packed_tensors_are_refused_by_name(tmp_path):
     train(model, optimizer, range(1))
     packed = nn.Linear(64, 64)
     quantization.quantize_(packed, quantization.Int8WeightOnlyConfig())
-    with pytest.raises(CheckpointError, match=r"state 'weight' is a \w+, whose values are not .*dequantize\(\)"):
+    with pytest.raises(
+        CheckpointError, match=r"state 'weight' is a \w+, whose values are not .*dequantize\(\)"
+    ):
         checkpoint.save(tmp_path, packed)
     optimizer.state[model.before.weight]["exp_avg"] = packed.weight
     with pytest.raises(CheckpointError, match=r"state 'exp_avg' of before\.weight is a \w+, whose values"):

@@ -4,6 +4,8 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext import FMoETransformerMLP
@@ -93,6 +95,19 @@ def copies_of_a_bias():
             assert torch.equal(layer.gate.expert_bias, expected[step])
 
 
+def copies_under_fully_shard():
+    layer = fully_shard(make(num_expert=E), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def steps(layer):
+        for step in range(2):
+            layer(tokens(step)).square().mean().backward()
+            optimizer.step()
+
+    texts, _ = warned_by(steps, layer)
+    assert len(texts) == 1 and "1 of the 2 ranks" in texts[0] and "fully_shard" in texts[0], texts
+
+
 def counts_of_microbatches():
     """broadcast_buffers=True does not send the first rank's counts in the middle of a step."""
     layer = make(num_expert=E, expert_dp_comm="dp", gate_group=dist.group.WORLD)
@@ -112,6 +127,10 @@ def counts_of_microbatches():
 
 def test_copies_of_a_bias(pool):
     pool.run(copies_of_a_bias, world_size=2)
+
+
+def test_copies_under_fully_shard(pool):
+    pool.run(copies_under_fully_shard, world_size=2)
 
 
 def test_counts_of_microbatches(pool):
