@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -174,6 +174,12 @@ class DistributedGroupedDataParallel(nn.Module):
             self._reduction_due |= self._sync
             self._accumulates = True
         return self.module(*args, **kwargs)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "DistributedGroupedDataParallel cannot be copied or pickled, its groups and hooks are this process's: copy "
+            "or save its .module (AveragedModel(model.module), torch.save(model.module)), or its state_dict()"
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
