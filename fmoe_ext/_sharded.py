@@ -19,6 +19,11 @@ def is_deepspeed_engine(x: object) -> TypeGuard[Any]:
     return _is("deepspeed.runtime.engine", "DeepSpeedEngine", x)
 
 
+def is_zero_redundancy(x: object) -> bool:
+    """True for ZeroRedundancyOptimizer, whose state is in an optimizer of its own on each rank, not in x.state."""
+    return _is("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer", x)
+
+
 def _is(module: str, name: str, x: object) -> bool:
     kind: Any = getattr(sys.modules.get(module), name, None)  # None also while the module is being imported
     return kind is not None and isinstance(x, kind)

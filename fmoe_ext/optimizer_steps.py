@@ -4,6 +4,7 @@ torch.optim has two global hooks for it, of which this file registers one each f
 the garbage collector removed while torch walks over its hooks would end the step with an error.
 """
 
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -60,7 +61,9 @@ class AfterOptimizerStep:
 
     def before(self, optimizer: Optimizer) -> None:
         module = self._module()
-        inside_another = self._stepping is not None and self._stepping() is not None
+        if not optimizer.state and _makes_state_only():
+            return
+        inside_another = self._stepping is not None and _is_running(self._stepping())
         if module is not None and not inside_another and has_a_parameter_of(optimizer, module.parameters()):
             self._stepping = weakref.ref(optimizer)
 
@@ -69,6 +72,24 @@ class AfterOptimizerStep:
         if module is not None and self._stepping is not None and self._stepping() is optimizer:
             self._stepping = None
             module.after_optimizer_step()
+
+
+def _is_running(optimizer: Optimizer | None) -> bool:
+    """False for an optimizer whose last step ended with an error, after which torch calls no hook."""
+    frame = inspect.currentframe()
+    while optimizer is not None and frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _makes_state_only() -> bool:
+    """True inside torch.distributed.checkpoint, which steps without gradients to make the state that it fills."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -61,6 +61,11 @@ class ModelState:
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}, only tensors are saved"
             )
+        if kind := packed_kind(value):
+            raise CheckpointError(
+                f"the model's state {name!r} is a {kind}, whose values are not in one tensor: load and save the model "
+                "before it is quantized, put weight.dequantize() in its place, or use torch.save(model.state_dict())"
+            )
         if layer is not None and layer.expert_parallel is not None and rest.startswith("experts."):
             if isinstance(value, DTensor):
                 _check_sharded(name, value, layer)
@@ -259,3 +264,10 @@ def _with_global_number(name: str, rest: str, layer: FMoE) -> str:
     _, index, tail = rest.split(".", 2)
     place = layer.expert_parallel.rank * layer.num_local_experts + int(index)
     return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"
+
+
+def packed_kind(tensor: torch.Tensor) -> str | None:
+    """Class of a tensor that stands for others (quantized, as torchao's); None for plain tensors and their shards."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    is_packed = type(local) not in (torch.Tensor, nn.Parameter) and hasattr(local, "__tensor_flatten__")
+    return type(local).__name__ if is_packed else None

@@ -7,11 +7,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fmoe_ext._sharded import is_zero_redundancy
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.checkpoint.model_state import ModelState, packed_kind
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 PREFIX = "optimizer."
+_OF_PARAMETERS = ("params", "param_names")  # of a group; its other entries are options
 
 
 def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -25,7 +27,7 @@ def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tenso
     params: dict[str, int] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        groups.append({key: value for key, value in group.items() if key != "params"})
+        groups.append({key: value for key, value in group.items() if key not in _OF_PARAMETERS})
         for param in group["params"]:
             name = model.name_of(param)
             params[name] = number
@@ -42,12 +44,19 @@ def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tenso
 
 def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
     """The (parameter, entry) whose tensors are rows of experts."""
+    _refuse_zero_redundancy(optimizer)
     has_rows = set()
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         name = model.name_of(param)
         for entry, value in optimizer.state.get(param, {}).items():
             if "." in entry:
                 raise CheckpointError(f"the optimizer's state {entry!r} of {name} has a dot in its name")
+            kind = packed_kind(value) if isinstance(value, torch.Tensor) else None
+            if kind is not None:
+                raise CheckpointError(
+                    f"the optimizer's state {entry!r} of {name} is a {kind}, whose values are not in one tensor: use "
+                    "torch.save(optimizer.state_dict()) beside the model's checkpoint, or an optimizer of PyTorch"
+                )
             if not isinstance(value, torch.Tensor) or model.local_rows(name) is None:
                 continue
             shape, whole = tuple(value.shape), model.global_shape(name)
@@ -60,6 +69,15 @@ def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
                 _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)
                 has_rows.add((name, entry))
     return has_rows
+
+
+def _refuse_zero_redundancy(optimizer: Optimizer) -> None:
+    if is_zero_redundancy(optimizer):
+        raise CheckpointError(
+            "the state of ZeroRedundancyOptimizer is spread over the ranks by its own rule: save the model without "
+            "optimizer, and beside it optimizer.consolidate_state_dict() and torch.save(optimizer.state_dict()) of a "
+            "rank; or use FSDP2, which shards a plain optimizer's state"
+        )
 
 
 def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
@@ -111,6 +129,7 @@ def names(optimizer: Optimizer | None, model: ModelState) -> set[str]:
 
 def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], names_of_all: set[str]) -> None:
     """Raises CheckpointError if an optimizer cannot take what is saved. names_of_all: of every rank's optimizer."""
+    _refuse_zero_redundancy(optimizer)
     if record["type"] != type(optimizer).__name__:
         raise CheckpointError(
             f"the optimizer is {type(optimizer).__name__}, but the checkpoint has the state of {record['type']}"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.data_parallel import DistributedGroupedDataParallel
+from fmoe_ext.distributed.groups import device_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,9 +47,7 @@ def clip_grad_norm_(
     ]
     sharded = [p.grad for p in module.parameters() if is_dtensor(p.grad)]
     counted += [(grad, _num_sharing(grad, dp_ranks)) for grad in sharded]
-    if not counted:
-        return torch.tensor(0.0, device="cpu")
-    total = norm_over(counted, norm_type, [dp_group], counted[0][0].device)
+    total = norm_over(counted, norm_type, [dp_group], device_of(module))
     scale_to_norm([grad for grad, _ in counted], total, max_norm)
     return total
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.buckets import make_buckets
-from fmoe_ext.distributed.groups import own_groups, tag_of
+from fmoe_ext.distributed.groups import device_of, own_groups, tag_of
 from fmoe_ext.ep.process_groups import check_same, find_group, gather_values
-from fmoe_ext.ep.wrappers import check_mesh
+from fmoe_ext.ep.wrappers import check_mesh, warn_of_copies
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
@@ -112,7 +112,8 @@ class DistributedGroupedDataParallel(nn.Module):
     allreduce_params(), which must then be called before GradScaler.unscale_(). Otherwise call allreduce_params() after
     backward, as in FastMoE. A parameter without gradient on this rank counts as zero here.
 
-    broadcast_buffers=True sends the first rank's buffers to the others before each forward in training.
+    broadcast_buffers=True sends the first rank's buffers to the others before the first forward in training after each
+    reduction; what gates count in the microbatches of a step stays each rank's.
     share_overflow=True makes a non-finite gradient of one rank's experts seen by every rank's GradScaler.
 
     Example:
@@ -152,6 +153,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self._expert_grads = expert_grads
         self._sync = True
         self._reduction_due = False
+        self._accumulates = False  # there was a forward since the last reduction
         self._num_started = 0
         self._hooks: list[_Handle] = []
         self._follow_tags()
@@ -160,15 +162,24 @@ class DistributedGroupedDataParallel(nn.Module):
         if need_sync:
             self._sync_params()
         self.register_load_state_dict_pre_hook(_accept_bare_keys)
+        num_copies = dist.get_world_size(self.groups["gate"])
+        warn_of_copies(module, num_copies, "the copies part")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.broadcast_buffers and self.training and self._sync:
+        if self.broadcast_buffers and self.training and not self._accumulates:
             self._broadcast(list(self.module.buffers()), self.groups["dp"])
         if self._tags.have_changed():
             self._retag()
-        if self.training and self._sync:
-            self._reduction_due = True
+        if self.training:
+            self._reduction_due |= self._sync
+            self._accumulates = True
         return self.module(*args, **kwargs)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "DistributedGroupedDataParallel cannot be copied or pickled, its groups and hooks are this process's: copy "
+            "or save its .module (AveragedModel(model.module), torch.save(model.module)), or its state_dict()"
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,7 +205,7 @@ class DistributedGroupedDataParallel(nn.Module):
         for i, bucket in enumerate(self._buckets):
             bucket.finish(reduce_after and not no_scale and i >= self._num_started)
         self._num_started = 0
-        self._reduction_due = False
+        self._reduction_due = self._accumulates = False
         if self.share_overflow:
             self._poison_on_overflow()
 
@@ -286,13 +297,16 @@ class DistributedGroupedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _poison_on_overflow(self) -> None:
-        grads = [p.grad for params in self.tagged.values() for p in params if p.grad is not None]
-        if not grads:
-            return
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        grads = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
+        grads = [grad for grad in grads if grad.numel() > 0]
         # 0 * inf and 0 * nan are nan, and a sum over ranks keeps it
-        poison = torch.stack([grad.sum().float() * 0 for grad in grads]).sum()
+        poison = torch.zeros((), dtype=torch.float32, device=device_of(self.module))
+        for grad in grads:
+            poison += grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) * 0
         dist.all_reduce(poison, group=self.groups["dp"])
-        grads[0].add_(poison.to(grads[0].dtype))
+        for grad in grads:  # each optimizer skips by the gradients that it has
+            grad[(0,) * grad.dim()].add_(poison)
 
 
 class _FinishBeforeSteps:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fmoe_ext.ep.process_groups import check_same
 
@@ -103,3 +104,8 @@ def _default_group() -> dist.ProcessGroup:
 def tag_of(param: torch.Tensor) -> str:
     """The tag that says which group reduces a parameter's gradient."""
     return getattr(param, "dp_comm", "dp")
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of a module's first parameter; the CPU without any."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))

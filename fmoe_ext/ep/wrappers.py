@@ -58,6 +58,13 @@ def check_mesh(layer: nn.Module, ranks: list[int]) -> None:
         _refuse_shared(type(layer).__name__, layer, ranks, _SHARDED)
 
 
+def warn_of_copies(module: nn.Module, num_copies: int, consequence: str) -> None:
+    """Warns of gates in module, of which so many ranks hold copies, whose bias moves by the load of fewer."""
+    for name, gate in module.named_modules():
+        if hasattr(gate, "warn_of_copies"):
+            gate.warn_of_copies(num_copies, consequence, name)
+
+
 def _parallel_of(layer: nn.Module) -> ExpertParallel | None:
     return getattr(layer, "expert_parallel", None)
 
@@ -142,6 +149,11 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
         if any(id(p) in taken for p in experts.parameters()):
             ranks = dist.get_process_group_ranks(parent.process_group)
             _refuse_shared(path or type(layer).__name__, layer, ranks, _AVERAGED)
+    warn_of_copies(
+        module,
+        dist.get_world_size(parent.process_group),
+        "DistributedDataParallel sends that of its first rank to the others, or leaves the copies to part",
+    )
 
 
 WATCH = register_module_module_registration_hook(_check_registration)

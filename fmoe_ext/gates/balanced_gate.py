@@ -4,6 +4,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.gates.base_gate import OneRank, Ranks, probabilities_of
 from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
 from fmoe_ext.gates.naive_gate import GateOverRanks
@@ -74,9 +75,8 @@ class BalancedGate(GateOverRanks):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize, ranks=ranks)
-        self.balance_losses = _weighted(balance_loss)
-        if "sequence" in self.balance_losses and seq_len is None:
-            raise ValueError('balance_loss="sequence" needs seq_len, the number of tokens of one sequence')
+        self.seq_len = seq_len
+        self.balance_loss = balance_loss
         if "sequence" not in self.balance_losses and seq_len is not None:
             raise ValueError(
                 f'seq_len={seq_len} is for balance_loss="sequence", but balance_loss is {balance_loss!r}'
@@ -84,16 +84,25 @@ class BalancedGate(GateOverRanks):
         for name, weight in (("balance_weight", balance_weight), ("z_weight", z_weight)):
             if not weight >= 0:
                 raise ValueError(f"{name} must not be negative, but got {weight}")
-        self.balance_loss = balance_loss
         self.balance_weight = balance_weight
-        self.seq_len = seq_len
         self.z_weight = z_weight
         self.sequence_ranks: Ranks = OneRank()  # those that have parts of the same sequences
-        if "running" in self.balance_losses:
-            self.register_buffer(
-                "running_load", torch.zeros(self.num_experts, dtype=torch.int64), persistent=False
-            )
+
+    @property
+    def balance_loss(self) -> str | Mapping[str, float] | None:
+        """The argument; it may be changed between steps."""
+        return self._balance_loss
+
+    @balance_loss.setter
+    def balance_loss(self, value: str | Mapping[str, float] | None) -> None:
+        losses = _weighted(value)
+        if "sequence" in losses and self.seq_len is None:
+            raise ValueError('balance_loss="sequence" needs seq_len, the number of tokens of one sequence')
+        if "running" in losses:
+            load = torch.zeros(self.num_experts, dtype=torch.int64, device=self.gate.weight.device)
+            self.register_buffer("running_load", load, persistent=False)
             self._follow_optimizers()
+        self._balance_loss, self.balance_losses = value, losses
 
     def _follow_optimizers(self) -> None:
         follow_optimizers(self, AfterOptimizerStep(self))
@@ -105,6 +114,9 @@ class BalancedGate(GateOverRanks):
 
     def after_optimizer_step(self) -> None:
         """Update the gate at the step of a torch.optim optimizer that has its parameters."""
+        for p in self.parameters():
+            if is_dtensor(p):
+                self.warn_of_copies(p.device_mesh.size(), "under fully_shard the copies of a bias part")
         if "running" in self.balance_losses:
             self.reset_running_load()
 

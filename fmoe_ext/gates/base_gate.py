@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -96,6 +97,7 @@ class BaseGate(nn.Module):
         self.loss_is_read = False  # by total_loss(), which then takes it for that of an earlier forward
         self._loss_lacks_gradient = False
         self.is_known_not_to_balance = False  # total_loss() has warned of it
+        self.is_known_to_part = False  # warn_of_copies() has warned of it
         # what RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward
         self.tape: Any = None
 
@@ -151,6 +153,24 @@ class BaseGate(nn.Module):
     def balances(self) -> bool:
         """False for gates of which nothing evens out the load of the experts: no loss, bias or construction."""
         return True
+
+    @property
+    def moves_bias(self) -> bool:
+        """True if a bias of the choices moves by the load that this rank's gate has counted."""
+        return False
+
+    def warn_of_copies(self, num_copies: int, consequence: str, name: str = "gate") -> None:
+        """Warns once if a bias moves by the load of fewer ranks than the num_copies that hold copies of this gate."""
+        num_ranks = getattr(getattr(self, "ranks", None), "size", 1)
+        if not self.moves_bias or num_ranks >= num_copies or self.is_known_to_part:
+            return
+        self.is_known_to_part = True
+        warnings.warn(
+            f"the bias of {name!r} ({type(self).__name__}) moves by the tokens of {num_ranks} of the {num_copies} "
+            f"ranks that hold copies of it: {consequence}. Give the layer gate_group=, the group of all of them "
+            "(torch.distributed.group.WORLD, groups.world of init_groups())",
+            stacklevel=4,
+        )
 
     def check_spread(self, size: int) -> None:
         """Raises ValueError if this gate, made for one process, cannot choose for experts on size ranks."""

@@ -85,6 +85,10 @@ class QuantileGate(ScoredGate):
         for buffer in (self.quantile_bias, self.quantile_sum, self.num_quantiles):
             buffer.zero_()
 
+    @property
+    def moves_bias(self) -> bool:
+        return True
+
     def after_optimizer_step(self) -> None:
         """update_bias(), called by itself at the optimizer's step."""
         super().after_optimizer_step()

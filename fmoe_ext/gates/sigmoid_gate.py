@@ -94,6 +94,10 @@ class SigmoidGate(ScoredGate):
         if self.bias_update_speed > 0:
             self._follow_optimizers()
 
+    @property
+    def moves_bias(self) -> bool:
+        return self.bias_update_speed > 0
+
     def after_optimizer_step(self) -> None:
         """update_bias(), called by itself at the optimizer's step."""
         super().after_optimizer_step()
@@ -144,9 +148,9 @@ class SigmoidGate(ScoredGate):
 
         All ranks of the gate's group call it. Without choices since the last one the bias stays as it is.
         """
-        load = self.ranks.sum(self.pending_load).to(torch.float32)
+        load = self.ranks.sum(self.pending_load)  # integers: float32 rounds those above 2^24
         self.expert_bias = self.expert_bias.float()  # where .half() or .bfloat16() had cast it
-        self.expert_bias += self.bias_update_speed * torch.sign(load.mean() - load)
+        self.expert_bias += self.bias_update_speed * torch.sign(load.sum() - load * self.num_experts)
         self.pending_load.zero_()
         self._forwards_since_update = self._counted_since_update = 0
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,7 +43,7 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
     if not gates:
         raise ValueError(f"{type(trained).__name__} has no gate of fmoe_ext, whose loss could be added")
     check_weight(weight)
-    _remove_from(gates)
+    _remove_from(trained, gates)
     added = BalanceLoss(model, weight)
     _added_to.update(dict.fromkeys(gates, weakref.ref(added)))
     return added
@@ -53,10 +53,10 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
 _added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictionary()
 
 
-def _remove_from(gates: Iterable[BaseGate]) -> None:
-    for gate in gates:
-        reference = _added_to.pop(gate, None)
-        before = None if reference is None else reference()
+def _remove_from(model: nn.Module, gates: Iterable[BaseGate]) -> None:
+    references = [_added_to.pop(gate, None) for gate in gates]
+    added = [None if reference is None else reference() for reference in references]
+    for before in (*added, *_in_copy(model)):
         if before is not None and before.is_attached:
             before.remove()
             warnings.warn(
@@ -64,6 +64,16 @@ def _remove_from(gates: Iterable[BaseGate]) -> None:
                 "gives its loss once",
                 stacklevel=3,
             )
+
+
+def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
+    """Losses that copy.deepcopy or pickle has taken along."""
+    for module in model.modules():
+        hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)]
+        yield from (hook.balance for hook in hooks)
+        step = vars(module).get("training_step")
+        if isinstance(step, functools.partial) and step.func is _training_step:
+            yield step.args[1]
 
 
 def check_weight(weight: float) -> None:
@@ -118,7 +128,14 @@ def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | flo
         return 1.0
     labels = kwargs.get("shift_labels")
     if labels is None:
-        labels = kwargs["labels"][..., 1:] if _shifts_labels(model) else kwargs["labels"]
+        labels = kwargs.get("labels")
+        if labels is None:
+            raise ValueError(
+                f"{type(model).__name__} got num_items_in_batch without the keywords labels or shift_labels, so that "
+                "the share of this microbatch is unknown: pass labels by name, or leave num_items_in_batch out"
+            )
+        labels = labels[..., 1:] if _shifts_labels(model) else labels
+    total = total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1)
     return labels.ne(_IGNORED_LABEL).sum().double() / total
 
 
@@ -130,8 +147,13 @@ def _shifts_labels(model: Any) -> bool:
     return is_causal and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def _to_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+class _AfterForward:
+    """A forward hook that adds the gates' loss; an object, so that a model with it can be pickled."""
+
+    def __init__(self, balance: BalanceLoss) -> None:
+        self.balance = balance
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not module.training:
             return None
         if kwargs.get("fused_lm_head"):
@@ -139,20 +161,36 @@ def _to_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
                 f"{type(module).__name__} is trained by a trainer of TRL that computes its loss itself: add the gates' "
                 "loss there, by huggingface.balance_callback() or add_balance_loss(trainer)"
             )
-        return _with_balance(output, balance, module, _share_of_batch(module, kwargs))
+        own_loss = _own_loss(output, module)
+        return _with_balance(output, own_loss, self.balance, module, _share_of_batch(module, kwargs))
 
-    return model.register_forward_hook(hook, with_kwargs=True).remove
+
+def _to_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
+    return model.register_forward_hook(_AfterForward(balance), with_kwargs=True).remove
 
 
 def _to_step(module: Any, balance: BalanceLoss) -> Callable[[], None]:
     own = module.training_step
+    before = vars(module).get("training_step")
+    # a copy of the module gets one of the copy
+    step = functools.partial(_training_step, module, balance, before)
+    module.training_step = functools.update_wrapper(step, own)
+    return functools.partial(_take_off, module, before)
 
-    @functools.wraps(own)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        return _with_balance(own(*args, **kwargs), balance, module, 1.0)
 
-    module.training_step = training_step
-    return functools.partial(delattr, module, "training_step")
+def _training_step(module: Any, balance: BalanceLoss, own: Any, *args: Any, **kwargs: Any) -> Any:
+    """own, or the step of the module's class, with the gates' loss."""
+    step = functools.partial(type(module).training_step, module) if own is None else own
+    output = step(*args, **kwargs)
+    if output is None and getattr(module, "automatic_optimization", False):
+        return None  # Lightning skips this batch
+    return _with_balance(output, _own_loss(output, module), balance, module, 1.0)
+
+
+def _take_off(module: Any, before: Any) -> None:
+    del module.training_step
+    if before is not None:
+        module.training_step = before
 
 
 def _is_trainer(model: Any) -> bool:
@@ -207,7 +245,9 @@ def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.
     # then num_items is that of all devices, which average gradients
     if trainer.args.average_tokens_across_devices:
         num_gpus = trainer.args.n_gpu
-        share = share * (trainer.accelerator.num_processes if num_gpus <= 1 else num_gpus)
+        # ranks of one tensor-parallel group have the same batch
+        num_ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+        share = share * (num_ranks if num_gpus <= 1 else num_gpus)
     return share
 
 
@@ -220,8 +260,8 @@ def _loss_of(output: Any) -> torch.Tensor | None:
     return first if isinstance(first, torch.Tensor) and first.dim() == 0 else None
 
 
-def _with_balance(output: Any, balance: BalanceLoss, model: nn.Module, share: torch.Tensor | float) -> Any:
-    """output with the gates' losses of the forward that made it."""
+def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
+    """The loss in output; ValueError without one."""
     own_loss = _loss_of(output)
     if own_loss is None:
         raise ValueError(
@@ -229,6 +269,13 @@ def _with_balance(output: Any, balance: BalanceLoss, model: nn.Module, share: to
             "gates.total_loss(model) where your loss is made; under a Trainer that makes the loss itself use "
             "huggingface.balance_callback() or add_balance_loss(trainer)"
         )
+    return own_loss
+
+
+def _with_balance(
+    output: Any, own_loss: torch.Tensor, balance: BalanceLoss, model: nn.Module, share: torch.Tensor | float
+) -> Any:
+    """output with the gates' losses of the forward that made it."""
     loss = balance.add(own_loss, total_loss(model), share)
     if isinstance(output, torch.Tensor):
         return loss

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fmoe_ext._sharded import is_zero_redundancy
 from fmoe_ext.ep import expert_parallel_layers
 from fmoe_ext.ep.exchange import global_exchange
 from fmoe_ext.ep.expert_parallel import ExpertParallel
@@ -78,6 +79,11 @@ def rebalance(
 def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> int:
     """Brings the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
     parallel = layer.expert_parallel
+    if optimizer is not None and is_zero_redundancy(optimizer):
+        raise ValueError(
+            "the state of ZeroRedundancyOptimizer is spread over the ranks and cannot move with experts: give "
+            "experts an optimizer of their own"
+        )
     if sorted(order) != list(range(parallel.num_experts)):
         raise ValueError(f"order must name each of the {parallel.num_experts} experts once, but got {order}")
     old = parallel.experts_in_place

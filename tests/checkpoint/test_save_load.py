@@ -90,6 +90,42 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path, name):
     assert train(model, optimizer, range(2, 5)) == train(other, of_other, range(2, 5))
 
 
+def test_names_in_groups_of_an_optimizer_stay_its_own(tmp_path):
+    """AdamW(model.named_parameters()) keeps names beside parameters, which other groups have in another order."""
+    model, other = Model(), Model(seed=1)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    train(model, optimizer, range(2))
+    checkpoint.save(tmp_path, model, optimizer)
+    named = [*other.named_parameters()][::-1]
+    of_other = torch.optim.AdamW([{"params": named[:3]}, {"params": named[3:]}], lr=0.5)
+    checkpoint.load(tmp_path, other, of_other)
+    names = [[name for name, _ in named[:3]], [name for name, _ in named[3:]]]
+    assert [group["param_names"] for group in of_other.param_groups] == names
+    assert [group["lr"] for group in of_other.param_groups] == [0.01, 0.01]
+    checkpoint.save(tmp_path, other, of_other, step=1)  # and from two groups into one
+    checkpoint.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    assert train(model, optimizer, range(2, 4)) == train(other, of_other, range(2, 4))
+
+
+def test_packed_tensors_are_refused_by_name(tmp_path):
+    """Their bytes were written as if they were those of the dtype that they report: no load could read them."""
+    quantization = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    packed = nn.Linear(64, 64)
+    quantization.quantize_(packed, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(
+        CheckpointError, match=r"state 'weight' is a \w+, whose values are not .*dequantize\(\)"
+    ):
+        checkpoint.save(tmp_path, packed)
+    optimizer.state[model.before.weight]["exp_avg"] = packed.weight
+    with pytest.raises(CheckpointError, match=r"state 'exp_avg' of before\.weight is a \w+, whose values"):
+        checkpoint.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
 def test_wrappers_leave_no_trace(tmp_path):
     model = Model()
     checkpoint.save(tmp_path, nn.DataParallel(nn.Sequential(nn.DataParallel(model))))

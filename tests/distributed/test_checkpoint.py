@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
@@ -296,6 +297,24 @@ def test_one_error_on_every_rank(pool, tmp_path):
     assert "rank 1: after.weight is [1, 7] in the model and [1, 6] in the checkpoint" in shape
     assert "layer moe.0 has 8 experts in the model, 4 in the checkpoint" in num_experts
     assert "rank 1: the optimizer is SGD, but the checkpoint has the state of Adam" in optimizer
+
+
+def refuse_zero_redundancy(folder):
+    zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam, lr=0.05)
+    job = Job(2, optimizer=zero)
+    job.train(range(1))
+    optimizer = job.optimizer
+    assert "consolidate_state_dict" in text_of_error(checkpoint.save, folder, job.model, optimizer)
+    assert not folder.exists()
+    checkpoint.save(folder, job.model, torch.optim.Adam(job.model.parameters()))
+    assert "consolidate_state_dict" in text_of_error(checkpoint.load, folder, job.model, optimizer)
+    checkpoint.load(folder, job.model)
+    with pytest.raises(ValueError, match="cannot move with experts"):
+        move_experts(job.bare.moe[0], list(reversed(range(E))), optimizer)
+
+
+def test_refuses_zero_redundancy(pool, tmp_path):
+    pool.run(refuse_zero_redundancy, tmp_path / "new", world_size=2, timeout=TIMEOUT)
 
 
 def die_while_saving(folder, rank, function):

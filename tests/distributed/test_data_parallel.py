@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_, init_groups
@@ -425,3 +427,17 @@ def wrap_often():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_wrappers_share_their_groups_and_threads(pool):
     pool.run(wrap_often, world_size=2)
+
+
+def copy_and_pickle():
+    model = DistributedGroupedDataParallel(TwoExperts())
+    for act in (copy.deepcopy, AveragedModel, pickle.dumps):
+        with pytest.raises(TypeError, match=r"copy or save its \.module"):
+            act(model)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.equal(AveragedModel(model.module)(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(model.module))(x), model(x))
+
+
+def test_copies_and_pickles_are_refused(pool):
+    pool.run(copy_and_pickle, world_size=2)

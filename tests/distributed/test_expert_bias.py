@@ -1,9 +1,15 @@
 """SigmoidGate's bias over the ranks of a job, and experts drawn alike, as one process has them."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext import FMoETransformerMLP
+from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.gates import SigmoidGate
 
 D, H, E, STEPS = 6, 5, 4, 3
@@ -57,3 +63,75 @@ def test_one_bias(pool):
 
 def test_one_bias_with_zero_redundancy(pool):
     pool.run(one_bias, True, world_size=2)
+
+
+def warned_by(wrap, layer):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped = wrap(layer)
+    return [str(warning.message) for warning in caught], wrapped
+
+
+def copies_of_a_bias():
+    """Copies of a gate that counts one rank's tokens are named; with gate_group= they stay equal."""
+    rank = dist.get_rank()
+    begin = rank * SIZES[0]
+    part = slice(begin, begin + SIZES[rank])
+    for wrap in (DistributedGroupedDataParallel, DistributedDataParallel):
+        texts, _ = warned_by(wrap, make(num_expert=E, expert_dp_comm="dp"))
+        assert (
+            len(texts) == 1 and "'gate' (SigmoidGate) moves by the tokens of 1 of the 2 ranks" in texts[0]
+        ), texts
+        fixed = SigmoidGate(D, E, 1, bias_update_speed=0)
+        assert warned_by(wrap, FMoETransformerMLP(E, D, H, gate=fixed, expert_dp_comm="dp"))[0] == []
+        layer = make(num_expert=E, expert_dp_comm="dp", gate_group=dist.group.WORLD)
+        texts, wrapped = warned_by(wrap, layer)
+        assert texts == []
+        expected = train(make(num_expert=E), slice(None))
+        optimizer = torch.optim.SGD(list(layer.gate.parameters()), lr=0.0)
+        for step in range(STEPS):
+            wrapped(tokens(step)[part]).square().mean().backward()
+            optimizer.step()
+            assert torch.equal(layer.gate.expert_bias, expected[step])
+
+
+def copies_under_fully_shard():
+    layer = fully_shard(make(num_expert=E), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def steps(layer):
+        for step in range(2):
+            layer(tokens(step)).square().mean().backward()
+            optimizer.step()
+
+    texts, _ = warned_by(steps, layer)
+    assert len(texts) == 1 and "1 of the 2 ranks" in texts[0] and "fully_shard" in texts[0], texts
+
+
+def counts_of_microbatches():
+    """broadcast_buffers=True does not send the first rank's counts in the middle of a step."""
+    layer = make(num_expert=E, expert_dp_comm="dp", gate_group=dist.group.WORLD)
+    model = DistributedGroupedDataParallel(layer, auto_allreduce=True, broadcast_buffers=True)
+    chosen = torch.zeros(E, dtype=torch.int64)
+    layer.gate_hook = lambda topk_idx, *_: chosen.add_(topk_idx.flatten().bincount(minlength=E))
+    for step in range(2):
+        chosen.zero_()
+        x = tokens(10 * dist.get_rank() + step)
+        with model.no_sync():
+            model(x[:5]).sum().backward()
+        model(x[5:]).sum().backward()
+        model.allreduce_params()
+        assert torch.equal(layer.gate.pending_load, chosen)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+
+def test_copies_of_a_bias(pool):
+    pool.run(copies_of_a_bias, world_size=2)
+
+
+def test_copies_under_fully_shard(pool):
+    pool.run(copies_under_fully_shard, world_size=2)
+
+
+def test_counts_of_microbatches(pool):
+    pool.run(counts_of_microbatches, world_size=2)

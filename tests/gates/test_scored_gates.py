@@ -186,6 +186,13 @@ def test_update_bias_is_one_signed_step():
     assert gate.pending_load.sum() == 0
 
 
+def test_update_bias_counts_exactly_beyond_what_float32_holds():
+    gate = SigmoidGate(D, 2, 1, 1, bias_update_speed=0.25)
+    gate.pending_load.copy_(torch.tensor([2**25 + 1, 2**25 - 1]))
+    gate.update_bias()
+    assert gate.expert_bias.tolist() == [-0.25, 0.25]
+
+
 def test_load_is_counted_in_training_only():
     gate = make(SigmoidGate)
     gate.eval()
@@ -245,6 +252,28 @@ def test_several_balance_losses_are_summed_by_their_weights():
     z(x)
     torch.testing.assert_close(together.get_loss(), total + z.get_loss(), rtol=1e-12, atol=0)
     assert together.balance_values == {kind: value.detach() for kind, value in values.items()}
+
+
+def test_balance_loss_changes_between_steps():
+    """A gate computes the losses that are assigned; it had kept those that it was made with."""
+    gate, x = make(SigmoidGate), tokens()
+    gate(x)
+    assert gate.get_loss() == 0
+    for value in ("global", "running", {"global": 0.5}, "running"):
+        gate.balance_loss = value
+        gate(x)
+        expected = make(SigmoidGate, balance_loss=value)
+        expected(x)
+        assert gate.balance_loss == value
+        assert gate.get_loss() == expected.get_loss() > 0
+    optimizer = torch.optim.SGD(gate.parameters(), lr=0.0)
+    optimizer.step()
+    assert gate.running_load.sum() == 0
+    with pytest.raises(ValueError, match='balance_loss="sequence" needs seq_len'):
+        gate.balance_loss = "sequence"
+    gate.balance_loss = None
+    gate(x)
+    assert gate.get_loss() == 0
 
 
 def test_loss_is_the_weighted_sum():

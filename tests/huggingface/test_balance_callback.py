@@ -1,13 +1,16 @@
-"""The balance loss under Trainer, accelerate and Lightning, against loops written by hand."""
+"""The balance loss under Trainer and accelerate, against loops written by hand."""
 
+import copy
 import json
+import pickle
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from fmoe_ext import FMoETransformerMLP, fmoefy, huggingface
+from fmoe_ext import fmoefy, huggingface
 from fmoe_ext.gates import SigmoidGate, SoftmaxGate, total_loss
 
 transformers = pytest.importorskip("transformers")
@@ -292,51 +295,56 @@ def test_accelerate_equals_a_loop_by_hand():
     assert_same_state(model, expected)
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.mlp = FMoETransformerMLP(4, 6, 5, gate=SigmoidGate).double()
-        self.mlp.gate.balance_loss = "global"
-
-    def loss(self, x):
-        return self.mlp(x).square().mean()
+def test_pickled_model_keeps_the_balance_loss():
+    model = make_model()
+    huggingface.add_balance_loss(model, WEIGHT)
+    batch = {key: value[None] for key, value in make_examples()[0].items()}
+    other = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(other(**batch).loss, model(**batch).loss, rtol=0, atol=0)
+    assert other(**batch).loss > other.eval()(**batch).loss + 0.5 * WEIGHT
 
 
-def test_lightning_equals_a_loop_by_hand(tmp_path):
-    lightning = pytest.importorskip("pytorch_lightning")
+def test_loss_of_a_copy_is_replaced():
+    model = make_model()
+    handle = huggingface.add_balance_loss(model, WEIGHT)
+    batch = {key: value[None] for key, value in make_examples()[0].items()}
+    other = copy.deepcopy(model)
+    expected = model(**batch).loss
+    with pytest.warns(UserWarning, match=r"balance loss of weight 0\.3 that was added .* is removed"):
+        huggingface.add_balance_loss(other, WEIGHT)
+    torch.testing.assert_close(other(**batch).loss, expected)
+    assert handle.is_attached
+    torch.testing.assert_close(model(**batch).loss, expected)
 
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.small = Small()
 
-        def training_step(self, batch, number):
-            return {"loss": self.small.loss(batch[0])}
+def test_number_of_labels_of_a_batch():
+    """Its share is counted by labels; none in all is a share of zero, not NaN."""
+    model = make_model()
+    huggingface.add_balance_loss(model, WEIGHT)
+    batch = {key: value[None] for key, value in make_examples()[0].items()}
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM returned no loss .*add_balance_loss\(trainer\)"):
+        model(input_ids=batch["input_ids"], num_items_in_batch=7)  # as Trainer calls it with label smoothing
+    ids, attention, labels = batch["input_ids"], torch.ones_like(batch["input_ids"]), batch["labels"]
+    with pytest.raises(ValueError, match="num_items_in_batch without the keywords labels or shift_labels"):
+        model(ids, attention, None, None, None, labels, num_items_in_batch=7)
+    none = torch.full_like(labels, -100)
+    for total in (0, torch.tensor(0)):
+        share = huggingface.training._share_of_batch(model, {"labels": none, "num_items_in_batch": total})
+        assert share == 0
 
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), LR)
 
-    x = torch.randn(8, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).flatten(0, 1)
-    module, expected = Module(), Small()
-    huggingface.add_balance_loss(module, WEIGHT)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
+@pytest.mark.parametrize(
+    ("processes", "tensor_parallel", "expected"), [(4, 1, 1.0), (4, 2, 0.5), (1, 1, 0.25)]
+)
+def test_share_among_ranks_that_average_tokens(processes, tensor_parallel, expected):
+    """Ranks of one tensor-parallel group have one batch: num_items_in_batch counts it once."""
+    trainer = SimpleNamespace(
+        model=make_model(),
+        model_accepts_loss_kwargs=True,
+        compute_loss_func=None,
+        args=SimpleNamespace(average_tokens_across_devices=True, n_gpu=1),
+        accelerator=SimpleNamespace(num_processes=processes),
+        get_tp_size=lambda: tensor_parallel,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=6))
-
-    optimizer = torch.optim.AdamW(expected.parameters(), LR)
-    for number, part in enumerate(x.split(6)):
-        ((expected.loss(part) + WEIGHT * total_loss(expected)) / 2).backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_state(module.small, expected)
-    assert expected.mlp.gate.expert_bias.abs().max() <= 2.1e-3
+    inputs = {"labels": torch.ones(1, 8, dtype=torch.int64)}  # 7 are predicted
+    assert huggingface.training._share_in(trainer, inputs, torch.tensor(28)) == expected

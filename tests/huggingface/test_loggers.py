@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from fmoe_ext import balance, huggingface
-from tests.huggingface.test_balance_callback import (
-    WEIGHT,
-    Small,
-    make_examples,
-    make_model,
-    train_by_trainer,
-)
+from tests.huggingface.test_balance_callback import WEIGHT, make_examples, make_model, train_by_trainer
+from tests.huggingface.test_lightning import Small
 
 transformers = pytest.importorskip("transformers")
 
