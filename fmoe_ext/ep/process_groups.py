@@ -5,12 +5,13 @@ An operator names its group by a string, so that it can stand in a compiled grap
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 # by name; an entry lives as long as the group does
@@ -123,6 +124,34 @@ def check_agreement(layout: str, name: str) -> None:
             group,
         )
         agreed.add(layout)
+
+
+def new_group_of(ranks: Sequence[int], parent: dist.ProcessGroup, **options: Any) -> dist.ProcessGroup | None:
+    """dist.new_group() of some ranks of a parent, all of which call this, each with its own; None outside of the group.
+
+    torch names such a group by its ranks and by how many groups this process has. Where a group was made of some ranks
+    only, the ranks would wait for each other under two names (pytorch/pytorch#189073): those that have fewer fill up.
+    """
+    me, fillers = dist.get_rank(), []
+    if not _names_agree(parent):
+        counts = gather_values(len(c10d._world.pg_names), parent)
+        missing = max(counts) - counts[dist.get_rank(parent)]
+        fillers = [dist.new_group([me], use_local_synchronization=True) for _ in range(missing)]
+        if not _names_agree(parent):
+            raise RuntimeError(
+                f"the ranks {dist.get_process_group_ranks(parent)} have made different numbers of process groups "
+                f"({counts}), so that torch names a new one differently on each: let all of them make the same groups"
+            )
+    made = dist.new_group(list(ranks), use_local_synchronization=True, **options) if me in ranks else None
+    for filler in fillers:
+        dist.destroy_process_group(filler)
+    return made
+
+
+def _names_agree(parent: dist.ProcessGroup) -> bool:
+    """True if all ranks of a parent would give a new group of it the same name."""
+    names = gather_values(c10d._hash_ranks_to_str(dist.get_process_group_ranks(parent)), parent)
+    return len(set(names)) == 1
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
