@@ -45,8 +45,20 @@ def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessG
     """Raises an error if the ranks of a group have other parameters of its tag."""
     for tag, group in groups.items():
         named = [(name, p) for name, p in module.named_parameters() if tag_of(p) == tag]
-        params = [(name, list(p.shape), str(p.dtype)) for name, p in named]
+        params = [
+            (name, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+            for name, p in named
+        ]
         check_same(f"parameters tagged {tag!r}", params, group)
+
+
+def _is_trained(p: nn.Parameter) -> bool:
+    """True for what this wrapper reduces."""
+    return p.requires_grad and not is_dtensor(p)
+
+
+def _trained(module: nn.Module) -> Iterator[nn.Parameter]:
+    return filter(_is_trained, module.parameters())
 
 
 class _Tags:
@@ -59,7 +71,7 @@ class _Tags:
         self._module = module
         self.params: dict[str, list[nn.Parameter]] = {}
         for name, p in module.named_parameters():
-            if not p.requires_grad or is_dtensor(p):
+            if not _is_trained(p):
                 continue
             if tag_of(p) != "none" and tag_of(p) not in groups:
                 raise ValueError(
@@ -67,18 +79,26 @@ class _Tags:
                     f', or tag it "none" if it has no copies (groups: {", ".join(groups)})'
                 )
             self.params.setdefault(tag_of(p), []).append(p)
-        self._tags = [(p, tag) for tag, params in self.params.items() for p in params]
+        self._tags = {p: tag for tag, params in self.params.items() for p in params}
 
     def have_changed(self) -> bool:
-        return any(tag_of(p) != tag for p, tag in self._tags)
+        """True if a parameter has another tag, or is trained that was frozen or not there."""
+        return any(tag_of(p) != self._tags.get(p) for p in _trained(self._module))
 
     def check_change(self, under_way: bool, factor: _Factor | None) -> None:
-        """RuntimeError for a new tag of a parameter whose gradient is there, on its way or of another scale."""
+        """RuntimeError for a parameter whose gradient is there, on its way or of another scale, under another tag."""
         for name, p in self._module.named_parameters():
-            old = next((tag for q, tag in self._tags if q is p), None)
-            if old is None or old == tag_of(p) or p.grad is None:
+            old = self._tags.get(p)
+            if p.grad is None or not _is_trained(p) or old == tag_of(p):
                 continue
-            if under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p))):
+            if old is None and factor is not None and factor(p, tag_of(p)) != 1:
+                raise RuntimeError(
+                    f"parameter {name!r} is trained since the last forward, and its gradient has come: call the "
+                    "wrapper's forward before it comes, not that of the module inside"
+                )
+            if old is not None and (
+                under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p)))
+            ):
                 raise RuntimeError(
                     f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
                     "dp_comm before the forward, with gradients None"
@@ -88,7 +108,7 @@ class _Tags:
         """Hooks that multiply each gradient by the factor of its parameter and tag."""
         return [
             p.register_hook(lambda grad, number=number: grad * number)
-            for p, tag in self._tags
+            for p, tag in self._tags.items()
             if (number := factor(p, tag)) != 1
         ]
 
@@ -99,7 +119,8 @@ class DistributedGroupedDataParallel(nn.Module):
     A parameter's tag is param.dp_comm, "dp" if it has none; one that an FMoE layer got later (an adapter of PEFT) has
     that of the layer's others. Tags "dp", "gate", "moe" and "world" mean the default group
     unless dp_group=, gate_group=, ... says otherwise; <tag>_group= defines further tags; "none" has no copies.
-    A tag that has changed counts from the next forward or reduction on, as in FastMoE.
+    A tag that has changed counts from the next forward or reduction on, as in FastMoE; so does a parameter that was
+    frozen, or was not there.
     Parameters of DTensor type (FSDP2) are left to those who made them.
     Reductions have a group of their own for each group named, which all wrappers share: where several are reduced in
     one backward, all ranks reach them in one order, as with torch's DistributedDataParallel.
