@@ -1,6 +1,7 @@
 """save() and load() in one process: bitwise, complete or absent, one clear error for everything that does not fit."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,19 @@ def test_keep_and_latest(tmp_path):
         checkpoint.save(tmp_path, model, keep=0)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere"):
         checkpoint.load(tmp_path / "nowhere", model)
+
+
+def test_keep_where_the_clock_was_set_back(tmp_path):
+    """huggingface/transformers#26961: the newest is the one that was written last, whatever its folder's time says."""
+    model = Model()
+    for step in (1, 2):
+        path = checkpoint.save(tmp_path, model, step=step)
+        tomorrow = time.time() + 86400 + step
+        os.utime(path, (tomorrow, tomorrow))
+    for step in (3, 4):
+        checkpoint.save(tmp_path, model, step=step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    assert checkpoint.load(tmp_path, model).step == 4
 
 
 def more(model):
