@@ -52,27 +52,19 @@ def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessG
         check_same(f"parameters tagged {tag!r}", params, group)
 
 
-def _is_trained(p: nn.Parameter) -> bool:
-    """True for what this wrapper reduces."""
-    return p.requires_grad and not is_dtensor(p)
-
-
-def _trained(module: nn.Module) -> Iterator[nn.Parameter]:
-    return filter(_is_trained, module.parameters())
-
-
 class _Tags:
     """The tags that the parameters of a module had when it was read.
 
-    params: {tag: parameters that are trained}; those of DTensor type are left out.
+    params: {tag: parameters that are trained}. sharded: names of those that others reduce, which are tensors of DTensor
+    type, except while they are gathered.
     """
 
-    def __init__(self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup], sharded: frozenset[str]
+    ) -> None:
+        self._module, self._sharded = module, sharded
         self.params: dict[str, list[nn.Parameter]] = {}
-        for name, p in module.named_parameters():
-            if not _is_trained(p):
-                continue
+        for name, p in self._trained():
             if tag_of(p) != "none" and tag_of(p) not in groups:
                 raise ValueError(
                     f"parameter {name!r} is tagged {tag_of(p)!r}, for which there is no group: pass {tag_of(p)}_group="
@@ -83,13 +75,18 @@ class _Tags:
 
     def have_changed(self) -> bool:
         """True if a parameter has another tag, or is trained that was frozen or not there."""
-        return any(tag_of(p) != self._tags.get(p) for p in _trained(self._module))
+        return any(tag_of(p) != self._tags.get(p) for _, p in self._trained())
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, p in self._module.named_parameters():
+            if p.requires_grad and not is_dtensor(p) and name not in self._sharded:
+                yield name, p
 
     def check_change(self, under_way: bool, factor: _Factor | None) -> None:
         """RuntimeError for a parameter whose gradient is there, on its way or of another scale, under another tag."""
-        for name, p in self._module.named_parameters():
+        for name, p in self._trained():
             old = self._tags.get(p)
-            if p.grad is None or not _is_trained(p) or old == tag_of(p):
+            if p.grad is None or old == tag_of(p):
                 continue
             if old is None and factor is not None and factor(p, tag_of(p)) != 1:
                 raise RuntimeError(
@@ -175,6 +172,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self._reduction_due = False
         self._num_started = 0
         self._hooks: list[_Handle] = []
+        self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
         weakref.finalize(self, _remove_all, self._hooks)
         _check_same_parameters(module, self.groups)
@@ -226,9 +224,15 @@ class DistributedGroupedDataParallel(nn.Module):
         if self.auto_allreduce and self._reduction_due:
             self.allreduce_params()
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a DistributedGroupedDataParallel has process groups and hooks, and cannot be copied or pickled: copy its "
+            ".module, or save its state_dict()"
+        )
+
     def _follow_tags(self) -> None:
         """Makes buckets and hooks for the tags that the parameters have now."""
-        self._tags = _Tags(self.module, self.groups)
+        self._tags = _Tags(self.module, self.groups, self._sharded)
         self.tagged = self._tags.params
         self._buckets = [
             bucket
@@ -264,8 +268,10 @@ class DistributedGroupedDataParallel(nn.Module):
     def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
-            whole = tensor.contiguous()
-            dist.broadcast(whole, source, group=group)
+            whole = tensor.resolve_conj().contiguous()
+            dist.broadcast(
+                whole.view(-1).view(torch.uint8), source, group=group
+            )  # no backend knows all dtypes
             tensor.copy_(whole)
 
     def _reduce_during_backward(self) -> None:

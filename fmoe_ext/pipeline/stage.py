@@ -189,7 +189,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
-    """Those of a checkpoint's two forwards; the second moves no running statistics."""
+    """Contexts of a checkpoint's two forwards; the second moves no running statistics."""
     return nullcontext(), Recomputing(norms)
 
 

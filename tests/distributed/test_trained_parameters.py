@@ -1,4 +1,7 @@
-"""Parameters that DistributedGroupedDataParallel finds trained later than it was made, or not on every rank."""
+"""Parameters that are trained later, or on some ranks only; buffers of any dtype; copies of a wrapper."""
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -89,3 +92,43 @@ def frozen_on_one_rank():
 
 def test_parameter_that_one_rank_freezes_is_refused_by_name(pool):
     pool.run(frozen_on_one_rank, world_size=2)
+
+
+def buffers_of_any_dtype():
+    """gloo knows neither int16 nor float8 (pytorch/pytorch#103585)."""
+    module, is_first = nn.Linear(2, 2), dist.get_rank() == 0
+    dtypes = (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64)
+    for number, dtype in enumerate(dtypes):
+        module.register_buffer(f"of_{number}", torch.full((2, 3), 1.0 if is_first else 0.0).to(dtype))
+    module.register_buffer("scalar", torch.tensor(int(is_first), dtype=torch.int16))
+    module.register_buffer("empty", torch.empty(0, 3))
+    module.register_buffer("transposed", torch.arange(6.0).view(2, 3).t() * is_first)
+    DistributedGroupedDataParallel(module)
+    assert all(getattr(module, f"of_{number}").to(torch.complex64).eq(1).all() for number in range(5))
+    assert module.scalar == 1 and module.transposed.equal(torch.arange(6.0).view(2, 3).t())
+
+
+def test_buffers_of_any_dtype_are_sent(pool):
+    pool.run(buffers_of_any_dtype, world_size=2)
+
+
+def sparse_gradient():
+    model = DistributedGroupedDataParallel(nn.Embedding(5, 3, sparse=True))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"of shape \[5, 3\] is sparse, .*sparse=False"):
+        model.allreduce_params()
+
+
+def test_sparse_gradient_is_refused_by_name(pool):
+    pool.run(sparse_gradient, world_size=2)
+
+
+def copies():
+    model = DistributedGroupedDataParallel(nn.Linear(2, 2))
+    for make in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: copy its \.module"):
+            make(model)
+
+
+def test_copy_of_a_wrapper_is_refused_by_name(pool):
+    pool.run(copies, world_size=1)
