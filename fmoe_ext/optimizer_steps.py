@@ -5,7 +5,7 @@ the garbage collector removed while torch walks over its hooks would end the ste
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
@@ -17,7 +17,10 @@ from torch.optim.optimizer import (
 
 
 class _Follower(Protocol):
-    """Called around the steps of every optimizer of torch.optim; it must not keep its module alive."""
+    """Called around the steps of every optimizer of torch.optim; it must not keep its module alive.
+
+    One that has after_closure(optimizer) is called after each call of a step's closure too.
+    """
 
     def before(self, optimizer: Optimizer) -> None: ...
 
@@ -71,9 +74,29 @@ class AfterOptimizerStep:
             module.after_optimizer_step()
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for follower in list(FOLLOWERS.values()):
         follower.before(optimizer)
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _followed(optimizer, args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _followed(optimizer, kwargs["closure"])}
+    return None
+
+
+def _followed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure, whose backward runs in the step, with what belongs between the two."""
+
+    def run() -> Any:
+        loss = closure()
+        for follower in list(FOLLOWERS.values()):
+            if (after_closure := getattr(follower, "after_closure", None)) is not None:
+                after_closure(optimizer)
+        return loss
+
+    return run
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -333,6 +333,8 @@ class _FinishBeforeSteps:
         if module is not None and has_a_parameter_of(optimizer, module.parameters()):
             module.finish_reduction()
 
+    after_closure = before
+
     def after(self, optimizer: Optimizer) -> None:
         pass
 

@@ -132,3 +132,40 @@ def copies():
 
 def test_copy_of_a_wrapper_is_refused_by_name(pool):
     pool.run(copies, world_size=1)
+
+
+class WithUnused(nn.Module):
+    """A parameter without gradient, so that the reduction does not end with the backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1).double()
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def steps_with_closure(kind):
+    """-> the weights after steps whose backward runs in optimizer.step(), as in Lightning."""
+    whole, module = WithUnused(), WithUnused()
+    model = DistributedGroupedDataParallel(module, auto_allreduce=True)
+    x, together = batch(dist.get_rank()), torch.cat([batch(rank) for rank in range(dist.get_world_size())])
+    for trained, rows in ((model, x), (whole, together)):
+        optimizer = kind(trained.parameters(), lr=0.1)
+
+        def closure(trained=trained, rows=rows, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = trained(rows).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    torch.testing.assert_close(module.linear.weight, whole.linear.weight, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_reduction_ends_before_a_step_uses_what_its_closure_made(pool, kind):
+    pool.run(steps_with_closure, kind, world_size=2)
