@@ -295,9 +295,10 @@ class DistributedGroupedDataParallel(nn.Module):
             name = next(name for name, q in self.module.named_parameters() if q is p)
             raise RuntimeError(
                 f"another gradient of parameter {name!r} came while its first was being reduced, and would be lost: it "
-                "is used by several reentrant checkpoints, or in several backward passes. Use checkpoint(..., "
-                "use_reentrant=False), auto_allreduce=False with allreduce_params() after the backward, or no_sync() "
-                "around all backward passes but the last"
+                "is used by several reentrant checkpoints, or in several backward passes, or the last backward raised. "
+                "Use checkpoint(..., use_reentrant=False), auto_allreduce=False with allreduce_params() after the "
+                "backward, or no_sync() around all backward passes but the last; after a backward that raised call "
+                "allreduce_params() on all ranks, then zero_grad()"
             )
         self._reduction_due = True
         self._buckets[number].missing.discard(p)

@@ -169,3 +169,28 @@ def steps_with_closure(kind):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 def test_reduction_ends_before_a_step_uses_what_its_closure_made(pool, kind):
     pool.run(steps_with_closure, kind, world_size=2)
+
+
+def backward_that_raised():
+    """A step that is left out, for lack of memory say; the next is right after what the error says to call."""
+    module = two_layers()
+    model = DistributedGroupedDataParallel(module, auto_allreduce=True, bucket_mb=1e-6)
+
+    def no_memory(grad):
+        raise MemoryError
+
+    hidden = module[0](batch(0))
+    hidden.register_hook(no_memory)
+    with pytest.raises(MemoryError):
+        train(module[1], hidden)
+    with pytest.raises(RuntimeError, match=r"after a backward that raised call allreduce_params\(\)"):
+        train(model, batch(dist.get_rank()))
+    model.allreduce_params()
+    model.zero_grad()
+    train(model, batch(dist.get_rank()))
+    for p, grad in zip(module.parameters(), expected(), strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-14)
+
+
+def test_training_goes_on_after_a_backward_that_raised(pool):
+    pool.run(backward_that_raised, world_size=2)
