@@ -6,7 +6,7 @@ the garbage collector removed while torch walks over its hooks would end the ste
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
@@ -18,7 +18,10 @@ from torch.optim.optimizer import (
 
 
 class _Follower(Protocol):
-    """Called around the steps of every optimizer of torch.optim; it must not keep its module alive."""
+    """Called around the steps of every optimizer of torch.optim; it must not keep its module alive.
+
+    One that has after_closure(optimizer) is called after each call of a step's closure too.
+    """
 
     def before(self, optimizer: Optimizer) -> None: ...
 
@@ -61,7 +64,7 @@ class AfterOptimizerStep:
 
     def before(self, optimizer: Optimizer) -> None:
         module = self._module()
-        if not optimizer.state and _makes_state_only():
+        if _makes_state_only(optimizer):
             return
         inside_another = self._stepping is not None and _is_running(self._stepping())
         if module is not None and not inside_another and has_a_parameter_of(optimizer, module.parameters()):
@@ -84,17 +87,37 @@ def _is_running(optimizer: Optimizer | None) -> bool:
     return False
 
 
-def _makes_state_only() -> bool:
-    """True inside torch.distributed.checkpoint, which steps without gradients to make the state that it fills."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "_init_optim_state":
-        frame = frame.f_back
-    return frame is not None
+def _makes_state_only(optimizer: Optimizer) -> bool:
+    """True where torch.distributed.checkpoint makes the state that it fills: the rate and all gradients are 0."""
+    if optimizer.state or any(float(group.get("lr", 1)) for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return not any(grad.any() for grad in grads if grad is not None)
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     for follower in list(FOLLOWERS.values()):
         follower.before(optimizer)
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _followed(optimizer, args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _followed(optimizer, kwargs["closure"])}
+    return None
+
+
+def _followed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure, whose backward runs in the step, with what belongs between the two."""
+
+    def run() -> Any:
+        loss = closure()
+        for follower in list(FOLLOWERS.values()):
+            if (after_closure := getattr(follower, "after_closure", None)) is not None:
+                after_closure(optimizer)
+        return loss
+
+    return run
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

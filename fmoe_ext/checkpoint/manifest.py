@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +52,8 @@ class Manifest:
     version: int = VERSION
 
     def write(self, path: Path) -> None:
-        content = asdict(self)
+        keyed = {"extra": encode_keys(self.extra), "optimizer": encode_keys(self.optimizer)}
+        content = asdict(replace(self, **keyed))
         with atomic_file(path) as file:
             file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
 
@@ -78,6 +79,10 @@ class Manifest:
 
     def checked(self, path: Path) -> "Manifest":
         """itself; CheckpointError where anything is of another type than save() writes."""
+        try:
+            self.extra, self.optimizer = decode_keys(self.extra), decode_keys(self.optimizer)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}"[:500]) from error
         for name, expected in _TYPES.items():
             if not isinstance(getattr(self, name), expected):
                 raise CheckpointError(f"{path} is damaged: its {name!r} is {getattr(self, name)!r}"[:500])
@@ -129,3 +134,25 @@ def _check_record(record: dict[str, Any], path: Path) -> None:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+_ITEMS = "__items__"  # the one key of an object that has the pairs of a dict whose keys are not all text
+
+
+def encode_keys(value: Any) -> Any:
+    """value, its dicts as objects of JSON that keep numbers and None as keys; TypeError for other keys."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and value.keys() != {_ITEMS}:
+            return {key: encode_keys(part) for key, part in value.items()}
+        if others := [key for key in value if not isinstance(key, (str, int, float, type(None)))]:
+            raise TypeError(f"{type(others[0]).__name__} {others[0]!r} as a key")
+        return {_ITEMS: [[key, encode_keys(part)] for key, part in value.items()]}
+    return [encode_keys(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def decode_keys(value: Any) -> Any:
+    """The value that encode_keys() took."""
+    if isinstance(value, dict):
+        pairs = value[_ITEMS] if value.keys() == {_ITEMS} else value.items()
+        return {key: decode_keys(part) for key, part in pairs}
+    return [decode_keys(part) for part in value] if isinstance(value, list) else value

@@ -18,7 +18,7 @@ from fmoe_ext.checkpoint import optimizer_state, store
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
 from fmoe_ext.checkpoint.files import locked, made_folder
 from fmoe_ext.checkpoint.huggingface import model_config, model_files, read_model
-from fmoe_ext.checkpoint.manifest import MODEL, Manifest
+from fmoe_ext.checkpoint.manifest import MODEL, Manifest, decode_keys, encode_keys
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
 from fmoe_ext.checkpoint.routing import check_config, routing_of
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, verify_safetensors, write_safetensors
@@ -302,6 +302,6 @@ def _number(value: Any) -> Any:
 
 def _checked_json(value: Any, what: str) -> Any:
     try:
-        return json.loads(json.dumps(value, default=_number))
+        return decode_keys(json.loads(json.dumps(encode_keys(value), default=_number)))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{what} must be plain values (JSON): {error}") from error

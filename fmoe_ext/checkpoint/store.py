@@ -76,6 +76,7 @@ def write_checkpoint(
         with together(f"writing {path}", process_group):
             if is_first:
                 os.rename(unfinished, path)
+                _make_newest(path)
                 sync_folder(folder)
                 with atomic_file(folder / "latest") as file:
                     file.write(path.name.encode())
@@ -132,6 +133,13 @@ def _new_paths(folder: Path, step: int, alone: bool) -> tuple[Path, Path]:
     unfinished = again.with_name(f".{again.name}.{unique()}.tmp")
     unfinished.mkdir()
     return again, unfinished
+
+
+def _make_newest(path: Path) -> None:
+    """Gives a checkpoint a later time than all others in its folder, also where the clock was set back."""
+    latest = max((other.stat().st_mtime_ns for other in _complete(path.parent) if other != path), default=0)
+    if path.stat().st_mtime_ns <= latest:
+        os.utime(path, ns=(latest + 1, latest + 1))
 
 
 def _remove_older(folder: Path, newest: Path, keep: int) -> None:

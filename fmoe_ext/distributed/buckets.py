@@ -28,6 +28,11 @@ class _Bucket:
         self._flat = torch.zeros(sum(self._sizes()), dtype=dtype, device=device)
         *grads, present = self._flat.split(self._sizes())
         for p, grad in zip(self.params, grads, strict=True):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of a parameter of shape {list(p.shape)} is sparse, but "
+                    "DistributedGroupedDataParallel reduces dense ones: make nn.Embedding with sparse=False"
+                )
             if p.grad is not None:
                 grad.copy_(p.grad.flatten())
         present.copy_(torch.tensor([float(p.grad is not None) for p in self.params], device="cpu"))

@@ -45,40 +45,57 @@ def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessG
     """Raises an error if the ranks of a group have other parameters of its tag."""
     for tag, group in groups.items():
         named = [(name, p) for name, p in module.named_parameters() if tag_of(p) == tag]
-        params = [(name, list(p.shape), str(p.dtype)) for name, p in named]
+        params = [
+            (name, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+            for name, p in named
+        ]
         check_same(f"parameters tagged {tag!r}", params, group)
 
 
 class _Tags:
     """The tags that the parameters of a module had when it was read.
 
-    params: {tag: parameters that are trained}; those of DTensor type are left out.
+    params: {tag: parameters that are trained}. sharded: names of those that others reduce, which are tensors of DTensor
+    type, except while they are gathered.
     """
 
-    def __init__(self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup], sharded: frozenset[str]
+    ) -> None:
+        self._module, self._sharded = module, sharded
         self.params: dict[str, list[nn.Parameter]] = {}
-        for name, p in module.named_parameters():
-            if not p.requires_grad or is_dtensor(p):
-                continue
+        for name, p in self._trained():
             if tag_of(p) != "none" and tag_of(p) not in groups:
                 raise ValueError(
                     f"parameter {name!r} is tagged {tag_of(p)!r}, for which there is no group: pass {tag_of(p)}_group="
                     f', or tag it "none" if it has no copies (groups: {", ".join(groups)})'
                 )
             self.params.setdefault(tag_of(p), []).append(p)
-        self._tags = [(p, tag) for tag, params in self.params.items() for p in params]
+        self._tags = {p: tag for tag, params in self.params.items() for p in params}
 
     def have_changed(self) -> bool:
-        return any(tag_of(p) != tag for p, tag in self._tags)
+        """True if a parameter has another tag, or is trained that was frozen or not there."""
+        return any(tag_of(p) != self._tags.get(p) for _, p in self._trained())
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, p in self._module.named_parameters():
+            if p.requires_grad and not is_dtensor(p) and name not in self._sharded:
+                yield name, p
 
     def check_change(self, under_way: bool, factor: _Factor | None) -> None:
-        """RuntimeError for a new tag of a parameter whose gradient is there, on its way or of another scale."""
-        for name, p in self._module.named_parameters():
-            old = next((tag for q, tag in self._tags if q is p), None)
-            if old is None or old == tag_of(p) or p.grad is None:
+        """RuntimeError for a parameter whose gradient is there, on its way or of another scale, under another tag."""
+        for name, p in self._trained():
+            old = self._tags.get(p)
+            if p.grad is None or old == tag_of(p):
                 continue
-            if under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p))):
+            if old is None and factor is not None and factor(p, tag_of(p)) != 1:
+                raise RuntimeError(
+                    f"parameter {name!r} is trained since the last forward, and its gradient has come: call the "
+                    "wrapper's forward before it comes, not that of the module inside"
+                )
+            if old is not None and (
+                under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p)))
+            ):
                 raise RuntimeError(
                     f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
                     "dp_comm before the forward, with gradients None"
@@ -88,7 +105,7 @@ class _Tags:
         """Hooks that multiply each gradient by the factor of its parameter and tag."""
         return [
             p.register_hook(lambda grad, number=number: grad * number)
-            for p, tag in self._tags
+            for p, tag in self._tags.items()
             if (number := factor(p, tag)) != 1
         ]
 
@@ -99,7 +116,8 @@ class DistributedGroupedDataParallel(nn.Module):
     A parameter's tag is param.dp_comm, "dp" if it has none; one that an FMoE layer got later (an adapter of PEFT) has
     that of the layer's others. Tags "dp", "gate", "moe" and "world" mean the default group
     unless dp_group=, gate_group=, ... says otherwise; <tag>_group= defines further tags; "none" has no copies.
-    A tag that has changed counts from the next forward or reduction on, as in FastMoE.
+    A tag that has changed counts from the next forward or reduction on, as in FastMoE; so does a parameter that was
+    frozen, or was not there.
     Parameters of DTensor type (FSDP2) are left to those who made them.
     Reductions have a group of their own for each group named, which all wrappers share: where several are reduced in
     one backward, all ranks reach them in one order, as with torch's DistributedDataParallel.
@@ -156,6 +174,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self._accumulates = False  # there was a forward since the last reduction
         self._num_started = 0
         self._hooks: list[_Handle] = []
+        self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
         weakref.finalize(self, _remove_all, self._hooks)
         _check_same_parameters(module, self.groups)
@@ -218,7 +237,7 @@ class DistributedGroupedDataParallel(nn.Module):
 
     def _follow_tags(self) -> None:
         """Makes buckets and hooks for the tags that the parameters have now."""
-        self._tags = _Tags(self.module, self.groups)
+        self._tags = _Tags(self.module, self.groups, self._sharded)
         self.tagged = self._tags.params
         self._buckets = [
             bucket
@@ -254,8 +273,10 @@ class DistributedGroupedDataParallel(nn.Module):
     def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
-            whole = tensor.contiguous()
-            dist.broadcast(whole, source, group=group)
+            whole = tensor.resolve_conj().contiguous()
+            dist.broadcast(
+                whole.view(-1).view(torch.uint8), source, group=group
+            )  # no backend knows all dtypes
             tensor.copy_(whole)
 
     def _reduce_during_backward(self) -> None:
@@ -279,9 +300,10 @@ class DistributedGroupedDataParallel(nn.Module):
             name = next(name for name, q in self.module.named_parameters() if q is p)
             raise RuntimeError(
                 f"another gradient of parameter {name!r} came while its first was being reduced, and would be lost: it "
-                "is used by several reentrant checkpoints, or in several backward passes. Use checkpoint(..., "
-                "use_reentrant=False), auto_allreduce=False with allreduce_params() after the backward, or no_sync() "
-                "around all backward passes but the last"
+                "is used by several reentrant checkpoints, or in several backward passes, or the last backward raised. "
+                "Use checkpoint(..., use_reentrant=False), auto_allreduce=False with allreduce_params() after the "
+                "backward, or no_sync() around all backward passes but the last; after a backward that raised call "
+                "allreduce_params() on all ranks, then zero_grad()"
             )
         self._reduction_due = True
         self._buckets[number].missing.discard(p)
@@ -319,6 +341,8 @@ class _FinishBeforeSteps:
         module = self._module()
         if module is not None and has_a_parameter_of(optimizer, module.parameters()):
             module.finish_reduction()
+
+    after_closure = before
 
     def after(self, optimizer: Optimizer) -> None:
         pass

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmoe_ext.ep.process_groups import check_same
+from fmoe_ext.ep.process_groups import check_same, new_group_of
 
 # {group: the group of the same ranks for reductions}; both end with the job or destroy_process_group().
 _of_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -90,8 +90,9 @@ def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.Pr
         named[key.removesuffix("_group")] = group or _default_group()
     for group in named.values():
         if group not in _of_reductions:
-            ranks = dist.get_process_group_ranks(group)
-            _of_reductions[group] = dist.new_group(ranks, use_local_synchronization=True)
+            made = new_group_of(dist.get_process_group_ranks(group), group)
+            assert made is not None  # this rank is a member
+            _of_reductions[group] = made
     return {tag: _of_reductions[group] for tag, group in named.items()}
 
 

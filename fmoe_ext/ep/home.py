@@ -17,6 +17,7 @@ from fmoe_ext.ep.process_groups import (
     Group,
     find_group,
     gather_values,
+    new_group_of,
     next_layer_index,
     register_group,
     timeout_of,
@@ -173,12 +174,13 @@ def _groups(group: dist.ProcessGroup) -> _Groups:
         nodes.sort(key=lambda node: node[mine.index(rank)])  # new_group() sorts its ranks
 
         def make(members: list[int]) -> dist.ProcessGroup:
-            made = dist.new_group(
+            made = new_group_of(
                 [ranks[member] for member in members],
+                group,
                 timeout=timeout_of(group),
                 backend=str(dist.get_backend_config(group)),
-                use_local_synchronization=True,
             )
+            assert made is not None  # this rank is a member of both
             register_group(made, timeout_of(group))
             return made
 

@@ -3,9 +3,10 @@
 An operator names its group by a string, so that it can stand in a compiled graph; register_group() says which it is.
 """
 
+import hashlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -123,6 +124,49 @@ def check_agreement(layout: str, name: str) -> None:
             group,
         )
         agreed.add(layout)
+
+
+def new_group_of(ranks: Sequence[int], parent: dist.ProcessGroup, **options: Any) -> dist.ProcessGroup | None:
+    """dist.new_group() of some ranks of a parent, all of which call this, each with its own; None for one outside."""
+    if dist.get_world_size(parent) == dist.get_world_size():
+        wanted = sorted(set(gather_values(tuple(ranks), parent)))
+        made = {members: dist.new_group(list(members), **options) for members in wanted}
+        return made[tuple(ranks)] if dist.get_rank() in ranks else None
+    with _as_many_groups(parent):
+        if dist.get_rank() not in ranks:
+            return None
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+
+
+@contextmanager
+def _as_many_groups(parent: dist.ProcessGroup) -> Iterator[None]:
+    """Each rank of a parent has as many groups in the block; those that have fewer fill up with groups of themselves.
+
+    torch names a group of use_local_synchronization by its ranks and by how many groups this process has. After a group
+    of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where torch names
+    groups otherwise, nothing is filled up.
+    """
+    me = dist.get_rank()
+    fillers = [_group_of(me)]
+    counts = gather_values(_number_in(fillers[0].group_name, me), parent)
+    if None not in counts:
+        fillers += [_group_of(me) for _ in range(max(counts) - counts[dist.get_rank(parent)])]
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            dist.destroy_process_group(filler)
+
+
+def _group_of(rank: int) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+    return group
+
+
+def _number_in(name: str, rank: int) -> int | None:
+    """How many groups there were when torch named a group of this one rank; None where it names them otherwise."""
+    names = (hashlib.sha1(f"{rank}_{n}".encode(), usedforsecurity=False).hexdigest() for n in range(10_000))
+    return next((n for n, other in enumerate(names) if other == name), None)
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -13,6 +13,11 @@ BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 _recomputing: ContextVar[bool] = ContextVar("a checkpoint runs its forward again", default=False)
 
 
+def batch_norms_of(module: nn.Module) -> list[nn.Module]:
+    """The batch norms of torch in a module."""
+    return [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
+
+
 class Recomputing:
     """The context of a checkpoint's second forward: batch norms among modules count nothing twice."""
 

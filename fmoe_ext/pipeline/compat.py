@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 from fmoe_ext.pipeline import pipe
 from fmoe_ext.pipeline.microbatch import NoChunk, Values
@@ -30,6 +31,12 @@ class LocalResult:
     def is_owner(self) -> bool:
         """True."""
         return True
+
+
+# DistributedDataParallel(static_graph=True) finds the end of a backward by the tensors of a result.
+register_pytree_node(
+    LocalResult, lambda result: ([result.value], None), lambda values, _: LocalResult(*values)
+)
 
 
 class WithDevice(nn.Module):

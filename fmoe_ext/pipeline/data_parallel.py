@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel
+from fmoe_ext.ep.process_groups import new_group_of
 from fmoe_ext.pipeline.groups import PipelineGroups
 from fmoe_ext.pipeline.schedules import Kind
 from fmoe_ext.pipeline.stage import Stage
@@ -28,13 +29,18 @@ class TiedParameters:
             for p in stage.parameters():  # in one order on all ranks, as groups are made in it
                 holders.setdefault(p, set()).add(rank_of[stage.index])
         members = dist.get_process_group_ranks(pp_group)
-        me = dist.get_rank(pp_group)
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._num_ranks: dict[nn.Parameter, int] = {}
+        self._kept: list[torch.Tensor | None] = []  # gradients of earlier steps
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for p, ranks in holders.items():
-            if len(ranks) > 1 and me in ranks:
-                own = [members[rank] for rank in sorted(ranks)]
-                self._shared.append((p, dist.new_group(own, use_local_synchronization=True)))
+            if len(ranks) == 1:
+                continue
+            own = tuple(members[rank] for rank in sorted(ranks))
+            if own not in groups:
+                groups[own] = new_group_of(own, pp_group)
+            if (group := groups[own]) is not None:
+                self._shared.append((p, group))
                 self._num_ranks[p] = len(ranks)
         for p, group in self._shared:
             dist.broadcast(p.detach(), dist.get_process_group_ranks(group)[0], group=group)
@@ -46,13 +52,25 @@ class TiedParameters:
         """Ranks of one pipeline that have a copy."""
         return self._num_ranks.get(param, 1)
 
+    def set_aside(self) -> None:
+        """Takes the gradients of earlier steps, which are sums already, until sum_gradients()."""
+        self._kept = [p.grad for p, _ in self._shared]
+        for p, _ in self._shared:
+            p.grad = None
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Makes the gradient of each copy the sum over the stages; without one a copy counts as zero."""
-        for p, group in self._shared:
+        """Makes the gradient of each copy the sum over the stages, added to that of earlier steps.
+
+        Without one a copy counts as zero.
+        """
+        for (p, group), kept in zip(self._shared, self._kept, strict=True):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=group)
+            if kept is not None:
+                p.grad += kept
+        self._kept = []
 
 
 DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
 from fmoe_ext.gates.base_gate import gates_of
-from fmoe_ext.pipeline.batch_norm import BATCH_NORMS, DeferredBatchNorm, Recomputing, defer_batch_norm
+from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, batch_norms_of, defer_batch_norm
 from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tensors, move, num_rows, scatter
 from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 
@@ -249,7 +249,7 @@ class _Work:
     def __init__(self, partition: nn.Module):
         self.partition = partition
         self.gates = gates_of(partition)
-        self.norms = [m for m in partition.modules() if isinstance(m, BATCH_NORMS)]
+        self.norms = batch_norms_of(partition)
         layers = [layer for layer in partition.children() if isinstance(layer, Skippable)]
         self.pop_keys: list[SkipKey] = [key for layer in layers for key in layer.pop_keys()]
 

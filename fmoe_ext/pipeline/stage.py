@@ -1,6 +1,8 @@
 """A stage: consecutive layers of a model, and what a microbatch needs on its way through them."""
 
+import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
 from fmoe_ext.gates.base_gate import gates_of
+from fmoe_ext.pipeline.batch_norm import Recomputing, batch_norms_of
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple
 
 
@@ -73,6 +76,9 @@ class Stage(nn.Module):
         self.balance_losses: list[Tensor] = []
         self.number = 0  # of the microbatch whose forward comes next
         self._gates: list[list[BaseGate]] = []
+        self._norms: list[
+            list[nn.Module]
+        ] = []  # batch norms, whose statistics a repeated forward must not move
 
     @property
     def is_first(self) -> bool:
@@ -118,18 +124,22 @@ class Stage(nn.Module):
         """The layers one after the other -> their result, and gates with their losses."""
         losses: list[tuple[BaseGate, Tensor]] = []
         is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
-        for layer, gates in zip(self.layers, self._gates, strict=True):
+        for layer, gates, norms in zip(self.layers, self._gates, self._norms, strict=True):
             if is_checkpointed:
-                values, of_layer = checkpoint_of(_run, layer, gates, values, use_reentrant=False)
+                contexts = functools.partial(_contexts, norms)
+                values, of_layer = checkpoint_of(
+                    _run, layer, gates, values, use_reentrant=False, context_fn=contexts
+                )
             else:
                 values, of_layer = _run(layer, gates, values)
             losses += of_layer
         return values, losses
 
     def begin(self, batch: Microbatches) -> None:
-        """Takes the batch of a step. Looks for gates once a step: a search visits every module of a layer."""
+        """Takes the batch of a step. Looks for modules once a step: a search visits every module of a layer."""
         self.batch = batch
         self._gates = [gates_of(layer) for layer in self.layers]
+        self._norms = [batch_norms_of(layer) if self.is_checkpointed else [] for layer in self.layers]
 
     def forget(self) -> None:
         """Lets go of the batch, and of losses that a repeated forward left in gates."""
@@ -138,7 +148,7 @@ class Stage(nn.Module):
         for gates in self._gates:
             for gate in gates:
                 gate.set_loss(None)
-        self._gates = []
+        self._gates, self._norms = [], []
 
     def _check(self, outputs: Tensors) -> None:
         found = Boundary.of(outputs)
@@ -163,7 +173,24 @@ def cut(x: Tensor, rows: int) -> Tensor:
 
 def _received(x: Tensor, rows: int) -> Tensor:
     """The first rows of a received x, never x itself: torch's stage receives every step into it and keeps its hooks."""
-    return x.view_as(x) if len(x) == rows else x[:rows]
+    return _Enter.apply(x) if len(x) == rows else x[:rows]
+
+
+class _Enter(torch.autograd.Function):
+    """x as a view; its gradient is contiguous, as what is sent must be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
+    """Contexts of a checkpoint's two forwards; the second moves no running statistics."""
+    return nullcontext(), Recomputing(norms)
 
 
 def _run(
@@ -180,7 +207,8 @@ def _leave(x: Tensor, rows: int, loss: Tensor | None) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+    whole = x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+    return whole.contiguous()  # as what is sent must be
 
 
 class _Leave(torch.autograd.Function):
@@ -194,7 +222,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, loss: Tensor | None, rows: int) -> Tensor:
         ctx.num_rows = len(x)
         ctx.one = None if loss is None else torch.ones_like(loss)
-        return x.detach() if len(x) == rows else _padded(x, rows)
+        return _padded(x.detach(), rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:

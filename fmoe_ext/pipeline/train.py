@@ -255,6 +255,7 @@ class Pipeline:
         microbatches = self._cut(batch, target)
         total = self._total_count(target)
         factor = dist.get_world_size(self.groups.data) / max(total, 1)
+        self._tied.set_aside()
         balance_losses = self._run.train(microbatches, factor, trace)
         self._reduce_gradients()
         return self._report(total, balance_losses)

@@ -50,9 +50,10 @@ def rebalance(
     """Moves the experts of every expert-parallel layer by the load since the last call; returns how many moved.
 
     A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
-    steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors of the same shape move
-    alike, so that training goes on as if nothing had happened. The order is in the state dict: "expert_placement".
+    steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors with a row for each expert
+    move alike, so that training goes on as if nothing had happened. The order is in the state dict: "expert_placement".
     Experts must be FusedExperts; experts of replicas (expert parallelism inside data parallelism) move alike.
+    Raises ValueError, before it moves any expert of a layer, for state of an optimizer that several experts share.
     """
     moved = 0
     for name, layer in expert_parallel_layers(module):
@@ -87,14 +88,32 @@ def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimi
     if sorted(order) != list(range(parallel.num_experts)):
         raise ValueError(f"order must name each of the {parallel.num_experts} experts once, but got {order}")
     old = parallel.experts_in_place
-    for param in layer.experts.parameters():
-        state = optimizer.state.get(param, {}) if optimizer is not None else {}
-        tensors = [param.data, param.grad, *state.values()]
-        for x in tensors:
-            if isinstance(x, torch.Tensor) and x.shape == param.shape:
-                move_rows(x, old, order, parallel)
+    with_rows = [
+        x
+        for name, param in layer.experts.named_parameters()
+        for x in (param.data, param.grad, *_rows_of_state(name, param, optimizer))
+        if x is not None
+    ]
+    for x in with_rows:
+        move_rows(x, old, order, parallel)
     layer.place_experts(order)
     return sum(a != b for a, b in zip(old, order, strict=True))
+
+
+def _rows_of_state(
+    name: str, param: torch.Tensor, optimizer: torch.optim.Optimizer | None
+) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state that have a row for each expert of a parameter [e, *]; its numbers stay."""
+    state = optimizer.state.get(param, {}) if optimizer is not None else {}
+    tensors = {entry: x for entry, x in state.items() if isinstance(x, torch.Tensor) and x.dim()}
+    for entry, x in tensors.items():
+        if x.shape[0] != param.shape[0]:
+            raise ValueError(
+                f"the optimizer's state {entry!r} {list(x.shape)} of {name} {list(param.shape)} of the experts is one "
+                "for several of them, which cannot move apart: use an optimizer with state like the parameter (Adam, "
+                "SGD), or experts without bias"
+            )
+    return list(tensors.values())
 
 
 def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel: ExpertParallel) -> None:

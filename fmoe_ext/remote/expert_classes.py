@@ -183,12 +183,18 @@ def register_expert_class(
 def initial_state(
     expert_class: ExpertClass, hidden_dim: int, uid: str, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The weights that an expert starts from, wherever it starts."""
+    """The weights and buffers that an expert starts from, wherever it starts."""
     digest = hashlib.sha256(f"{seed} {uid}".encode()).digest()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         module = expert_class.make(hidden_dim)
-    return {name: p.detach() for name, p in module.named_parameters()}
+    return {name: x.detach() for name, x in (*module.named_parameters(), *_kept_buffers(module).items())}
+
+
+def _kept_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module that its state dict has."""
+    kept = module.state_dict().keys()
+    return {name: x for name, x in module.named_buffers() if name in kept}
 
 
 def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.Module:
@@ -242,6 +248,7 @@ class Stack(Protocol):
 
     def resize(self, num_places: int) -> None: ...
     def views(self, place: int) -> dict[str, torch.Tensor]: ...
+    def buffers(self, place: int) -> dict[str, torch.Tensor]: ...
     def forward(self, parts: Sequence[Part]) -> list[torch.Tensor]: ...
     def backward(self, parts: Sequence[Part]) -> list[Gradients]: ...
 
@@ -273,6 +280,10 @@ class _GroupedStack:
     def views(self, place: int) -> dict[str, torch.Tensor]:
         """The parameters of one expert, [1, *] each, sharing memory with those of all."""
         return {n: p[place : place + 1] for n, p in zip(self._names, self._parameters, strict=True)}
+
+    def buffers(self, place: int) -> dict[str, torch.Tensor]:
+        """None."""
+        return {}
 
     def forward(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -331,6 +342,9 @@ class _ModuleStack:
 
     def views(self, place: int) -> dict[str, torch.Tensor]:
         return {name: p.detach() for name, p in self._modules[place].named_parameters()}
+
+    def buffers(self, place: int) -> dict[str, torch.Tensor]:
+        return _kept_buffers(self._modules[place])
 
     def forward(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         with torch.no_grad():

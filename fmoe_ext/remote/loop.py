@@ -18,8 +18,14 @@ _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process
 
 
 def _shared_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process; a forked child gets one of its own."""
+    """The loop of this process; RuntimeError in a child that was forked once there was one, where grpc hangs."""
     loop = _LOOPS.get(os.getpid())
+    if loop is None and _LOOPS:
+        raise RuntimeError(
+            "this process was forked from one that had called remote experts, and grpc does not work in it: start it "
+            "by multiprocessing's spawn or forkserver (DataLoader: multiprocessing_context=), or fork before the "
+            "first call"
+        )
     if loop is None:
         mine = asyncio.new_event_loop()
         loop = _LOOPS.setdefault(os.getpid(), mine)  # one of the threads that come first has made it
@@ -32,7 +38,12 @@ def _shared_loop() -> asyncio.AbstractEventLoop:
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
     """Starts a coroutine on the shared loop, from any other thread."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _shared_loop())
+    try:
+        loop = _shared_loop()
+    except RuntimeError:
+        coroutine.close()
+        raise
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:

@@ -310,7 +310,9 @@ class ErrorFeedback:
         message = compress(asked, self.codec, meta)
         for name, sent in decompress(message).items():
             if asked[name].is_floating_point() and asked[name].numel() and asked[name].dim() > 1:
-                self._owed[name] = _sum_rows(asked[name] - sent)
+                owed = _sum_rows(asked[name] - sent)
+                if owed.isfinite().all():  # a server refuses the others, and what was owed still is
+                    self._owed[name] = owed
         return message
 
     def _with_owed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

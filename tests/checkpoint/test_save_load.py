@@ -1,6 +1,7 @@
 """save() and load() in one process: bitwise, complete or absent, one clear error for everything that does not fit."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,42 @@ def test_keep_and_latest(tmp_path):
         checkpoint.save(tmp_path, model, keep=0)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere"):
         checkpoint.load(tmp_path / "nowhere", model)
+
+
+def test_extra_keeps_the_keys_of_dicts(tmp_path):
+    """JSON would make text of them: a MultiStepLR whose milestones are text never lowers the rate."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 2, 3])
+    extra = {"scheduler": scheduler.state_dict(), "seen": {1: 0.5, "1": {None: True}}, "__items__": [1]}
+    nested = {"only": {"__items__": [[3, 4]]}}
+    checkpoint.save(tmp_path, model, extra=extra | nested)
+    loaded = checkpoint.load(tmp_path, model).extra
+    assert loaded["seen"] == {1: 0.5, "1": {None: True}} and loaded["only"] == nested["only"]
+    scheduler.load_state_dict(loaded["scheduler"])
+    rates = []
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert rates == pytest.approx([1.0, 0.01, 0.001])
+    with pytest.raises(
+        CheckpointError, match=r"extra must be plain values \(JSON\): tuple \(1, 2\) as a key"
+    ):
+        checkpoint.save(tmp_path, model, extra={"places": {(1, 2): 3}})
+
+
+def test_keep_where_the_clock_was_set_back(tmp_path):
+    """huggingface/transformers#26961: the newest is the one that was written last, whatever its folder's time says."""
+    model = Model()
+    for step in (1, 2):
+        path = checkpoint.save(tmp_path, model, step=step)
+        tomorrow = time.time() + 86400 + step
+        os.utime(path, (tomorrow, tomorrow))
+    for step in (3, 4):
+        checkpoint.save(tmp_path, model, step=step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    assert checkpoint.load(tmp_path, model).step == 4
 
 
 def more(model):

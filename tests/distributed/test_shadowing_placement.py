@@ -116,6 +116,29 @@ def test_checkpoint_with_moved_experts(pool):
     pool.run(checkpoint_with_moved_experts, world_size=2)
 
 
+def factored_state_moves():
+    """State with one number an expert and row, as Adafactor's (thu-pacman/SmartMoE-AE#3)."""
+    layer, first = FMoETransformerMLP(2, D, 5, world_size=2), 2 * dist.get_rank()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for p in layer.experts.parameters():
+        row = torch.zeros(2, p.shape[1], *[1] * (p.dim() - 2))
+        row += torch.arange(first, first + 2.0).view(2, *[1] * (p.dim() - 1))
+        optimizer.state[p] = {"step": torch.tensor(3.0), "row": row}
+    move_experts(layer, [3, 1, 0, 2], optimizer)
+    for p in layer.experts.parameters():
+        state = optimizer.state[p]
+        assert state["row"].flatten(1)[:, 0].tolist() == [3, 1, 0, 2][first : first + 2]
+        assert state["step"] == 3
+        state["column"] = torch.zeros(1, p.shape[1])
+    with pytest.raises(ValueError, match=r"state 'column' \[1, .* is one for several experts"):
+        move_experts(layer, [0, 1, 2, 3], optimizer)
+    assert layer.expert_parallel.experts_in_place == [3, 1, 0, 2]
+
+
+def test_factored_state_of_an_optimizer_moves(pool):
+    pool.run(factored_state_moves, world_size=2)
+
+
 def test_plan_is_near_the_best():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):

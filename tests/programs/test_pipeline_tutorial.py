@@ -85,18 +85,19 @@ def train(model, rank, size, local_value):
     return losses, [p.detach() for p in model.parameters()]
 
 
-def run_worker(find_unused_parameters):
+def run_worker(options):
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     chunks = 8
     model = Pipe(torch.nn.Sequential(*make_layers(dropout=0.0)), chunks=chunks, checkpoint="never")
-    model = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+    model = DistributedDataParallel(model, **options)
     return train(model, rank, world_size, lambda output: output.local_value())
 
 
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_two_replicas_of_two_partitions_train_as_one_process(pool, find_unused_parameters):
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_two_replicas_of_two_partitions_train_as_one_process(pool, options):
+    """pytorch/pytorch#60118: torch's own Pipe left replicas of a static graph to themselves."""
     losses, parameters = train(nn.Sequential(*make_layers(0.0)), 0, 1, lambda output: output)
-    of_ranks = pool.run(run_worker, find_unused_parameters)
+    of_ranks = pool.run(run_worker, options)
     assert [sum(pair) / 2 for pair in zip(*(of for of, _ in of_ranks), strict=True)] == pytest.approx(
         losses, 1e-5
     )

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from fmoe_ext.remote import Training
+from fmoe_ext.remote import Training, register_expert_class
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.schema import is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
@@ -27,6 +28,21 @@ def job(uid, rows, seed, backward=True, results=None):
     grad = torch.randn(rows, D, generator=generator) if backward else None
     done = (lambda _: None) if results is None else results.append
     return Job(uid, (x,), done, grad, f"{seed:032x}")
+
+
+@register_expert_class("with_buffers", lambda hidden_dim: torch.empty(hidden_dim))
+class WithBuffers(nn.Module):
+    """A fixed random projection, and a count of the backward calls that changes the output."""
+
+    def __init__(self, hidden_dim):
+        super().__init__()
+        self.linear = nn.Linear(hidden_dim, hidden_dim)
+        self.register_buffer("projection", torch.randn(hidden_dim, hidden_dim))
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.num_steps += torch.is_grad_enabled()
+        return self.linear(x @ self.projection) + self.num_steps
 
 
 UIDS = [f"expert.{n}" for n in range(5)]
@@ -80,6 +96,27 @@ def test_state_makes_an_equal_expert(optimizer):
         host.run([job("expert.0", 8, 9)])
     assert digest(one, "expert.0") == digest(two, "expert.0")
     assert two.find("expert.0").version == 5
+
+
+def test_buffers_belong_to_an_expert():
+    """Fixed ones are the same wherever an expert starts, and all travel with its state."""
+    outputs = []
+    hosts = [host_of(UIDS[:2], "sgd", "with_buffers") for _ in range(2)]
+    for n in range(3):
+        hosts[0].run([job("expert.0", 4, n)])
+    for host in hosts:
+        host.run([job("expert.1", 4, 9, False, outputs)])
+    assert torch.equal(outputs[0].tensors[0], outputs[1].tensors[0])
+    write_state(hosts[1], decode(encode(read_state(hosts[0], "expert.0")), STATE))
+    for host in hosts:
+        host.run([job("expert.0", 4, 9, False, outputs)])
+    assert torch.equal(outputs[2].tensors[0], outputs[3].tensors[0])
+    assert hosts[1].buffers("expert.0")["num_steps"] == 3
+    old = read_state(hosts[0], "expert.1")  # as earlier releases wrote it
+    write_state(hosts[1], type(old)({k: x for k, x in old.tensors.items() if k[:7] != "buffer/"}, old.meta))
+    hosts[1].remove("expert.0")
+    hosts[1].add(["expert.2"])  # in the place of the one that has left
+    assert hosts[1].buffers("expert.2")["num_steps"] == 0
 
 
 def test_state_of_another_kind_is_refused():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import random
 import socket
 import threading
@@ -25,6 +26,7 @@ from fmoe_ext.remote import (
 )
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.wire import Message, encode
+from tests import ports
 from tests.remote.conftest import LONG, PATIENT, QUICK, wait_until, within
 
 D = 16
@@ -328,3 +330,39 @@ def test_repeated_request_steps_once(serve):
     again = send(server.endpoint, protocol.BACKWARD, data)
     assert server.host.experts["expert.0"].version == 1
     assert torch.equal(first.tensors["0"], again.tensors["0"])
+
+
+def test_forked_child_is_refused_at_once(serve):
+    """A DataLoader's worker, say: grpc's threads are not in it, and its calls would wait for ever."""
+    _, directory = serve()
+    (expert,) = directory.get_experts(["expert.0"])
+    expert(torch.ones(1, D))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            expert(torch.ones(1, D))
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    assert text.startswith("this process was forked from one that had called remote experts"), text
+
+
+def test_proxy_of_the_environment_is_named(serve, monkeypatch):
+    """ray-project/ray#6662: grpc sends calls of the next room to a proxy that knows nobody there."""
+    monkeypatch.setenv("http_proxy", f"http://{ports.endpoint()}")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    server, directory = serve(settings=QUICK)
+    (expert,) = directory.get_experts(["expert.0"])
+    with pytest.raises(ExpertGone, match=r"calls go to the proxy of .*no_proxy=127\.0\.0\.1 leads past it"):
+        expert(torch.ones(1, D))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert RemoteExpert("expert.0", server.endpoint, Client(settings=PATIENT))(torch.ones(1, D)).shape == (
+        1,
+        D,
+    )

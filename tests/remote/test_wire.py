@@ -173,6 +173,20 @@ def test_error_feedback_keeps_the_sum(codec):
     assert off["without"] > 2 * off["with"]
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("overflow", [torch.inf, torch.nan])
+def test_error_feedback_outlives_a_gradient_that_overflows(codec, overflow):
+    """As loss scaling makes one now and then (deepspeedai/DeepSpeed#753)."""
+    grad, expected, feedback = torch.randn(4, 8), ErrorFeedback(codec), ErrorFeedback(codec)
+    for one in (feedback, expected):
+        one.compress({"g": grad}, {})
+    spoiled = grad.clone()
+    spoiled[2, 3] = overflow
+    feedback.compress({"g": spoiled}, {})
+    results = [decompress(one.compress({"g": grad}, {}))["g"] for one in (feedback, expected)]
+    assert results[0].isfinite().all() and torch.equal(*results)
+
+
 @pytest.mark.parametrize("part_bytes", [1, 7, 64, 1 << 20])
 def test_parts_of_a_message_are_its_bytes(part_bytes):
     tensors = {

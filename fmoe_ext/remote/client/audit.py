@@ -251,5 +251,6 @@ def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> 
     if wanted != {name: x.shape for name, x in weights.items()}:
         raise ValueError(f"they are not those of {handle.expert_class} with hidden_dim={handle.hidden_dim}")
     module = expert_class.make(handle.hidden_dim)
-    module.load_state_dict(weights, strict=False)
+    buffers = {n.removeprefix("buffer/"): x for n, x in state.tensors.items() if n.startswith("buffer/")}
+    module.load_state_dict(weights | buffers, strict=False)
     return expert_class.compute(module, inputs)

@@ -1,6 +1,7 @@
 """Caller: one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors."""
 
 import asyncio
+import urllib.request
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -101,4 +102,14 @@ def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> er
         return errors.NoLeader(text)
     if code is Code.RESOURCE_EXHAUSTED:
         return errors.Busy(text)
+    if code is Code.UNAVAILABLE:
+        text += _by_proxy(endpoint)
     return errors.ExpertGone(text) if code in _GONE else errors.Refused(f"{text} ({code.name})")
+
+
+def _by_proxy(endpoint: str) -> str:
+    """Says that a call went to a proxy, which grpc takes from the environment; nothing where there is none."""
+    host, proxies = endpoint.rpartition(":")[0], urllib.request.getproxies()
+    if not {"grpc", "https", "http"} & proxies.keys() or urllib.request.proxy_bypass(host):
+        return ""
+    return f" (calls go to the proxy of grpc_proxy, https_proxy or http_proxy; no_proxy={host} leads past it)"

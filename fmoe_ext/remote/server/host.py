@@ -138,8 +138,9 @@ class ExpertHost:
         for uid in new:
             place = self._free.pop(0)
             views = self._stack.views(place)
+            own = views | self._stack.buffers(place)
             for name, value in initial_state(self.expert_class, self.hidden_dim, uid, self.seed).items():
-                views[name].copy_(value)
+                own[name].copy_(value)
             ledger = Ledger(self.is_replicated, functools.partial(self._replies.drop, uid))
             optimizer = self.training.make_optimizer(views.values())
             self.experts[uid] = Hosted(uid, place, optimizer, ledger)
@@ -158,6 +159,10 @@ class ExpertHost:
     def parameters(self, uid: str) -> dict[str, torch.Tensor]:
         """The parameters of an expert, sharing memory with those that compute."""
         return self._stack.views(self.find(uid).place)
+
+    def buffers(self, uid: str) -> dict[str, torch.Tensor]:
+        """The buffers of an expert, which belong to its state."""
+        return self._stack.buffers(self.find(uid).place)
 
     def digest(self, uid: str) -> str:
         """16 hexadecimal digits that differ when a bit of the weights differs."""

@@ -19,6 +19,7 @@ def read_state(host: ExpertHost, uid: str) -> Message:
     expert = host.find(uid)
     ledger = expert.ledger
     tensors = {f"weight/{name}": p.clone() for name, p in host.parameters(uid).items()}
+    tensors |= {f"buffer/{name}": x.clone() for name, x in host.buffers(uid).items()}
     tensors |= {f"optimizer/{key}": value.clone() for key, value in _optimizer_tensors(expert).items()}
     ids = [bytes.fromhex(request_id) for request_id in ledger.applied]
     tensors[_IDS] = (
@@ -57,6 +58,8 @@ def write_state(host: ExpertHost, message: Message) -> None:
     expert = host.find(uid)
     expert.ledger.broken = "a copy was not installed to its end"
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
+    buffers = _named(message, "buffer/")  # a state of an earlier release has none
+    _copy_all(buffers, {name: x for name, x in host.buffers(uid).items() if name in buffers}, uid)
     _load_optimizer(expert, _named(message, "optimizer/"), STATE_NAMES[host.training.optimizer])
     expert.ledger.install(end_of_state(message), read_ids(message), requests)
 
