@@ -77,26 +77,27 @@ class _Cache:
         self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
         self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
+        self._free = list(range(num_slots))
 
     def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(experts that have to be read, slots for them); marks all as used."""
+        """(experts that have to be read, slots for them); marks the others as used.
+
+        The slots have no expert until put(), so that a read that fails leaves none in a slot of another one.
+        """
         missing = [e for e in experts if e not in self._slots]
         for e in experts:
             if e in self._slots:
                 self._slots.move_to_end(e)
-        slots: list[int] = []
-        for _ in missing:
-            if len(self._slots) + len(slots) < self.num_slots:
-                slots.append(len(self._slots) + len(slots))
-            else:
-                expert, slot = self._slots.popitem(last=False)
-                self.place[expert] = -1
-                slots.append(slot)
-        return missing, slots
+        while len(self._free) < len(missing):
+            expert, slot = self._slots.popitem(last=False)
+            self.place[expert] = -1
+            self._free.append(slot)
+        return missing, self._free[: len(missing)]
 
     def put(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Notes experts that were read into slots."""
         for expert, slot in zip(experts, slots, strict=True):
+            self._free.remove(slot)
             self._slots[expert] = slot
             self.place[expert], self.order[slot] = slot, expert
 
@@ -231,7 +232,8 @@ class Pool:
             done.result()
         except BaseException:
             slot.leases.discard(lease)
-            slot.part = slot.done = None
+            if done.done():  # else Ctrl-C ended the wait, and the read goes on
+                slot.part = slot.done = None
             raise
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
