@@ -147,3 +147,26 @@ def test_products_are_ours_where_torch_is_slow_at_sixteen_bits(tmp_path, dtype, 
     for name, gradient in found.items():
         assert gradient.norm() > 0
         assert_close(gradient, truth[name], expected[name])
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "nemotron_h"])
+def test_gguf_keeps_float32_where_the_model_of_16_bits_does(name, tmp_path):
+    """Biases of a router near 7, which differ by less than bfloat16's step there, decide which experts are chosen."""
+    pytest.importorskip("gguf", reason="pip install gguf")
+    from tests.formats.test_formats import make
+    from tests.formats.test_gguf import WRITTEN
+
+    model_type, _, values = WRITTEN[name]
+    model = make(model_type, **values).float()
+    for path, tensor in model.state_dict().items():
+        if "e_score_correction_bias" in path or "expert_bias" in path:
+            tensor.add_(7)
+    fmoe_ext.export(fmoe_ext.import_model(model), tmp_path / "model", "gguf")
+    wide, ours = (
+        fmoe_ext.stream(tmp_path / "model/model.gguf", 2**30, dtype=dtype).state_dict()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    kept = {path for path, tensor in ours.items() if tensor.dtype == torch.float32}
+    assert any("bias" in path or "gate" in path for path in kept)
+    for path in kept:
+        assert torch.equal(ours[path], wide[path]), path
