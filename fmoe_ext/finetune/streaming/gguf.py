@@ -28,7 +28,7 @@ LATENT = ("attn_k_b.weight", "attn_v_b.weight")  # [heads, rank, nope] and [head
 OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 INPUT_SCALE = ".input_scale"
 FREQUENCIES = "rope_freqs.weight"
-ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
+ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 def read_config(file: Path, reader: Any) -> Any:
