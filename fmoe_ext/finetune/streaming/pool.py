@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Lock
+from threading import Lock, RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -126,6 +126,7 @@ class Pool:
         self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
+        self.turn = RLock()  # of a thread that computes with chosen experts, which other reads would replace
         self._slots: list[_Slot] = []
         self._caches: list[_Cache] = []
         self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
@@ -164,7 +165,7 @@ class Pool:
         """Makes the buffers smaller, or as large as they were; they are read again unless their number stays."""
         num_bytes = min(num_bytes, self._bytes.size)
         plan = plan_buffers(self.layers, num_bytes)
-        with self._lock:
+        with self.turn, self._lock:
             if self._slots and plan == plan_buffers(self.layers, self._num_bytes):
                 self._num_bytes = num_bytes
                 return
@@ -179,7 +180,7 @@ class Pool:
 
     def forget(self) -> None:
         """Gives the memory of the buffers back until they are read again; not while tensors use it."""
-        with self._lock:
+        with self.turn, self._lock:
             self._settle()
             if not any(slot.leases for slot in self._slots):
                 self._forget()
@@ -220,7 +221,7 @@ class Pool:
         next_use: dict[int, int] = {}
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
-        with self._lock:
+        with self.turn, self._lock:
             self._use_slots()
             slot = self._find(number) or self._begin_read(number, self._victim(next_use))
             lease = object()
@@ -244,7 +245,7 @@ class Pool:
         return buffer
 
     def chosen(self, index: int, experts: Sequence[int]) -> _Cache | None:
-        """The cache of a layer once the experts are in it, right until the next call.
+        """The cache of a layer once the experts are in it, right until the next call: the caller holds the turn.
 
         None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
         """
