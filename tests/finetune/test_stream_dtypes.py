@@ -116,6 +116,28 @@ def test_fp8_without_quantization_config_is_refused_by_name(tmp_path):
         streamed(folder)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        (torch.float8_e4m3fn, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        (torch.uint8, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ],
+)
+def test_packed_stack_of_experts_is_refused_by_name(dtype, config, tmp_path):
+    """As libraries write the experts that Transformers has in one parameter: the error says what to do instead."""
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=1)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: t for name, t in load_file(file).items() if ".experts." not in name}
+    for name, shape in (("gate_up_proj", (6, 48, 32)), ("down_proj", (6, 32, 24))):
+        tensors[f"model.layers.0.mlp.experts.{name}"] = torch.zeros(shape).to(dtype)
+        tensors[f"model.layers.0.mlp.experts.{name}_scale_inv"] = torch.ones(6, 1, 1)
+    save_file(tensors, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj is a stack of packed experts"):
+        streamed(folder)
+
+
 def test_dtype_that_is_no_float_is_refused_by_name(tmp_path):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"dtype must be one of torch.float64, .* but got torch.int8"):
