@@ -96,7 +96,7 @@ def test_one_part_of_several_is_refused_before_a_tensor_is_missed(files, tmp_pat
 def test_file_of_another_order_of_bytes_is_refused(files, tmp_path):
     _, arch, original = files("glm4_moe")
     reader = gguf.GGUFReader(original)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch, endianess=gguf.GGUFEndian.BIG)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch, False, gguf.GGUFEndian.BIG)
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.architecture")):
             writer.add_key_value(name, field.contents(), field.types[0])
