@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-_KEY = "_fmoe_ext_adapters"  # adapters that wait for a module's call, in its __dict__
+_KEY = "_fmoe_ext_adapters"  # {thread: adapters that wait for its call of a module}, in the module's __dict__
 
 
 class Lora(NamedTuple):
@@ -32,7 +33,7 @@ def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 
 def take(module: nn.Module) -> Mapping[str, Lora]:
     """Adapters that this call of a module must compute, by the parameter's name; the caller computes all of them."""
-    given: dict[str, Lora] = module.__dict__.get(_KEY, {})
+    given = _of_thread(module)
     taken = dict(given)
     given.clear()
     return taken
@@ -40,13 +41,24 @@ def take(module: nn.Module) -> Mapping[str, Lora]:
 
 def waiting(module: nn.Module) -> bool:
     """True if take() would return an adapter."""
-    return bool(module.__dict__.get(_KEY))
+    return bool(_of_thread(module))
+
+
+def _of_thread(module: nn.Module) -> dict[str, Lora]:
+    """Adapters that wait for this thread's call of a module."""
+    found: dict[str, Lora] = module.__dict__.get(_KEY, {}).get(_thread(), {})
+    return found
+
+
+def _thread() -> int:
+    """Number of the calling thread; a compiled graph is the same for all."""
+    return 0 if torch.compiler.is_compiling() else get_ident()
 
 
 @contextmanager
 def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
     """Gives a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
-    left: dict[str, Lora] = module.__dict__.setdefault(_KEY, {})
+    left: dict[str, Lora] = module.__dict__.setdefault(_KEY, {}).setdefault(_thread(), {})
     left[name] = adapter
     try:
         yield

@@ -292,6 +292,14 @@ def test_huggingface_folder(built, tmp_path):
             save_file({n: state[n].contiguous() for n in names if files[n] == file}, folder / file)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         assert torch.equal(torch.ops.fmoe_parity.forward_of_folder(str(folder), x), layer(x))
+        for new in ("a.safetensors", "overlay.safetensors"):  # of a later fine-tune; the older tensors stay
+            down = [name for name in names if "down_proj" in name or "w2" in name]
+            save_file({n: state[n] * 2 for n in down}, folder / new)
+            index = {"weight_map": files | dict.fromkeys(down, new)}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+            found = torch.ops.fmoe_parity.forward_of_folder(str(folder), x)
+            torch.testing.assert_close(found, 2 * layer(x))
+            (folder / new).unlink()
 
 
 def layer_of_parity():

@@ -80,6 +80,15 @@ class BaseExperts:
         candidates = (wanted, *(wanted.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS))
         return next((name for name in candidates if name in self.base.tensors), None)
 
+    def check_alone(self, parameter: str) -> None:
+        """CheckpointError for a parameter whose tensor in the files is another one's too."""
+        for _, names in self._models:
+            if other := names.shared.get(parameter):
+                raise CheckpointError(
+                    f"{parameter} shares its values with {other}, which a merge would change too: leave the adapter "
+                    "unmerged"
+                )
+
     def converted(self, module: str) -> tuple[Any, Converted] | None:
         """The model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
         wanted = f"{module}.weight"

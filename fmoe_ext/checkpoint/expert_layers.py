@@ -89,17 +89,18 @@ def _matrices(base: Base, kind: Kind | None, weight: InFiles) -> list[list[Matri
 
 def _matrix(base: Base, kind: Kind | None, name: str, is_stack: bool) -> Matrix | Decoded | None:
     stem = name.removesuffix(".weight")
-    if kind is not None and kind.is_packed(base, stem):
-        if is_stack:
-            raise CheckpointError(
-                f"{base.folder}: {name} is a stack of packed experts, which is read of MXFP4 alone: unpack the experts "
-                "one by one, or dequantise the model to bfloat16 first"
-            )
-        found: Matrix | Decoded = kind.matrix(base, stem)
-        return found
-    if name not in base.tensors:
+    is_packed = kind is not None and kind.is_packed(base, stem)
+    if name not in base.tensors and not is_packed:
         raise CheckpointError(f"{base.folder} lacks {name}")
-    return None
+    if is_stack and kind is not None and (is_packed or base.tensors[name].dtype not in FLOATS):
+        raise CheckpointError(
+            f"{base.folder}: {name} is a stack of packed experts, which is read of MXFP4 alone: unpack the experts "
+            "one by one, or dequantise the model to bfloat16 first"
+        )
+    if kind is None or not is_packed:
+        return None
+    found: Matrix | Decoded = kind.matrix(base, stem)
+    return found
 
 
 def _joinable(found: Found) -> Matrices | None:

@@ -20,19 +20,30 @@ from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
+_PARTS = "split.count"
 _GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
 
 
 def open_gguf(file: str | Path) -> Any:
-    """The gguf package's reader of a file; CheckpointError for a file that is none or is truncated."""
+    """The gguf package's reader of a file; CheckpointError for what is none, truncated, a part or of other bytes."""
     try:
         from gguf import GGUFReader
     except ModuleNotFoundError as error:
         raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
     try:
-        return GGUFReader(file)
+        reader = GGUFReader(file)
+        count = reader.fields[_PARTS].contents() if _PARTS in reader.fields else 1
     except (ValueError, OSError, IndexError, KeyError, OverflowError) as error:
         raise CheckpointError(f"{file} is no GGUF file, or truncated, or damaged: {error}") from error
+    if type(count) is int and count > 1:
+        raise CheckpointError(
+            f"{file}: {_PARTS} is {count}, it is one part of a model: join them by `llama-gguf-split --merge`"
+        )
+    if reader.byte_order == "S":
+        raise CheckpointError(
+            f"{file} is for another order of bytes: turn it by `gguf-convert-endian FILE native`"
+        )
+    return reader
 
 
 def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:

@@ -6,7 +6,7 @@ All other tensors pass through under their names.
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -32,6 +32,9 @@ from fmoe_ext.checkpoint.routing import check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_safetensors
 
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
+T = TypeVar("T")
+
+INDEX = "model.safetensors.index.json"
 
 BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
 EXPERTS = re.compile(
@@ -159,13 +162,58 @@ def model_files(path: Path, folders: Sequence[Path] = ()) -> list[Path]:
     """
     if path.suffix == ".safetensors":
         return [path]
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        names = read_json(inside(path, index.name)).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise CheckpointError(f"{index} is damaged: it has no weight_map")
-        return sorted({_place_of(name, (path, *folders)) for name in names.values()})
-    return [inside(path, "model.safetensors")] if (path / "model.safetensors").exists() else []
+    index, single = _names_of_model(path)
+    places = weight_map(path)
+    if not places:
+        if index not in ("", INDEX):
+            raise CheckpointError(f"{path} lacks {index}, which its config.json names")
+        return [inside(path, single)] if (path / single).exists() else []
+    files = sorted({_place_of(name, (path, *folders)) for name in places.values()})
+    if single and (path / single).exists() and single not in places.values():
+        if any(file.exists() for file in files):
+            raise CheckpointError(
+                f"{path} has {single} and {index}, which names other files: remove the model that is not wanted"
+            )
+        return [inside(path, single)]  # the index of an earlier model
+    return files
+
+
+def _names_of_model(path: Path) -> tuple[str, str]:
+    """(index, single file) of a folder's weights: what config.json names, "" for the other, or the usual names."""
+    named = model_config(path).get("transformers_weights")
+    if named is None:
+        return INDEX, "model.safetensors"
+    inside(path, named)
+    if not named.endswith((".safetensors", ".safetensors.index.json")):
+        raise CheckpointError(
+            f"{path}: transformers_weights is {named}, which is no safetensors file or index"
+        )
+    return (named, "") if named.endswith(".json") else ("", named)
+
+
+def weight_map(path: Path) -> dict[str, Any]:
+    """{tensor: file} of the index of a folder; {} without one."""
+    index, _ = _names_of_model(path)
+    if not index or not (path / index).exists():
+        return {}
+    places = read_json(inside(path, index)).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{path / index} is damaged: it has no weight_map")
+    return places
+
+
+def without_replaced(path: Path, files: Mapping[Path, Mapping[str, T]]) -> dict[Path, dict[str, T]]:
+    """{file: its tensors} of a folder, without those that its index has in another of the files."""
+    places = weight_map(path)
+    held = {(file.name, name) for file, tensors in files.items() for name in tensors}
+    return {
+        file: {
+            name: value
+            for name, value in tensors.items()
+            if places.get(name, file.name) == file.name or (places[name], name) not in held
+        }
+        for file, tensors in files.items()
+    }
 
 
 def _place_of(name: str, folders: Sequence[Path]) -> Path:
@@ -217,8 +265,11 @@ def model_config(path: Path) -> dict[str, Any]:
 def read_model(files: Iterable[Path], names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:
     """({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= read_safetensors(file)[0]
+    found = {file: read_safetensors(file)[0] for file in files}
+    if len(found) > 1:
+        found = without_replaced(next(iter(found)).parent, found)
+    for of_file in found.values():
+        tensors |= of_file
     if not is_huggingface(tensors):
         return tensors, False
     return from_huggingface(tensors, names), True

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import model_config, model_files
+from fmoe_ext.checkpoint.huggingface import model_config, model_files, without_replaced
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_unmapped
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -31,8 +31,8 @@ class Base:
         self.config: dict[str, Any] = model_config(self.folder)
         self.files: dict[Path, list[str]] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        for file in files:
-            found, _ = read_unmapped(file)
+        read = {file: read_unmapped(file)[0] for file in files}
+        for file, found in without_replaced(self.folder, read).items():
             if found.keys() & self.tensors.keys():
                 raise CheckpointError(f"{file} has tensors that another file of the folder has too")
             self.files[file] = list(found)

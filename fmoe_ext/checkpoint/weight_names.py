@@ -33,6 +33,7 @@ class WeightNames:
     """The parameters of a model, on the meta device or not, and the names that a folder has for them.
 
     names: of the plain tensors in the files. renamed: {name in the files: parameter} of those that are taken whole.
+    shared: {parameter: another that is tied to it and has the same tensor in the files}.
     Equivalent to: the names that from_pretrained() matches.
     """
 
@@ -56,9 +57,11 @@ class WeightNames:
                 parameter, pattern = rename_source_key(name, [], [], *arguments)
             for other in self._parameters_of(parameter, pattern):
                 self._found[other].append((pattern, name))
+        self.shared: dict[str, str] = {}
         for tied, parameter in getattr(model, "all_tied_weights_keys", {}).items():
-            if parameter in self._found:
-                self._found.setdefault(tied, self._found[parameter])
+            if parameter in self._found and tied not in self._found:
+                self._found[tied] = self._found[parameter]
+                self.shared |= {tied: parameter, parameter: tied}
         self.renamed = {
             found[0][1]: parameter
             for parameter, found in self._found.items()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.packed import STACKED, prefixes
@@ -40,10 +41,11 @@ class Cut:
     def __init__(self, base: Base, model: Any, num_experts: int, number: int) -> None:
         self.base, self.num_experts, self.number = base, num_experts, number
         self.config = config_with(base.config, num_experts, number)
-        if re.search(r"experts\.\d+\.", json.dumps(self.config)):
-            raise CheckpointError(
-                f"{base.folder}: config.json names single experts, whose numbers would change"
-            )
+        for file in sorted(base.folder.glob("*config.json")):
+            if re.search(r"experts\.\d+\.", json.dumps(read_json(inside(base.folder, file.name)))):
+                raise CheckpointError(
+                    f"{base.folder}: {file.name} names single experts, whose numbers would change"
+                )
         whole, smaller = (_skeleton(model, c) for c in (model.config.to_dict(), self._smaller(model)))
         self.layers = {path: m for path, m in whole.named_modules() if hasattr(m, "is_transposed")}
         sizes = {int(m.num_experts) for m in smaller.modules() if hasattr(m, "is_transposed")}

@@ -58,6 +58,8 @@ class GgufCut:
             for name, field in self._reader.fields.items():
                 if not name.startswith(HEADER):
                     value = self.number if name == f"{self._architecture}.{_COUNT}" else field.contents()
+                    if value == []:  # which the gguf package leaves out when it writes a file
+                        continue
                     sub_type = field.types[-1] if len(field.types) > 1 else None
                     writer.add_key_value(name, value, field.types[0], sub_type)
             tensors = [(tensor, self._path_of(tensor)) for tensor in self._reader.tensors]

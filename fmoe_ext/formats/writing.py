@@ -33,6 +33,8 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
 )
+# Numbers of layers that predict further tokens, which models in memory do not have
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
@@ -145,6 +147,9 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     family = FAMILIES[format if text is values else text["model_type"]]
     facts, moe = facts_of_layers(state, family)
     config = _make_config(family, text, facts, moe)
+    for key in PREDICTORS:
+        if getattr(config, key, None):
+            setattr(config, key, 0)  # layers that Transformers leaves in the files it reads
     if text is not values:
         config = _around(state.model.config, config)
     shapes = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import model_config, model_files
+from fmoe_ext.checkpoint.huggingface import model_config, model_files, without_replaced
 from fmoe_ext.gates import find_gate
 from fmoe_ext.huggingface.record import KEY, VERSION, take_record
 from fmoe_ext.models.fmoefy import find_targets, replace
@@ -134,11 +134,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     files = model_files(folder)
     if not files:
         raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
-    tensors: dict[str, Tensor] = {}
+    read = {}
     for file in files:
         if not file.is_file():
             raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
-        tensors |= load_file(file)
+        read[file] = load_file(file)
+    tensors: dict[str, Tensor] = {}
+    for found in without_replaced(folder, read).values():
+        tensors |= found
     return tensors
 
 

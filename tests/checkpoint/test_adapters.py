@@ -164,6 +164,30 @@ def test_merged_model_equals_that_of_peft(made, layout, tmp_path):
     assert report["lost_share_worst"] < 1e-12 and report["changed"] > 2
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_adapter_of_a_tied_head_is_not_merged_into_the_embedding(is_tied, tmp_path):
+    from tests.checkpoint.adapter_models import PARAMETERS, peft
+    from tests.formats.format_models import MODELS, make
+
+    model = make("qwen3_moe", **MODELS["qwen3_moe"], tie_word_embeddings=is_tied)
+    model.save_pretrained(tmp_path / "base")
+    embedding = model.get_input_embeddings().weight.clone()
+    config = peft.LoraConfig(
+        r=2, target_modules=["lm_head"], target_parameters=PARAMETERS, init_lora_weights=False
+    )
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    adapter = read_adapter(tmp_path / "adapter", packing="rank_major")
+    if is_tied:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight shares its values with .*embed_tokens"):
+            merge.merge(adapter, Base(tmp_path / "base"), tmp_path / "out")
+        return
+    merge.merge(adapter, Base(tmp_path / "base"), tmp_path / "out")
+    merged = load(tmp_path / "out")
+    assert torch.equal(merged.get_input_embeddings().weight, embedding)
+    assert not torch.equal(merged.get_output_embeddings().weight, embedding)
+
+
 @pytest.mark.parametrize("made", ["mixtral"], indirect=True)
 def test_merge_into_bfloat16_reports_what_rounding_takes(made, tmp_path):
     _, base_folder, folder, expected, _ = made

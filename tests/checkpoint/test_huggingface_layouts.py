@@ -1,13 +1,16 @@
 """Layers of Transformers and ours with each other's weights: equal outputs; every layout there and back."""
 
 import functools
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate
-from fmoe_ext.checkpoint import CheckpointError, from_huggingface, to_huggingface
+from fmoe_ext.checkpoint import CheckpointError, from_huggingface, huggingface, to_huggingface
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.testing import assert_close
 
 D, H, E, K = 8, 6, 4, 2
@@ -197,3 +200,97 @@ def test_inconvertible_tensors_are_refused():
         from_huggingface(fewer)
     with pytest.raises(CheckpointError, match="differ in shape"):
         from_huggingface({**per_expert, "experts.2.down_proj.weight": torch.zeros(D, H + 1)})
+
+
+def sharded(folder):
+    """A small model in several shards -> its tensors by shard."""
+    from tests.finetune.streamed_models import save
+
+    save(folder, dtype=torch.float32, num_hidden_layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = [{n: tensors[n] for n in names[i::2]} for i in range(2)]
+    for i, shard in enumerate(shards):
+        save_file(shard, folder / f"model-{i}.safetensors", {"format": "pt"})
+    places = {name: f"model-{i}.safetensors" for i, shard in enumerate(shards) for name in shard}
+    write_index(folder, places)
+    return tensors, places
+
+
+def write_index(folder, places):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
+    """Folders are changed by a file more, whose tensors the index has there; the old ones stay in their shards."""
+    tensors, places = sharded(tmp_path / "model")
+    replaced = [name for name in tensors if ".experts.3." in name] + ["model.norm.weight"]
+    for new in ("a.safetensors", "model-overlay.safetensors"):  # before and behind the others
+        save_file({n: tensors[n] * 2 for n in replaced}, tmp_path / "model" / new, {"format": "pt"})
+        write_index(tmp_path / "model", places | dict.fromkeys(replaced, new))
+        base = Base(tmp_path / "model")
+        read = huggingface.read_model(huggingface.model_files(tmp_path / "model"))[0]
+        assert base.tensors.keys() == tensors.keys()
+        assert sum(len(names) for names in base.files.values()) == len(tensors)
+        for name, value in tensors.items():
+            expected = 2 * value if name in replaced else value
+            assert torch.equal(base.tensors[name].read(), expected), name
+        assert torch.equal(read["model.norm.weight"].read(), 2 * tensors["model.norm.weight"])
+        w2 = read["model.layers.1.mlp.experts.h4toh.weight"].read()
+        assert torch.equal(w2[3], 2 * tensors["model.layers.1.mlp.experts.3.down_proj.weight"])
+        (tmp_path / "model" / new).unlink()
+    other = {"model-0.safetensors": "model-1.safetensors", "model-1.safetensors": "model-0.safetensors"}
+    write_index(tmp_path / "model", {n: other[file] for n, file in places.items()})  # where none of them is
+    assert Base(tmp_path / "model").tensors.keys() == tensors.keys()
+    name = next(n for n, file in places.items() if file == "model-1.safetensors")
+    save_file({name: tensors[name]}, tmp_path / "model/more.safetensors")
+    write_index(
+        tmp_path / "model", {n: f for n, f in places.items() if n != name} | {"x": "more.safetensors"}
+    )
+    with pytest.raises(CheckpointError, match="has tensors that another file of the folder has too"):
+        Base(tmp_path / "model")
+
+
+def test_whole_model_beside_an_index_of_others(tmp_path):
+    """Transformers reads model.safetensors; an index beside it may be of an earlier model, or that file be stale."""
+    tensors, places = sharded(tmp_path / "model")
+    save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors and .*index\.json, which names other"):
+        Base(tmp_path / "model")
+    (tmp_path / "model/model-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="remove the model that is not wanted"):
+        huggingface.model_files(tmp_path / "model")
+    (tmp_path / "model/model-1.safetensors").unlink()
+    base = Base(tmp_path / "model")
+    assert [*base.files] == [tmp_path / "model/model.safetensors"] and base.tensors.keys() == tensors.keys()
+    write_index(tmp_path / "model", dict.fromkeys(tensors, "model.safetensors"))
+    assert Base(tmp_path / "model").tensors.keys() == tensors.keys()
+
+
+def test_config_names_the_files_of_the_weights(tmp_path):
+    """By transformers_weights, beside files with the usual names."""
+    tensors, places = sharded(tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+
+    def read(named):
+        (tmp_path / "model/config.json").write_text(json.dumps(config | {"transformers_weights": named}))
+        base = Base(tmp_path / "model")
+        return [file.name for file in base.files], base.tensors["model.norm.weight"].read()
+
+    save_file({n: t * 2 for n, t in tensors.items()}, tmp_path / "model/double.safetensors")
+    files, value = read("double.safetensors")
+    assert files == ["double.safetensors"] and torch.equal(value, 2 * tensors["model.norm.weight"])
+    index = tmp_path / "model/double.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "double.safetensors")}))
+    assert read(index.name)[0] == ["double.safetensors"]
+    files, value = read("model.safetensors.index.json")
+    assert files == sorted({*places.values()}) and torch.equal(value, tensors["model.norm.weight"])
+    for named, message in (
+        ("absent.safetensors.index.json", r"lacks absent\.safetensors\.index\.json"),
+        ("double.bin", "no safetensors file or index"),
+        ("../double.safetensors", "no name of a file"),
+        ("absent.safetensors", r"has no model\.safetensors and no index"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read(named)

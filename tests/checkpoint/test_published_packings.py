@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.methods import check_method, is_usual
+from fmoe_ext.checkpoint.methods import check_method, is_usual, kind_of
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import Quantized
 from tests.packed_experts import packed_layer
-from tests.published_packings import CONFIGS, ON_KERNELS, pack
+from tests.published_packings import CONFIGS, ON_KERNELS, modelopt, pack
 
 E, D, H = 3, 256, 160
 PATH = "model.layers.0.mlp.experts"
@@ -63,6 +63,16 @@ def test_experts_have_the_values_of_the_packing(name, tmp_path):
     for slot, e in enumerate((2, 0)):
         assert torch.equal(w1[slot], torch.cat((values[e, "gate_proj"], values[e, "up_proj"])))
         assert torch.equal(w2[slot], values[e, "down_proj"])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(192, 320), (128, 256), (96, 64), (1, 192)])
+def test_last_blocks_of_modelopt_may_be_smaller(rows, columns, tmp_path):
+    """FP8_PB_WO pads a matrix to whole blocks of 128 x 128; its scale is [rows, 1, columns, 1] in blocks."""
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    packed, values = pack(weight, "float-quantized block")
+    tensors = {"a.weight": packed["weight"], "a.weight_scale": packed["weight_scale"][:, None, :, None]}
+    base = save(tmp_path, tensors, modelopt("FP8_PB_WO"))
+    assert torch.equal(kind_of(base).matrix(base, "a").decode(base.tensors, torch.float32), values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -200,9 +200,11 @@ def test_tied_routers_are_refused(given, tmp_path, monkeypatch):
         main([*given, "--keep", "0.5"])
 
 
-def test_config_that_names_single_experts_is_refused(given, tmp_path):
-    config = json.loads((tmp_path / "model/config.json").read_text())
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_config_that_names_single_experts_is_refused(given, tmp_path, name):
+    file = tmp_path / "model" / name
+    config = json.loads(file.read_text()) if file.exists() else {}
     config["modules_to_skip"] = ["model.layers.0.mlp.experts.3.down_proj"]
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match=r"config\.json names single experts"):
+    file.write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match=rf": {name} names single experts"):
         main([*given, "--keep", "0.5"])

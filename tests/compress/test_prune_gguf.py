@@ -1,5 +1,7 @@
 """prune() of a GGUF file: bytes of experts, metadata, and llama.cpp's log-probabilities."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,25 @@ def test_packed_bytes_and_metadata_stay(kind, tmp_path):
     for name, (kind_of_old, values) in old.items():
         rows = kept[int(name.split(".")[1])] if "exps" in name or "gate_inp" in name else slice(None)
         assert new[name][0] == kind_of_old and np.array_equal(new[name][1], values[rows]), name
+
+
+def test_empty_list_of_the_metadata_is_left_out(tmp_path):
+    """Ollama writes some, and the package gguf cannot."""
+    fmoe_ext.export(of_transformers("qwen3_moe"), tmp_path / "model", "gguf")
+    file = tmp_path / "model/model.gguf"
+    data, reader = file.read_bytes(), gguf.GGUFReader(file)
+    num_tensors, num_keys = struct.unpack("<QQ", data[8:24])
+    key = b"general.tags"
+    empty = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, 8, 0)  # a list of strings
+    last = reader.tensors[-1].field
+    end = last.offset + sum(int(part.nbytes) for part in last.parts)
+    head = data[:8] + struct.pack("<QQ", num_tensors, num_keys + 1) + empty + data[24:end]
+    head += b"\0" * (-len(head) % reader.alignment)
+    file.write_bytes(head + data[reader.data_offset :])
+    report = run(file, tmp_path / "out")
+    facts, _ = read(tmp_path / "out/model.gguf")
+    assert facts["qwen3moe.expert_count"] == 4 and "general.tags" not in facts
+    assert report["loss_after"] > 0
 
 
 def test_tensors_of_experts_that_are_not_known_are_refused(tmp_path):

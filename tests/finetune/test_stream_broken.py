@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.huggingface import register
-from tests.finetune.streamed_models import pack, save, streamed
+from tests.finetune.streamed_models import pack, resident, save, streamed
 from tests.huggingface.huggingface_models import make_ids
 
 BIG = 2**30
@@ -32,6 +32,36 @@ def edit(path, change):
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("error", [CheckpointError, KeyboardInterrupt])
+def test_read_that_failed_leaves_no_expert_in_the_slot_of_another(tmp_path, error, monkeypatch):
+    """Half a layer fits, three experts of six; a token reads two at most. Every third read fails once."""
+    folder = save(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2)
+    model, whole = streamed(folder, 1), resident(folder)
+    reader = model.expert_stream.pool._reader
+    read, count = reader.read, 0
+
+    def failing(spans, into):
+        nonlocal count
+        count += 1
+        read(spans, into)
+        if count % 3 == 0:
+            raise error("once")
+        return 0
+
+    monkeypatch.setattr(reader, "read", failing)
+    failed = 0
+    for i in range(3, 61):
+        ids = torch.tensor([[i]])
+        with torch.no_grad():
+            try:
+                found = model(ids).logits
+            except error:
+                failed += 1
+                continue
+            torch.testing.assert_close(found, whole(ids).logits)
+    assert failed > 5 and model.expert_stream.statistics.hits > 5
 
 
 def header_of(path):

@@ -116,6 +116,28 @@ def test_fp8_without_quantization_config_is_refused_by_name(tmp_path):
         streamed(folder)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        (torch.float8_e4m3fn, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        (torch.uint8, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ],
+)
+def test_packed_stack_of_experts_is_refused_by_name(dtype, config, tmp_path):
+    """As libraries write the experts that Transformers has in one parameter: the error says what to do instead."""
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=1)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: t for name, t in load_file(file).items() if ".experts." not in name}
+    for name, shape in (("gate_up_proj", (6, 48, 32)), ("down_proj", (6, 32, 24))):
+        tensors[f"model.layers.0.mlp.experts.{name}"] = torch.zeros(shape).to(dtype)
+        tensors[f"model.layers.0.mlp.experts.{name}_scale_inv"] = torch.ones(6, 1, 1)
+    save_file(tensors, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj is a stack of packed experts"):
+        streamed(folder)
+
+
 def test_dtype_that_is_no_float_is_refused_by_name(tmp_path):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"dtype must be one of torch.float64, .* but got torch.int8"):
@@ -147,3 +169,26 @@ def test_products_are_ours_where_torch_is_slow_at_sixteen_bits(tmp_path, dtype, 
     for name, gradient in found.items():
         assert gradient.norm() > 0
         assert_close(gradient, truth[name], expected[name])
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "nemotron_h"])
+def test_gguf_keeps_float32_where_the_model_of_16_bits_does(name, tmp_path):
+    """Biases of a router near 7, which differ by less than bfloat16's step there, decide which experts are chosen."""
+    pytest.importorskip("gguf", reason="pip install gguf")
+    from tests.formats.test_formats import make
+    from tests.formats.test_gguf import WRITTEN
+
+    model_type, _, values = WRITTEN[name]
+    model = make(model_type, **values).float()
+    for path, tensor in model.state_dict().items():
+        if "e_score_correction_bias" in path or "expert_bias" in path:
+            tensor.add_(7)
+    fmoe_ext.export(fmoe_ext.import_model(model), tmp_path / "model", "gguf")
+    wide, ours = (
+        fmoe_ext.stream(tmp_path / "model/model.gguf", 2**30, dtype=dtype).state_dict()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    kept = {path for path, tensor in ours.items() if tensor.dtype == torch.float32}
+    assert any("bias" in path or "gate" in path for path in kept)
+    for path in kept:
+        assert torch.equal(ours[path], wide[path]), path

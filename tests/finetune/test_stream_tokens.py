@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ pytest.importorskip("gguf")
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from fmoe_ext.finetune.streaming import decoding
+from fmoe_ext.adapters import Lora, given, take, waiting
+from fmoe_ext.finetune.streaming import decoding, experts
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from fmoe_ext.finetune.streaming.token_attention import SPARE, append
 from tests.finetune.streamed_models import WIDE, resident, save, streamed, write_gguf
@@ -298,3 +300,51 @@ def test_cache_with_gradients_is_not_written_to():
     key, value = token(7).requires_grad_()
     keys, _ = append(found, key, value, 0)
     assert keys.grad_fn is not None
+
+
+def test_experts_of_a_token_stay_while_another_thread_reads_layers(tmp_path, monkeypatch):
+    """A server's threads share a model: one computes with chosen experts while a prompt of another needs the memory."""
+    folder = save(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2)
+    model, whole = streamed(folder, 1), resident(folder)
+    token, prompt = make_ids(1, 1), make_ids(2, 12)
+    is_computing, is_done = threading.Event(), threading.Event()
+    compute_few = experts.compute_few
+
+    def slowly(*given):
+        is_computing.set()
+        is_done.wait(0.3)  # what the other thread has to wait for
+        return compute_few(*given)
+
+    def read_layers():
+        is_computing.wait()
+        with torch.no_grad():
+            found.append(model(prompt).logits)
+        is_done.set()
+
+    found = []
+    other = threading.Thread(target=read_layers)
+    monkeypatch.setattr(experts, "compute_few", slowly)
+    other.start()
+    with torch.no_grad():
+        torch.testing.assert_close(model(token).logits, whole(token).logits)
+        other.join()
+        torch.testing.assert_close(found[0], whole(prompt).logits)
+    assert model.expert_stream.statistics.misses > 0
+
+
+def test_adapters_wait_for_the_calls_of_their_own_thread():
+    module, lora = torch.nn.Linear(2, 2), Lora(torch.ones(1, 1, 2), torch.ones(1, 2, 1))
+    taken, barrier = [], threading.Barrier(2)
+
+    def call():
+        with given(module, "weight", lora):
+            barrier.wait()
+            taken.append(take(module))
+            barrier.wait()
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken == [{"weight": lora}] * 2 and not waiting(module)

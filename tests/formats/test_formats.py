@@ -310,3 +310,12 @@ def test_ways_out_are_known_before_training():
             CheckpointError, match=f"For {source} there is none of the formats: its save_pretrained"
         ):
             check_export(model, "mixtral")
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_config_does_not_promise_layers_that_are_not_written(name, tmp_path):
+    """Transformers leaves layers that predict further tokens in the files; others would look for them here."""
+    model = make(name, **MODELS[name] | {"num_mtp_layers": 1})
+    fmoe_ext.export(fmoe_ext.import_model(model), tmp_path / "out", name)
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert_equal_logits(load(tmp_path / "out"), logits(make(name, **MODELS[name])))

@@ -69,3 +69,42 @@ def test_heads_of_layers_that_no_model_has_are_refused(name, files, tmp_path):
         file = rewritten(original, tmp_path / "model.gguf", {f"{arch}.attention.head_count_kv": heads})
         with pytest.raises(CheckpointError, match=said):
             streamed(file)
+
+
+def test_one_part_of_several_is_refused_before_a_tensor_is_missed(files, tmp_path):
+    """As gguf-split writes them: metadata are in the first part alone, and a layer may begin in one, end in another."""
+    _, arch, original = files("glm4_moe")
+    reader = gguf.GGUFReader(original)
+    for at in (0, len(reader.tensors) // 2):
+        for number, tensors in enumerate((reader.tensors[:at], reader.tensors[at:])):
+            file = tmp_path / f"model-{number + 1:05d}-of-00002.gguf"
+            writer = gguf.GGUFWriter(file, arch)
+            writer.add_uint16("split.no", number)
+            writer.add_uint16("split.count", 2)
+            for tensor in tensors:
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            with pytest.raises(
+                CheckpointError, match=r"00002\.gguf: split\.count is 2, .*gguf-split --merge"
+            ):
+                streamed(file)
+
+
+def test_file_of_another_order_of_bytes_is_refused(files, tmp_path):
+    _, arch, original = files("glm4_moe")
+    reader = gguf.GGUFReader(original)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", arch, False, gguf.GGUFEndian.BIG)
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.copy(), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="another order of bytes"):
+        streamed(tmp_path / "model.gguf")

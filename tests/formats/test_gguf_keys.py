@@ -15,6 +15,7 @@ from fmoe_ext.checkpoint import CheckpointError, gguf_keys
 from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.formats import gguf as written
+from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip
 
@@ -337,3 +338,27 @@ def test_folder_of_a_gguf_file_is_refused_with_the_name_of_the_file(tmp_path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors.*: give the file .*/model\.gguf"):
         fmoe_ext.stream(tmp_path, "1MiB")
+
+
+def test_biases_of_queries_and_keys_are_in_the_order_of_their_weights(tmp_path, monkeypatch):
+    """llama.cpp's converter turns both for a rotation of neighbours."""
+    llama_cpp = llama_cpp_or_skip()
+    model = make("granitemoe", **MODELS["granitemoe"], attention_bias=True)
+    plain = make("granitemoe", **MODELS["granitemoe"])
+    plain.load_state_dict(model.state_dict(), strict=False)
+    file = write(plain, tmp_path / "out", {}, monkeypatch)
+    model.config.save_pretrained(file.parent)
+    names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
+    biases = []
+    for i, layer in enumerate(model.model.layers):
+        for ours, theirs in names.items():
+            bias = layer.self_attn.get_submodule(f"{ours}_proj").bias.detach().float()
+            if ours in "qk":
+                bias = bias.view(-1, 2, layer.self_attn.head_dim // 2).mT.flatten()
+            biases.append((f"blk.{i}.{theirs}.bias", bias.numpy()))
+    rewritten(file, file.parent / "biased.gguf", {}, more=biases)
+    expected = logits(model).log_softmax(-1)[0]
+    found = logits(streamed(file.parent / "biased.gguf")).log_softmax(-1)[0]
+    assert (found - expected).abs().max() <= 1e-5
+    found = llama_cpp.logits(file.parent / "biased.gguf", IDS[0].tolist()).log_softmax(-1)
+    assert (found - expected).abs().max() <= 1e-4

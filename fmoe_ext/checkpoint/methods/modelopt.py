@@ -16,7 +16,7 @@ from fmoe_ext.checkpoint.methods.base import (
     tensor_of,
 )
 from fmoe_ext.checkpoint.methods.decoded import Decoded, fp4, scaled
-from fmoe_ext.checkpoint.methods.fp8 import EXPONENTS, fp8_values, is_mxfp8, mxfp8
+from fmoe_ext.checkpoint.methods.fp8 import EXPONENTS, FP8_BLOCK, fp8_values, is_mxfp8, mxfp8
 from fmoe_ext.checkpoint.model_folder import Base
 
 KNOWN = """
@@ -59,8 +59,10 @@ def _matrix(base: Base, stem: str) -> Matrix | Decoded:
     if found.dtype in EXPONENTS:
         block = None
     elif block is None and len(found.shape) in (2, 4):  # FP8_PB_WO has [rows, 1, columns, 1]
-        grid = [n for n in found.shape if n != 1] if len(found.shape) == 4 else found.shape
-        if len(grid) == 2 and not rows % grid[0] and not width % grid[1]:
+        grid = found.shape[::2] if len(found.shape) == 4 and found.shape[1::2] == (1, 1) else found.shape
+        if grid == (-(-rows // FP8_BLOCK), -(-width // FP8_BLOCK)):  # whose last blocks may be smaller
+            block = (FP8_BLOCK, FP8_BLOCK)
+        elif len(grid) == 2 and not rows % grid[0] and not width % grid[1]:
             block = (rows // grid[0], width // grid[1])
     if block is None or found.dtype not in SCALES:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, 
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
-from fmoe_ext.finetune.adapters.delta import compare, delta, linear, plain_pairs
+from fmoe_ext.finetune.adapters.delta import compare, delta, linear, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
@@ -60,6 +60,12 @@ class _Merge:
             name = str(linear(self.of_base, key))
             self._claim(name, key)
             self.changes[name] = self._plain(name, a, b, scaling)
+        leaves = ("gate_up_proj", "up_proj", "down_proj")
+        for parameter in (
+            *(f"{module_of(key)}.weight" for key in plain),
+            *(f"{layer}.{leaf}" for layer in adapter.layers for leaf in leaves),
+        ):
+            self.of_base.check_alone(parameter)
 
     def tensor(self, name: str) -> StoredTensor:
         """The merged tensor: read when it is written."""

@@ -254,6 +254,7 @@ class _Repack:
                 )
             if stored.shape != (b.shape[0], a.shape[1]):
                 raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
+            of_base.check_alone(f"{module_of(key)}.weight")
             value = stored.read()
             wide = torch.promote_types(value.dtype, torch.float32)
             merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)

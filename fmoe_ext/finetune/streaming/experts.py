@@ -75,16 +75,10 @@ class Streamed:
                 return out.to(hidden_states.dtype)
         topk_weights = widen(top_k_weights, x.dtype)
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
-        few = None if experts.training else self._chosen(topk_idx)
-        if few is not None:
-            weights, topk_idx, order = few
-            w1, w2 = self._multiplied(weights)
-            adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
-            b1, b2 = (None if b is None else b[order] for b in biases)
-            given = experts, (w1, b1, w2, b2), x, topk_idx, topk_weights
-            found = None if any(adapters) else compute_few(*given)
-            out = compute(*given, adapters) if found is None else found
-            return out.to(hidden_states.dtype)
+        with self.stream.pool.turn:
+            few = None if experts.training else self._chosen(topk_idx)
+            if few is not None:
+                return self._few(experts, few, biases, (x, topk_weights), adapters).to(hidden_states.dtype)
         pool = self.stream.pool
         if len(pool.parts.of_layer[self.index]) > 1:
             rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
@@ -93,6 +87,24 @@ class Streamed:
         with self._hooks(experts.training):
             out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
         return out.to(hidden_states.dtype)
+
+    def _few(
+        self,
+        experts: Any,
+        few: tuple[Any, Tensor, Tensor],
+        biases: tuple[Tensor | None, Tensor | None],
+        given: tuple[Tensor, Tensor],
+        adapters: tuple[Lora | None, Lora | None],
+    ) -> Tensor:
+        """The output of x with its weights, in given, from the slots of _chosen()."""
+        weights, topk_idx, order = few
+        x, topk_weights = given
+        w1, w2 = self._multiplied(weights)
+        adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
+        b1, b2 = (None if b is None else b[order] for b in biases)
+        call = experts, (w1, b1, w2, b2), x, topk_idx, topk_weights
+        found = None if any(adapters) else compute_few(*call)
+        return compute(*call, adapters) if found is None else found
 
     def for_few(self, experts: Any, num_choices: int) -> Any:
         """w1, w2 for so many choices of a step of generation, outside of gradients; None if forward() is needed.

@@ -28,7 +28,7 @@ LATENT = ("attn_k_b.weight", "attn_v_b.weight")  # [heads, rank, nope] and [head
 OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 INPUT_SCALE = ".input_scale"
 FREQUENCIES = "rope_freqs.weight"
-ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
+ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 def read_config(file: Path, reader: Any) -> Any:
@@ -62,6 +62,7 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     Heads for the tokens after the next are left out. Raises CheckpointError for a file that is damaged, and for names
     that are not known.
     """
+    wide = torch.promote_types(dtype, torch.float32)  # of parameters that stay so in a model of 16 bits
     fields = _fields(file, reader)
     family = gguf_keys.family_of(file, fields, config)
     if family.name != config.model_type:
@@ -82,18 +83,18 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
             continue
         name = _name(file, tensor.name, family)
         if family.gguf.added and name.endswith(family.gguf.added):
-            found[name] = _less_one(file, tensor, dtype)
+            found[name] = _less_one(file, tensor, wide)
         else:
             heads = _heads_of(tensor.name, family, config)
             found[name] = _stored(file, tensor, heads, dtype, family, scales.get(tensor.name))
     for number, parts in groups["biases"].items():
-        found |= _biases(file, number, parts, family, dtype)
+        found |= _biases(file, number, parts, family, wide)
     for number, parts in groups["turned"].items():
         found |= _turned(file, number, parts, family, config, dtype)
     for number, halves in groups["latent"].items():
         name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
-        found[name] = _joined(file, number, [halves.get(half) for half in LATENT], dtype)
-    return {**_ones(reader, family, dtype), **found}
+        found[name] = _joined(file, number, [halves.get(half) for half in LATENT], wide)
+    return {**_ones(reader, family, wide), **found}
 
 
 def _ones(reader: Any, family: Family, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -222,10 +223,12 @@ def _stored(
     if is_row or tensor.name.endswith(SHARED_GATE):
         shape = (1, shape[-1])  # files have it with that one row and without
 
-    def read() -> torch.Tensor:
-        return _halves(_decoded(file, tensor, dtype).reshape(shape), heads)
+    wide = torch.promote_types(dtype, torch.float32)
 
-    return StoredTensor(shape, dtype, read)
+    def read() -> torch.Tensor:
+        return _halves(_decoded(file, tensor, wide).reshape(shape), heads)
+
+    return StoredTensor(shape, wide, read)
 
 
 def _decoded(file: Path, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -303,8 +306,10 @@ def _of_parts(
     kinds = {tensor.tensor_type.name.lower() for tensor in tensors}
     kind = next(iter(kinds))
 
+    wide = torch.promote_types(dtype, torch.float32)
+
     def read() -> torch.Tensor:
-        return turned.read(config, *(_decoded(file, tensor, torch.float32) for tensor in tensors)).to(dtype)
+        return turned.read(config, *(_decoded(file, tensor, torch.float32) for tensor in tensors)).to(wide)
 
     def packed() -> frozen.Quantized:
         rows = (torch.from_numpy(tensor.data.copy()) for tensor in tensors)
@@ -312,7 +317,7 @@ def _of_parts(
 
     if turned.has_rows and len(kinds) == 1 and kind in PIECES:
         return PackedTensor(shape, dtype, packed)
-    return StoredTensor(shape, dtype, read)
+    return StoredTensor(shape, wide, read)
 
 
 def _joined(file: Path, number: int, halves: list[Any], dtype: torch.dtype) -> StoredTensor:

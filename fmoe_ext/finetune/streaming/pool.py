@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Lock
+from threading import Lock, RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -77,26 +77,27 @@ class _Cache:
         self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
         self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
+        self._free = list(range(num_slots))
 
     def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(experts that have to be read, slots for them); marks all as used."""
+        """(experts that have to be read, slots for them); marks the others as used.
+
+        The slots have no expert until put(), so that a read that fails leaves none in a slot of another one.
+        """
         missing = [e for e in experts if e not in self._slots]
         for e in experts:
             if e in self._slots:
                 self._slots.move_to_end(e)
-        slots: list[int] = []
-        for _ in missing:
-            if len(self._slots) + len(slots) < self.num_slots:
-                slots.append(len(self._slots) + len(slots))
-            else:
-                expert, slot = self._slots.popitem(last=False)
-                self.place[expert] = -1
-                slots.append(slot)
-        return missing, slots
+        while len(self._free) < len(missing):
+            expert, slot = self._slots.popitem(last=False)
+            self.place[expert] = -1
+            self._free.append(slot)
+        return missing, self._free[: len(missing)]
 
     def put(self, experts: Sequence[int], slots: Sequence[int]) -> None:
         """Notes experts that were read into slots."""
         for expert, slot in zip(experts, slots, strict=True):
+            self._free.remove(slot)
             self._slots[expert] = slot
             self.place[expert], self.order[slot] = slot, expert
 
@@ -125,6 +126,7 @@ class Pool:
         self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
+        self.turn = RLock()  # of a thread that computes with chosen experts, which other reads would replace
         self._slots: list[_Slot] = []
         self._caches: list[_Cache] = []
         self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
@@ -163,7 +165,7 @@ class Pool:
         """Makes the buffers smaller, or as large as they were; they are read again unless their number stays."""
         num_bytes = min(num_bytes, self._bytes.size)
         plan = plan_buffers(self.layers, num_bytes)
-        with self._lock:
+        with self.turn, self._lock:
             if self._slots and plan == plan_buffers(self.layers, self._num_bytes):
                 self._num_bytes = num_bytes
                 return
@@ -178,7 +180,7 @@ class Pool:
 
     def forget(self) -> None:
         """Gives the memory of the buffers back until they are read again; not while tensors use it."""
-        with self._lock:
+        with self.turn, self._lock:
             self._settle()
             if not any(slot.leases for slot in self._slots):
                 self._forget()
@@ -219,7 +221,7 @@ class Pool:
         next_use: dict[int, int] = {}
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
-        with self._lock:
+        with self.turn, self._lock:
             self._use_slots()
             slot = self._find(number) or self._begin_read(number, self._victim(next_use))
             lease = object()
@@ -231,7 +233,8 @@ class Pool:
             done.result()
         except BaseException:
             slot.leases.discard(lease)
-            slot.part = slot.done = None
+            if done.done():  # else Ctrl-C ended the wait, and the read goes on
+                slot.part = slot.done = None
             raise
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
@@ -242,7 +245,7 @@ class Pool:
         return buffer
 
     def chosen(self, index: int, experts: Sequence[int]) -> _Cache | None:
-        """The cache of a layer once the experts are in it, right until the next call.
+        """The cache of a layer once the experts are in it, right until the next call: the caller holds the turn.
 
         None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
         """

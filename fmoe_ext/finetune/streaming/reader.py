@@ -8,8 +8,8 @@ spans, the cache keeps them: the second read of a span is a copy.
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -76,17 +76,24 @@ class Reader:
             places = [[_place(moved[part[:3]]) for part in (span, *span.beside)] for span in group]
             raw = np.empty(end, dtype=np.uint8)
             num_bytes += self._fetch([*moved.values()], raw)
-            for _ in self._threads.map(functools.partial(_turn, into, raw), group, places):
-                pass
+            self._all(functools.partial(_turn, into, raw), group, places)
         return num_bytes
 
     def _fetch(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
         chunks = list(_chunks(spans))
         for path in {chunk.path for chunk in chunks}:
             self._open(path)
-        for _ in self._threads.map(lambda part: self._read(part, into), _shares(chunks)):
-            pass
+        self._all(functools.partial(self._read, into), _shares(chunks))
         return sum(chunk.end - chunk.begin for chunk in chunks)
+
+    def _all(self, function: Callable[..., None], *arguments: Sequence[Any]) -> None:
+        """Calls a function in the threads; none of them writes any more when this ends, by an error or Ctrl-C too."""
+        calls = [self._threads.submit(function, *given) for given in zip(*arguments, strict=True)]
+        try:
+            for call in calls:
+                call.result()
+        finally:
+            wait(calls)
 
     def _open(self, path: Path) -> None:
         if path not in self._handles:
@@ -101,7 +108,7 @@ class Reader:
                     raise CheckpointError(f"{path} cannot be read: {error}") from error
             self._handles[path] = _Open(handle, bool(direct), os.fstat(handle).st_mtime_ns)
 
-    def _read(self, chunks: Sequence[_Chunk], into: "np.ndarray[Any, Any]") -> None:
+    def _read(self, into: "np.ndarray[Any, Any]", chunks: Sequence[_Chunk]) -> None:
         bounce = aligned_memory(BLOCK if self.through_cache else CHUNK + 2 * BLOCK)
         for chunk in chunks:
             handle, is_direct, changed = self._handles[chunk.path]

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -27,23 +28,24 @@ inline StateDict state_dict(const torch::nn::Module& module) {
 
 namespace detail {
 
-inline std::vector<std::string> model_files(const std::filesystem::path& path) {
-  if (path.extension() == ".safetensors") return {path.string()};
+// {file: tensors that the folder's index has in it}; one file without any if there is no index.
+inline std::map<std::string, std::set<std::string>> model_files(const std::filesystem::path& path) {
+  if (path.extension() == ".safetensors") return {{path.string(), {}}};
   const auto index = path / "model.safetensors.index.json";
   if (!std::filesystem::exists(index)) {
     const auto single = path / "model.safetensors";
     TORCH_CHECK(std::filesystem::exists(single), "no model in ", path.string(),
                 ": it has no manifest.json, model.safetensors or model.safetensors.index.json");
-    return {single.string()};
+    return {{single.string(), {}}};
   }
   const json::Value content = read_json(index);
   const auto* map = content.find("weight_map");
   TORCH_CHECK(map && !map->members.empty(), index.string(), " is damaged: it has no weight_map");
-  std::set<std::string> names;
+  std::map<std::string, std::set<std::string>> files;
   for (const auto& [tensor, name] : map->members) {
-    names.insert(inside(path, name).string());
+    files[inside(path, name).string()].insert(tensor);
   }
-  return {names.begin(), names.end()};
+  return files;
 }
 
 // Takes an entry out of a state dict.
@@ -97,7 +99,15 @@ inline StateDict from_huggingface(StateDict state) {
 inline StateDict read_model(const std::string& path) {
   if (detail::is_checkpoint(path)) return read_checkpoint(path);
   StateDict state;
-  for (const std::string& file : detail::model_files(path)) state.merge(read_safetensors(file));
+  for (const auto& [file, named] : detail::model_files(path)) {
+    for (auto& [name, value] : read_safetensors(file)) {
+      // of two tensors of a name, the one that the index has there
+      if (named.count(name))
+        state.insert_or_assign(name, value);
+      else
+        state.emplace(name, value);
+    }
+  }
   return from_huggingface(std::move(state));
 }
 
