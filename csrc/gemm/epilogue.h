@@ -2,142 +2,10 @@
 // instruction set.
 #pragma once
 
+#include "curves.h"
 #include "multiply.h"
 
 #include "isa_begin.h"
-
-// For x <= 0, relative error below 2^-23. 0 for x < -86.4, from where on GELU would be denormal: products
-// with denormal numbers take many times as long, and weights that diverge make half of all activations such.
-inline VF exp_negative(VF x) {
-  const VI underflows = x < -86.4f;
-  x = underflows ? broadcast(-86.4f) : x;
-  const VF shifted = fma(x, broadcast(1.44269504f), broadcast(12582912.f));  // the integer is in the low bits
-  const VF n = shifted - 12582912.f;
-  const VF r = fma(n, broadcast(1.42860677e-6f), fma(n, broadcast(-0.693148613f), x));
-  VF p = broadcast(1.38888890e-3f);
-  p = fma(p, r, broadcast(8.33333377e-3f));
-  p = fma(p, r, broadcast(4.16666679e-2f));
-  p = fma(p, r, broadcast(1.66666672e-1f));
-  p = fma(p, r, broadcast(0.5f));
-  p = fma(p, r * r, r);
-  return (VF)(((VI)(p + 1.f) + ((VI)shifted << 23)) & ~underflows);
-}
-
-inline VF absolute(VF x) { return (VF)((VI)x & 0x7fffffff); }
-
-inline VF sigmoid(VF x) {
-  const VF t = exp_negative(-absolute(x));
-  const VF s = 1.f / (1.f + t);
-  return x < 0.f ? t * s : s;
-}
-
-template <class V>
-struct Point {
-  V value, slope;
-};
-
-inline Point<VF> silu(VF x) {
-  const VF s = sigmoid(x);
-  return {x * s, s * (1.f + x * (1.f - s))};
-}
-
-inline Point<VF> gelu(VF x) {
-  // Phi(-|x|) = exp(-x^2 / 2) erfcx(|x| / sqrt(2)) / 2; erfcx is a polynomial in t, to 1e-8 relative.
-  const VF z = absolute(x) * 0.707106781f;
-  const VF t = 1.f / fma(z, broadcast(0.35f), broadcast(1.f));
-  constexpr float coefficients[] = {-0.175027483f, 0.220033711f, -0.0801959313f, 0.131637331f, 0.121524807f,
-                                    0.159877005f,  0.185989686f, 0.197375131f,   0.197471232f};
-  VF p = broadcast(0.0413145205f);
-#pragma GCC unroll 9
-  for (float c : coefficients) p = fma(p, t, broadcast(c));
-  const VF e = exp_negative(-0.5f * x * x);
-  const VF tail = 0.5f * e * p * t;
-  const VF cdf = x < 0.f ? tail : 1.f - tail;
-  return {x * cdf, fma(x * 0.398942280f, e, cdf)};
-}
-
-inline Point<VF> gelu_tanh(VF x) {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
-  const VF square = x * x;
-  const VF s = sigmoid(1.59576912f * x * fma(square, broadcast(0.044715f), broadcast(1.f)));
-  const VF slope = 1.59576912f * fma(square, broadcast(0.134145f), broadcast(1.f));
-  return {x * s, s * (1.f + x * slope * (1.f - s))};
-}
-
-inline Point<VF> relu(VF x) { return {x <= 0.f ? VF{} : x, x <= 0.f ? VF{} : broadcast(1.f)}; }
-
-inline Point<VF> relu2(VF x) {
-  const VF r = relu(x).value;
-  return {r * r, r + r};
-}
-
-// A NaN stays.
-inline Point<VF> clamped_silu(VF x) {
-  const VF v = x > kClampedLimit ? broadcast(kClampedLimit) : x;
-  const VF s = sigmoid(kClampedAlpha * v);
-  const VF slope = s * (1.f + kClampedAlpha * v * (1.f - s));
-  return {v * s, x > kClampedLimit ? VF{} : slope};
-}
-
-inline Point<double> silu(double x) {
-  const double s = 1 / (1 + std::exp(-x));
-  return {x * s, s * (1 + x * (1 - s))};
-}
-
-inline Point<double> gelu(double x) {
-  const double cdf = 0.5 * std::erfc(-x * 0.70710678118654752440);
-  return {x * cdf, cdf + x * 0.39894228040143267794 * std::exp(-0.5 * x * x)};
-}
-
-inline Point<double> gelu_tanh(double x) {
-  const double s = 1 / (1 + std::exp(-1.59576912160573071176 * x * (1 + 0.044715 * x * x)));
-  return {x * s, s * (1 + x * (1 - s) * 1.59576912160573071176 * (1 + 0.134145 * x * x))};
-}
-
-inline Point<double> relu(double x) { return {x <= 0 ? 0 : x, x <= 0 ? 0.0 : 1.0}; }
-
-inline Point<double> relu2(double x) {
-  const double r = relu(x).value;
-  return {r * r, r + r};
-}
-
-inline Point<double> clamped_silu(double x) {
-  const double alpha = 1.702, v = x > kClampedLimit ? kClampedLimit : x;
-  const double s = 1 / (1 + std::exp(-alpha * v));
-  return {v * s, x > kClampedLimit ? 0 : s * (1 + alpha * v * (1 - s))};
-}
-
-template <CurveKind curve, class V>
-inline Point<V> point_of(V x) {
-  if constexpr (curve == CurveKind::gelu) return gelu(x);
-  if constexpr (curve == CurveKind::gelu_tanh) return gelu_tanh(x);
-  if constexpr (curve == CurveKind::relu) return relu(x);
-  if constexpr (curve == CurveKind::silu) return silu(x);
-  if constexpr (curve == CurveKind::relu2) return relu2(x);
-  if constexpr (curve == CurveKind::clamped_silu) return clamped_silu(x);
-}
-
-template <CurveKind curve>
-inline Point<VD> point_of(VD x) {
-  Point<VD> result;
-  for (int i = 0; i < WD; ++i) {
-    const Point<double> p = point_of<curve>(double(x[i]));
-    result.value[i] = p.value;
-    result.slope[i] = p.slope;
-  }
-  return result;
-}
-
-// What the gate is multiplied by, of up, and its slope.
-template <CurveKind curve, class V>
-inline Point<V> factor_of(V up) {
-  if constexpr (curve == CurveKind::clamped_silu) {
-    const V limit = V{} + kClampedLimit, one = V{} + 1;
-    const V inside = up > limit ? limit : up < -limit ? -limit : up;
-    return {inside + 1, inside == up ? one : V{}};
-  } else {
-    return {up, V{} + 1};
-  }
-}
 
 // v as an operand, rounded to storage: by the store itself where both are the same type.
 template <class T>
@@ -160,7 +28,7 @@ void act_forward_curve(const ActForward& args) {
       if (bias) gate += load_n(bias + j, n);
       gate = rounded<T>(gate);
       if (h) store_n(h + j, gate, n);
-      auto value = point_of<curve>(gate).value;
+      auto value = point_at<T, curve>(gate).value;
       if constexpr (gated) {
         auto linear = load(tile + up + j);
         if (bias) linear += load_n(bias + args.up_offset + j, n);
@@ -186,7 +54,7 @@ void act_backward_curve(const ActBackward& args) {
     for (int64_t j = 0; j < args.n; j += lanes) {
       const int64_t n = args.n - j;
       const auto grad = load_n(tile + j, n);
-      const auto p = point_of<curve>(load_n(h + j, n));
+      const auto p = point_at<T, curve>(load_n(h + j, n));
       auto value = p.value, slope = p.slope;
       if constexpr (gated) {
         const auto up = factor_of<curve>(load_n(h + args.up_offset + j, n));
