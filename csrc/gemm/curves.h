@@ -127,81 +127,144 @@ inline Point<VD> point_of(VD x) {
 }
 
 #if FMOE_BYTES == 64
-// The curves of bfloat16, which keeps 8 bits: relative error below 3e-4, no number is denormal.
+// The curves of bfloat16, which keeps 8 bits: relative error below 3e-4, no number is denormal. Each step is of
+// several vectors, because one alone waits for every step before it.
 
-// 2^x; 0 for x < -124.
-inline VF short_exp2(VF x) {
-  const __m512 of = (__m512)x;
-  const VF part = (VF)_mm512_reduce_ps(of, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  VF p = broadcast(0.0780243959f);
-  p = fma(p, part, broadcast(0.226067447f));
-  p = fma(p, part, broadcast(0.695833377f));
-  p = fma(p, part, broadcast(0.999925238f));
-  const __mmask16 is_normal = _mm512_cmp_ps_mask(of, _mm512_set1_ps(-124.f), _CMP_NLT_UQ);
-  return (VF)_mm512_maskz_scalef_ps(is_normal, (__m512)p, of);
+template <int N>
+struct Several {
+  VF v[N];
+};
+
+template <class Step, int N, class... More>
+__attribute__((always_inline)) inline Several<N> each(const Step& step, const Several<N>& first,
+                                                      const More&... more) {
+  Several<N> out;
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) out.v[i] = step(first.v[i], more.v[i]...);
+  return out;
 }
 
-struct Sigmoid {
-  VF value, rest;  // rest: 1 - value, as exact where it is small
+// The polynomial with these coefficients, the highest power first.
+template <int N, int count>
+__attribute__((always_inline)) inline Several<N> polynomial(const float (&c)[count], const Several<N>& x) {
+  auto p = each([&](VF v) { return fma(v, broadcast(c[0]), broadcast(c[1])); }, x);
+#pragma GCC unroll 8
+  for (int i = 2; i < count; ++i) p = each([&](VF sum, VF v) { return fma(sum, v, broadcast(c[i])); }, p, x);
+  return p;
+}
+
+// 2^x; 0 for x < -124.
+template <int N>
+__attribute__((always_inline)) inline Several<N> short_exp2(const Several<N>& x) {
+  constexpr float c[] = {0.0780243959f, 0.226067447f, 0.695833377f, 0.999925238f};
+  constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  const auto part = each([](VF v) { return v - (VF)_mm512_roundscale_ps((__m512)v, kDown); }, x);
+  return each(
+      [](VF p, VF v) {
+        const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-124.f), _CMP_NLT_UQ);
+        return (VF)_mm512_maskz_scalef_ps(is_normal, (__m512)p, (__m512)v);
+      },
+      polynomial(c, part), x);
+}
+
+// a NaN stays
+inline VF at_most(float limit, VF x) { return (VF)_mm512_min_ps(_mm512_set1_ps(limit), (__m512)x); }
+
+// Value and slope of several points.
+template <int N>
+struct Points {
+  Several<N> value, slope;
+};
+
+template <int N>
+struct Sigmoids {
+  Several<N> value, rest;  // rest: 1 - value, as exact where it is small
 };
 
 // Of x / -ln(2). Both are 0 for x < -87.3, where the value would be denormal.
-inline Sigmoid short_sigmoid(VF scaled) {
-  const __m512 limit = _mm512_set1_ps(126.f), of = (__m512)scaled;
-  const VF t = short_exp2((VF)_mm512_min_ps(limit, of));  // a NaN stays
-  const __mmask16 is_normal = _mm512_cmp_ps_mask(of, limit, _CMP_NGE_UQ);
-  const VF s = (VF)_mm512_maskz_rcp14_ps(is_normal, (__m512)(1.f + t));
-  return {s, t * s};
+template <int N>
+__attribute__((always_inline)) inline Sigmoids<N> short_sigmoid(const Several<N>& scaled) {
+  const auto t = short_exp2(each([](VF v) { return at_most(126.f, v); }, scaled));
+  const auto s = each(
+      [](VF t, VF v) {
+        const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(126.f), _CMP_NGE_UQ);
+        return (VF)_mm512_maskz_rcp14_ps(is_normal, (__m512)(1.f + t));
+      },
+      t, scaled);
+  return {s, each([](VF s, VF t) { return s * t; }, s, t)};
 }
 
 // x sigmoid(alpha x)
-inline Point<VF> short_silu(VF x, float alpha = 1.f) {
-  const auto [s, rest] = short_sigmoid(-1.44269504f * alpha * x);
-  const VF value = x * s;
-  return {value, fma(alpha * value, rest, s)};
+template <int N>
+__attribute__((always_inline)) inline Points<N> short_silu(const Several<N>& x, float alpha = 1.f) {
+  const auto s = short_sigmoid(each([&](VF v) { return -1.44269504f * alpha * v; }, x));
+  const auto value = each([](VF v, VF s) { return v * s; }, x, s.value);
+  return {value, each([&](VF v, VF s, VF rest) { return fma(alpha * v, rest, s); }, value, s.value, s.rest)};
 }
 
-inline Point<VF> short_gelu(VF x) {
+template <int N>
+__attribute__((always_inline)) inline Points<N> short_gelu(const Several<N>& x) {
   // Phi(-z) = 2^q(z), and the slope at -z is Phi(-z) u(z), for z = |x|.
-  constexpr float q[] = {-1.7311914e-06f,  4.75486211e-05f, -0.000743475307f, 0.0074162274f,
-                         -0.0507947177f, -0.462790446f,   -1.14903562f,     -1.00018376f};
-  constexpr float u[] = {9.62948712e-05f, -0.00178057712f, 0.0173927771f, -0.0994215391f,
-                         -0.64728876f,    -0.793967557f,   0.999730438f};
-  const VF z = (VF)_mm512_min_ps(_mm512_set1_ps(13.2f), (__m512)absolute(x));  // a NaN stays
-  VF exponent = broadcast(2.71617608e-08f), ratio = broadcast(-2.10821515e-06f);
-#pragma GCC unroll 8
-  for (float c : q) exponent = fma(exponent, z, broadcast(c));
-#pragma GCC unroll 8
-  for (float c : u) ratio = fma(ratio, z, broadcast(c));
-  const VF tail = short_exp2(exponent), slope = tail * ratio;
-  return {x * (x < 0.f ? tail : 1.f - tail), x < 0.f ? slope : 1.f - slope};
+  constexpr float q[] = {2.71617608e-08f, -1.7311914e-06f, 4.75486211e-05f, -0.000743475307f, 0.0074162274f,
+                         -0.0507947177f,  -0.462790446f,   -1.14903562f,    -1.00018376f};
+  constexpr float u[] = {-2.10821515e-06f, 9.62948712e-05f, -0.00178057712f, 0.0173927771f,
+                         -0.0994215391f,   -0.64728876f,    -0.793967557f,   0.999730438f};
+  const auto z = each([](VF v) { return at_most(13.2f, absolute(v)); }, x);
+  const auto tail = short_exp2(polynomial(q, z));
+  const auto slope = each([](VF t, VF u) { return t * u; }, tail, polynomial(u, z));
+  return {each([](VF v, VF t) { return v * (v < 0.f ? t : 1.f - t); }, x, tail),
+          each([](VF v, VF s) { return v < 0.f ? s : 1.f - s; }, x, slope)};
 }
 
-inline Point<VF> short_gelu_tanh(VF x) {
-  const VF square = x * x;
-  const auto [s, rest] = short_sigmoid(x * fma(square, broadcast(-0.102943239f), broadcast(-2.30220819f)));
-  const VF slope = fma(square, broadcast(0.214064449f), broadcast(1.59576912f)), value = x * s;
-  return {value, fma(value * slope, rest, s)};
+template <int N>
+__attribute__((always_inline)) inline Points<N> short_gelu_tanh(const Several<N>& x) {
+  const auto square = each([](VF v) { return v * v; }, x);
+  const auto s = short_sigmoid(each(
+      [](VF v, VF w) { return v * fma(w, broadcast(-0.102943239f), broadcast(-2.30220819f)); }, x, square));
+  const auto value = each([](VF v, VF s) { return v * s; }, x, s.value);
+  const auto slope =
+      each([](VF w) { return fma(w, broadcast(0.214064449f), broadcast(1.59576912f)); }, square);
+  return {value, each([](VF v, VF u, VF s, VF rest) { return fma(v * u, rest, s); }, value, slope, s.value,
+                      s.rest)};
 }
 
-inline Point<VF> short_clamped_silu(VF x) {
-  const auto p = short_silu(x > kClampedLimit ? broadcast(kClampedLimit) : x, kClampedAlpha);
-  return {p.value, x > kClampedLimit ? VF{} : p.slope};
+template <int N>
+__attribute__((always_inline)) inline Points<N> short_clamped_silu(const Several<N>& x) {
+  const auto inside = each([](VF v) { return v > kClampedLimit ? broadcast(kClampedLimit) : v; }, x);
+  const auto p = short_silu(inside, kClampedAlpha);
+  return {p.value, each([](VF v, VF s) { return v > kClampedLimit ? VF{} : s; }, x, p.slope)};
+}
+
+template <CurveKind curve, int N>
+__attribute__((always_inline)) inline Points<N> short_points(const Several<N>& x) {
+  if constexpr (curve == CurveKind::gelu) return short_gelu(x);
+  if constexpr (curve == CurveKind::gelu_tanh) return short_gelu_tanh(x);
+  if constexpr (curve == CurveKind::silu) return short_silu(x);
+  if constexpr (curve == CurveKind::clamped_silu) return short_clamped_silu(x);
 }
 #endif
 
-// The curve at points of T.
-template <class T, CurveKind curve, class V>
-inline Point<V> point_at(V x) {
+// Whether a curve has a short form for T.
+template <class T, CurveKind curve>
+constexpr bool kIsShort = FMOE_BYTES == 64 && std::is_same_v<T, BF16> && curve != CurveKind::relu &&
+                          curve != CurveKind::relu2;
+
+// The curve at N vectors of points of T.
+template <class T, CurveKind curve, class V, int N>
+__attribute__((always_inline)) inline void points_at(const V (&x)[N], Point<V> (&points)[N]) {
 #if FMOE_BYTES == 64
-  if constexpr (std::is_same_v<T, BF16>) {
-    if constexpr (curve == CurveKind::gelu) return short_gelu(x);
-    if constexpr (curve == CurveKind::gelu_tanh) return short_gelu_tanh(x);
-    if constexpr (curve == CurveKind::silu) return short_silu(x);
-    if constexpr (curve == CurveKind::clamped_silu) return short_clamped_silu(x);
+  if constexpr (kIsShort<T, curve>) {
+    Several<N> several;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) several.v[i] = x[i];
+    const auto found = short_points<curve>(several);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) points[i] = {found.value.v[i], found.slope.v[i]};
+    return;
   }
 #endif
-  return point_of<curve>(x);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) points[i] = point_of<curve>(x[i]);
 }
 
 // What the gate is multiplied by, of up, and its slope.

@@ -14,63 +14,97 @@ inline VecOf<OperandOf<T>> as_operand(VecOf<T> v) {
   return rounded<T>(v);
 }
 
-template <class T, CurveKind curve, bool gated>
-void act_forward_curve(const ActForward& args) {
+// Rows [r, r + R), C vectors of each at once.
+template <class T, CurveKind curve, bool gated, int R, int C>
+inline void act_forward_rows(const ActForward& args, int64_t r) {
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>, up = nr / 2;
+  using V = VecOf<T>;
   const T* bias = elements_of<T>(args.bias);
-  for (int64_t r = 0; r < args.m; ++r) {
-    const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
-    T* h = args.h ? elements_of<T>(args.h) + r * args.h_stride : nullptr;
-    OperandOf<T>* a = elements_of<T>(args.a) + r * args.a_stride;
-    for (int64_t j = 0; j < args.n; j += lanes) {
-      const int64_t n = args.n - j;
-      auto gate = load(tile + j);
-      if (bias) gate += load_n(bias + j, n);
-      gate = rounded<T>(gate);
-      if (h) store_n(h + j, gate, n);
-      auto value = point_at<T, curve>(gate).value;
-      if constexpr (gated) {
-        auto linear = load(tile + up + j);
-        if (bias) linear += load_n(bias + args.up_offset + j, n);
-        linear = rounded<T>(linear);
-        if (h) store_n(h + args.up_offset + j, linear, n);
-        value *= factor_of<curve>(linear).value;
-      }
-      store_n(a + j, as_operand<T>(value), n);
+  const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
+  T* h = args.h ? elements_of<T>(args.h) + r * args.h_stride : nullptr;
+  OperandOf<T>* a = elements_of<T>(args.a) + r * args.a_stride;
+  for (int64_t j = 0; j < args.n; j += C * lanes) {
+    // A pre-activation: what it adds to is in the tile, its bias at `offset`, and it is stored there.
+    const auto hidden = [&](int i, int from, int64_t offset) __attribute__((always_inline)) {
+      const int64_t column = j + i % C * lanes, n = args.n - column;
+      V value = load(tile + i / C * nr + from + column);
+      if (bias) value += load_n(bias + offset + column, n);
+      value = rounded<T>(value);
+      if (h) store_n(h + i / C * args.h_stride + offset + column, value, n);
+      return value;
+    };
+    V gates[R * C];
+    Point<V> points[R * C];
+#pragma GCC unroll 8
+    for (int i = 0; i < R * C; ++i) gates[i] = hidden(i, 0, 0);
+    points_at<T, curve>(gates, points);
+#pragma GCC unroll 8
+    for (int i = 0; i < R * C; ++i) {
+      const int64_t column = j + i % C * lanes;
+      V value = points[i].value;
+      if constexpr (gated) value *= factor_of<curve>(hidden(i, up, args.up_offset)).value;
+      store_n(a + i / C * args.a_stride + column, as_operand<T>(value), args.n - column);
     }
   }
 }
 
-template <class T, CurveKind curve, bool gated>
-void act_backward_curve(const ActBackward& args) {
+// Row r, C vectors at once.
+template <class T, CurveKind curve, bool gated, int C>
+inline void act_backward_row(const ActBackward& args, int64_t r) {
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>;
-  for (int64_t r = 0; r < args.m; ++r) {
-    const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
-    const T* h = elements_of<T>(args.h) + r * args.h_stride;
-    OperandOf<T>* dh = elements_of<T>(args.dh) + r * args.dh_stride;
-    OperandOf<T>* a = args.a ? elements_of<T>(args.a) + r * args.a_stride : nullptr;
-    const AccOf<T> scale = args.scale ? elements_of<T>(args.scale)[r] : AccOf<T>(1);
-    VecOf<AccOf<T>> product = {};
-    for (int64_t j = 0; j < args.n; j += lanes) {
-      const int64_t n = args.n - j;
-      const auto grad = load_n(tile + j, n);
-      const auto p = point_at<T, curve>(load_n(h + j, n));
-      auto value = p.value, slope = p.slope;
+  using V = VecOf<T>;
+  const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
+  const T* h = elements_of<T>(args.h) + r * args.h_stride;
+  OperandOf<T>* dh = elements_of<T>(args.dh) + r * args.dh_stride;
+  OperandOf<T>* a = args.a ? elements_of<T>(args.a) + r * args.a_stride : nullptr;
+  const AccOf<T> scale = args.scale ? elements_of<T>(args.scale)[r] : AccOf<T>(1);
+  V product = {};
+  for (int64_t j = 0; j < args.n; j += 64 / sizeof(T)) {  // for the tile below, while its product is computed
+    __builtin_prefetch(h + args.m * args.h_stride + j);
+    if (gated) __builtin_prefetch(h + args.m * args.h_stride + args.up_offset + j);
+  }
+  for (int64_t j = 0; j < args.n; j += C * lanes) {
+    V gates[C];
+    Point<V> points[C];
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) gates[i] = load_n(h + j + i * lanes, args.n - j - i * lanes);
+    points_at<T, curve>(gates, points);
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      const int64_t column = j + i * lanes, n = args.n - column;
+      const auto grad = load_n(tile + column, n);
+      auto value = points[i].value, slope = points[i].slope;
       if constexpr (gated) {
-        const auto up = factor_of<curve>(load_n(h + args.up_offset + j, n));
+        const auto up = factor_of<curve>(load_n(h + args.up_offset + column, n));
         auto grad_up = grad * scale * value;
         if constexpr (curve == CurveKind::clamped_silu) grad_up *= up.slope;
-        store_n(dh + args.up_offset + j, as_operand<T>(grad_up), n);
+        store_n(dh + args.up_offset + column, as_operand<T>(grad_up), n);
         value *= up.value;
         slope *= up.value;
       }
-      store_n(dh + j, as_operand<T>(grad * scale * slope), n);
+      store_n(dh + column, as_operand<T>(grad * scale * slope), n);
       value = rounded<T>(value);
       product += grad * value;
-      if (a) store_n(a + j, as_operand<T>(value * scale), n);
+      if (a) store_n(a + column, as_operand<T>(value * scale), n);
     }
-    if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
   }
+  if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
+}
+
+// Vectors of a row of a tile that are activated at once. Rows: a gated tile of the forward has one vector each.
+template <class T, CurveKind curve>
+constexpr int kActVectors = kIsShort<T, curve> ? 2 : 1;
+
+template <class T, CurveKind curve, bool gated, int R = kIsShort<T, curve> ? (gated ? 4 : 2) : 1>
+void act_forward_curve(const ActForward& args, int64_t r = 0) {
+  for (; r + R <= args.m; r += R)
+    act_forward_rows<T, curve, gated, R, gated ? 1 : kActVectors<T, curve>>(args, r);
+  if constexpr (R > 1) act_forward_curve<T, curve, gated, R / 2>(args, r);
+}
+
+template <class T, CurveKind curve, bool gated>
+void act_backward_curve(const ActBackward& args) {
+  for (int64_t r = 0; r < args.m; ++r) act_backward_row<T, curve, gated, kActVectors<T, curve>>(args, r);
 }
 
 // Calls body with the curve and the gate as compile-time constants.
