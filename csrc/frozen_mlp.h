@@ -220,7 +220,8 @@ class FrozenProducts {
    public:
     Added(const Kernels& kernels, const Adapter* adapter, int64_t num_panels)
         : kernels_(kernels), rank_(adapter ? adapter->rank : 0) {
-      if (adapter) memory_.reset(new char[kTileBytes + num_panels * panel_bytes(kernels, rank_, kernels.nr) + 64]);
+      if (adapter)
+        memory_.reset(new char[kTileBytes + num_panels * panel_bytes(kernels, rank_, kernels.nr) + 64]);
     }
     Panels panels() { return Panels::in(sum() + kTileBytes, kernels_, rank_, kernels_.nr); }
     Operand* panel(int64_t p) { return panels().panel(p); }

@@ -127,8 +127,8 @@ inline Point<VD> point_of(VD x) {
 }
 
 #if FMOE_BYTES == 64
-// The curves of bfloat16, which keeps 8 bits: relative error below 3e-4, no number is denormal. Each step is of
-// several vectors, because one alone waits for every step before it.
+// The curves of bfloat16, which keeps 8 bits: relative error below 3e-4, no number is denormal. Each step is
+// of several vectors, because one alone waits for every step before it.
 
 template <int N>
 struct Several {
@@ -224,8 +224,8 @@ __attribute__((always_inline)) inline Points<N> short_gelu_tanh(const Several<N>
   const auto value = each([](VF v, VF s) { return v * s; }, x, s.value);
   const auto slope =
       each([](VF w) { return fma(w, broadcast(0.214064449f), broadcast(1.59576912f)); }, square);
-  return {value, each([](VF v, VF u, VF s, VF rest) { return fma(v * u, rest, s); }, value, slope, s.value,
-                      s.rest)};
+  return {value,
+          each([](VF v, VF u, VF s, VF rest) { return fma(v * u, rest, s); }, value, slope, s.value, s.rest)};
 }
 
 template <int N>
@@ -246,8 +246,8 @@ __attribute__((always_inline)) inline Points<N> short_points(const Several<N>& x
 
 // Whether a curve has a short form for T.
 template <class T, CurveKind curve>
-constexpr bool kIsShort = FMOE_BYTES == 64 && std::is_same_v<T, BF16> && curve != CurveKind::relu &&
-                          curve != CurveKind::relu2;
+constexpr bool kIsShort =
+    FMOE_BYTES == 64 && std::is_same_v<T, BF16> && curve != CurveKind::relu && curve != CurveKind::relu2;
 
 // The curve at N vectors of points of T.
 template <class T, CurveKind curve, class V, int N>

@@ -91,7 +91,8 @@ inline void act_backward_row(const ActBackward& args, int64_t r) {
   if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
 }
 
-// Vectors of a row of a tile that are activated at once. Rows: a gated tile of the forward has one vector each.
+// Vectors of a row of a tile that are activated at once. Rows: a gated tile of the forward has one vector
+// each.
 template <class T, CurveKind curve>
 constexpr int kActVectors = kIsShort<T, curve> ? 2 : 1;
 

@@ -12,7 +12,8 @@ void copy_rows(const T* const* rows, int64_t num_rows, int64_t k, OperandOf<T>* 
   const int64_t padded = (k + U::k_step - 1) / U::k_step * U::k_step;
   constexpr int64_t kAhead = 8, kBytesAhead = 512;  // rows may be far apart, in the order of their tokens
   for (int64_t r = 0; r < num_rows; ++r) {
-    for (int64_t byte = 0; r + kAhead < num_rows && byte < k * int64_t(sizeof(T)) && byte < kBytesAhead; byte += 64)
+    for (int64_t byte = 0; r + kAhead < num_rows && byte < k * int64_t(sizeof(T)) && byte < kBytesAhead;
+         byte += 64)
       __builtin_prefetch((const char*)rows[r + kAhead] + byte);
     Operand* to = dst + r * stride;
     const T* from = rows[r];
@@ -119,7 +120,8 @@ void pack_columns(const T* const* rows, int64_t k, OperandOf<T>* dst) {
   const int64_t units = (k + U::k_step - 1) / U::k_step;
   Unit* panel = (Unit*)dst;
   const int64_t row_bytes = k * sizeof(T);
-  const int64_t ahead = row_bytes > 512 ? 512 : lanes * row_bytes;  // short rows: as many on as are packed at once
+  const int64_t ahead =
+      row_bytes > 512 ? 512 : lanes * row_bytes;  // short rows: as many on as are packed at once
   for (int half = 0; half < 2; ++half) {
     const T* const* columns = rows + half * lanes;
     for (int64_t unit = 0; unit < units; unit += lanes) {
