@@ -102,10 +102,18 @@ struct ExpertRows {
   Tensor sum_choices(const Tensor& y) const {
     Tensor out = new_large(x, {T, D}, x.scalar_type());
     const StoredRows choices = rows_of(y);
+    constexpr int64_t kAhead = 4;  // tokens, whose rows are far apart
+    const int64_t bytes = std::min<int64_t>(D * kernels.storage_bytes, 512);
+    const auto prefetch = [&](const Stored* row) {
+      for (int64_t byte = 0; byte < bytes; byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
+    };
     Stored* sums = mutable_stored(out);
     for_each_row_slice(0, T, [&](int64_t begin, int64_t end) {
       std::vector<const Stored*> rows;
       for (int64_t t = begin; t < end; ++t) {
+        if (t + kAhead < T)
+          for (int64_t k = 0; k < K; ++k) prefetch(choices.at(std::max(inverse[(t + kAhead) * K + k], 0)));
         rows.clear();
         for (int64_t k = 0; k < K; ++k)
           if (inverse[t * K + k] >= 0) rows.push_back(choices.at(inverse[t * K + k]));

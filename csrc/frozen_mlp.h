@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 
 #include "entries.h"
 #include "expert_rows.h"
@@ -219,24 +220,25 @@ class FrozenProducts {
    public:
     Added(const Kernels& kernels, const Adapter* adapter, int64_t num_panels)
         : kernels_(kernels), rank_(adapter ? adapter->rank : 0) {
-      if (adapter) memory_.resize(num_panels * panel_bytes(kernels, rank_, kernels.nr) + kTileBytes + 2 * 64);
+      if (adapter)
+        memory_.reset(new char[kTileBytes + num_panels * panel_bytes(kernels, rank_, kernels.nr) + 64]);
     }
-    Panels panels() { return Panels::in(aligned(memory_.data()), kernels_, rank_, kernels_.nr); }
+    Panels panels() { return Panels::in(sum() + kTileBytes, kernels_, rank_, kernels_.nr); }
     Operand* panel(int64_t p) { return panels().panel(p); }
     const Acc* to(const Acc* tile, int64_t p, const RowMajor& thin, int64_t m) {
-      auto* sum = reinterpret_cast<Acc*>(aligned(memory_.data() + memory_.size() - kTileBytes - 64));
-      kernels_.multiply_row_major(m, rank_, thin.data, thin.stride, panel(p), sum);
-      kernels_.accumulate(tile, m, kernels_.nr, sum, kernels_.nr);
-      return sum;
+      auto* total = reinterpret_cast<Acc*>(sum());
+      kernels_.multiply_row_major(m, rank_, thin.data, thin.stride, panel(p), total);
+      kernels_.accumulate(tile, m, kernels_.nr, total, kernels_.nr);
+      return total;
     }
 
    private:
-    static char* aligned(char* p) {
-      return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
+    char* sum() const {
+      return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
     }
     const Kernels& kernels_;
     const int64_t rank_;
-    std::vector<char> memory_;
+    std::unique_ptr<char[]> memory_;  // not filled with zeros, unlike a vector's
   };
 
   static const Tensor& tensor_of(const Tensor& weight) { return weight; }

@@ -174,7 +174,7 @@ class Backward {
       const OwnPanels b(kernels_, right.from(segment.begin - begin), depth, column0, num_columns,
                         kernels_.nr);
       const RowMajor rows = left.from(segment.begin - begin);
-      std::vector<char> memory;
+      std::unique_ptr<char[]> memory;
       const Transposed a = columns_of(rows, depth, row0, num_rows, memory);
       multiply_transposed(kernels_, a, num_rows, b.panels, num_columns, depth,
                           [&](const Acc* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
@@ -185,11 +185,11 @@ class Backward {
 
   // Columns of rows, mr at a time: where they lie if the kernels can read them there, else packed in memory.
   Transposed columns_of(const RowMajor& rows, int64_t depth, int64_t column, int64_t n,
-                        std::vector<char>& memory) const {
+                        std::unique_ptr<char[]>& memory) const {
     if (kernels_.k_step == 1 && depth * rows.stride * rows.bytes <= kCoreBytes)
       return Transposed::of(kernels_, rows, column);
-    memory.resize(divide_up(n, kernels_.mr) * panel_bytes(kernels_, depth, kernels_.mr));
-    const Panels panels = Panels::in(memory.data(), kernels_, depth, kernels_.mr);
+    memory.reset(new char[divide_up(n, kernels_.mr) * panel_bytes(kernels_, depth, kernels_.mr)]);
+    const Panels panels = Panels::in(memory.get(), kernels_, depth, kernels_.mr);
     std::vector<const Operand*> pointers(depth);
     for (int64_t r = 0; r < depth; ++r) pointers[r] = rows.at(r);
     kernels_.pack_operand_rows(pointers.data(), depth, column, n, kernels_.mr, panels.data, panels.stride);

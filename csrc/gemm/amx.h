@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amx_tiles.h"
-#include "multiply.h"
+#include "packing.h"
 
 #include "isa_begin.h"
 
@@ -235,27 +235,6 @@ inline void pack_columns_amx(const BF16* const* rows, int64_t k, BF16* dst) {
   const int64_t packed = (k + 1) / 2 * 2;
   __builtin_memset(dst + packed * kAmxColumns, 0, (whole_steps(k) - packed) * kAmxColumns * sizeof(BF16));
 }
-
-inline __m512i load_values(const BF16* row, int64_t n) {
-  if (n >= 2 * kTileSide) return _mm512_loadu_si512(row);
-  return n > 0 ? _mm512_maskz_loadu_epi16((1u << n) - 1, row) : _mm512_setzero_si512();
-}
-
-// Pairs of 32 columns of rows i and i + 1, of which those from k on are zero: the first 16 columns and the
-// others.
-struct PairsOfRows {
-  __m512i first, second;
-  PairsOfRows(const BF16* const* rows, int64_t i, int64_t k, int64_t column, int64_t n) {
-    alignas(64) static constexpr uint16_t kTurns[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
-                                                        37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-                                                        11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i turns = _mm512_load_si512(kTurns);
-    const __m512i low = i < k ? load_values(rows[i] + column, n) : _mm512_setzero_si512();
-    const __m512i high = i + 1 < k ? load_values(rows[i + 1] + column, n) : _mm512_setzero_si512();
-    first = _mm512_permutex2var_epi16(low, turns, high);
-    second = _mm512_permutex2var_epi16(low, _mm512_add_epi16(turns, _mm512_set1_epi16(16)), high);
-  }
-};
 
 // Panels of B: [k / 2][32][2].
 inline void pack_right(const BF16* const* rows, int64_t k, int64_t col0, int64_t n, BF16* dst,

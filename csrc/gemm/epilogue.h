@@ -2,142 +2,10 @@
 // instruction set.
 #pragma once
 
+#include "curves.h"
 #include "multiply.h"
 
 #include "isa_begin.h"
-
-// For x <= 0, relative error below 2^-23. 0 for x < -86.4, from where on GELU would be denormal: products
-// with denormal numbers take many times as long, and weights that diverge make half of all activations such.
-inline VF exp_negative(VF x) {
-  const VI underflows = x < -86.4f;
-  x = underflows ? broadcast(-86.4f) : x;
-  const VF shifted = fma(x, broadcast(1.44269504f), broadcast(12582912.f));  // the integer is in the low bits
-  const VF n = shifted - 12582912.f;
-  const VF r = fma(n, broadcast(1.42860677e-6f), fma(n, broadcast(-0.693148613f), x));
-  VF p = broadcast(1.38888890e-3f);
-  p = fma(p, r, broadcast(8.33333377e-3f));
-  p = fma(p, r, broadcast(4.16666679e-2f));
-  p = fma(p, r, broadcast(1.66666672e-1f));
-  p = fma(p, r, broadcast(0.5f));
-  p = fma(p, r * r, r);
-  return (VF)(((VI)(p + 1.f) + ((VI)shifted << 23)) & ~underflows);
-}
-
-inline VF absolute(VF x) { return (VF)((VI)x & 0x7fffffff); }
-
-inline VF sigmoid(VF x) {
-  const VF t = exp_negative(-absolute(x));
-  const VF s = 1.f / (1.f + t);
-  return x < 0.f ? t * s : s;
-}
-
-template <class V>
-struct Point {
-  V value, slope;
-};
-
-inline Point<VF> silu(VF x) {
-  const VF s = sigmoid(x);
-  return {x * s, s * (1.f + x * (1.f - s))};
-}
-
-inline Point<VF> gelu(VF x) {
-  // Phi(-|x|) = exp(-x^2 / 2) erfcx(|x| / sqrt(2)) / 2; erfcx is a polynomial in t, to 1e-8 relative.
-  const VF z = absolute(x) * 0.707106781f;
-  const VF t = 1.f / fma(z, broadcast(0.35f), broadcast(1.f));
-  constexpr float coefficients[] = {-0.175027483f, 0.220033711f, -0.0801959313f, 0.131637331f, 0.121524807f,
-                                    0.159877005f,  0.185989686f, 0.197375131f,   0.197471232f};
-  VF p = broadcast(0.0413145205f);
-#pragma GCC unroll 9
-  for (float c : coefficients) p = fma(p, t, broadcast(c));
-  const VF e = exp_negative(-0.5f * x * x);
-  const VF tail = 0.5f * e * p * t;
-  const VF cdf = x < 0.f ? tail : 1.f - tail;
-  return {x * cdf, fma(x * 0.398942280f, e, cdf)};
-}
-
-inline Point<VF> gelu_tanh(VF x) {  // (1 + tanh(u)) / 2 = sigmoid(2 u)
-  const VF square = x * x;
-  const VF s = sigmoid(1.59576912f * x * fma(square, broadcast(0.044715f), broadcast(1.f)));
-  const VF slope = 1.59576912f * fma(square, broadcast(0.134145f), broadcast(1.f));
-  return {x * s, s * (1.f + x * slope * (1.f - s))};
-}
-
-inline Point<VF> relu(VF x) { return {x <= 0.f ? VF{} : x, x <= 0.f ? VF{} : broadcast(1.f)}; }
-
-inline Point<VF> relu2(VF x) {
-  const VF r = relu(x).value;
-  return {r * r, r + r};
-}
-
-// A NaN stays.
-inline Point<VF> clamped_silu(VF x) {
-  const VF v = x > kClampedLimit ? broadcast(kClampedLimit) : x;
-  const VF s = sigmoid(kClampedAlpha * v);
-  const VF slope = s * (1.f + kClampedAlpha * v * (1.f - s));
-  return {v * s, x > kClampedLimit ? VF{} : slope};
-}
-
-inline Point<double> silu(double x) {
-  const double s = 1 / (1 + std::exp(-x));
-  return {x * s, s * (1 + x * (1 - s))};
-}
-
-inline Point<double> gelu(double x) {
-  const double cdf = 0.5 * std::erfc(-x * 0.70710678118654752440);
-  return {x * cdf, cdf + x * 0.39894228040143267794 * std::exp(-0.5 * x * x)};
-}
-
-inline Point<double> gelu_tanh(double x) {
-  const double s = 1 / (1 + std::exp(-1.59576912160573071176 * x * (1 + 0.044715 * x * x)));
-  return {x * s, s * (1 + x * (1 - s) * 1.59576912160573071176 * (1 + 0.134145 * x * x))};
-}
-
-inline Point<double> relu(double x) { return {x <= 0 ? 0 : x, x <= 0 ? 0.0 : 1.0}; }
-
-inline Point<double> relu2(double x) {
-  const double r = relu(x).value;
-  return {r * r, r + r};
-}
-
-inline Point<double> clamped_silu(double x) {
-  const double alpha = 1.702, v = x > kClampedLimit ? kClampedLimit : x;
-  const double s = 1 / (1 + std::exp(-alpha * v));
-  return {v * s, x > kClampedLimit ? 0 : s * (1 + alpha * v * (1 - s))};
-}
-
-template <CurveKind curve, class V>
-inline Point<V> point_of(V x) {
-  if constexpr (curve == CurveKind::gelu) return gelu(x);
-  if constexpr (curve == CurveKind::gelu_tanh) return gelu_tanh(x);
-  if constexpr (curve == CurveKind::relu) return relu(x);
-  if constexpr (curve == CurveKind::silu) return silu(x);
-  if constexpr (curve == CurveKind::relu2) return relu2(x);
-  if constexpr (curve == CurveKind::clamped_silu) return clamped_silu(x);
-}
-
-template <CurveKind curve>
-inline Point<VD> point_of(VD x) {
-  Point<VD> result;
-  for (int i = 0; i < WD; ++i) {
-    const Point<double> p = point_of<curve>(double(x[i]));
-    result.value[i] = p.value;
-    result.slope[i] = p.slope;
-  }
-  return result;
-}
-
-// What the gate is multiplied by, of up, and its slope.
-template <CurveKind curve, class V>
-inline Point<V> factor_of(V up) {
-  if constexpr (curve == CurveKind::clamped_silu) {
-    const V limit = V{} + kClampedLimit, one = V{} + 1;
-    const V inside = up > limit ? limit : up < -limit ? -limit : up;
-    return {inside + 1, inside == up ? one : V{}};
-  } else {
-    return {up, V{} + 1};
-  }
-}
 
 // v as an operand, rounded to storage: by the store itself where both are the same type.
 template <class T>
@@ -146,63 +14,98 @@ inline VecOf<OperandOf<T>> as_operand(VecOf<T> v) {
   return rounded<T>(v);
 }
 
-template <class T, CurveKind curve, bool gated>
-void act_forward_curve(const ActForward& args) {
+// Rows [r, r + R), C vectors of each at once.
+template <class T, CurveKind curve, bool gated, int R, int C>
+inline void act_forward_rows(const ActForward& args, int64_t r) {
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>, up = nr / 2;
+  using V = VecOf<T>;
   const T* bias = elements_of<T>(args.bias);
-  for (int64_t r = 0; r < args.m; ++r) {
-    const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
-    T* h = args.h ? elements_of<T>(args.h) + r * args.h_stride : nullptr;
-    OperandOf<T>* a = elements_of<T>(args.a) + r * args.a_stride;
-    for (int64_t j = 0; j < args.n; j += lanes) {
-      const int64_t n = args.n - j;
-      auto gate = load(tile + j);
-      if (bias) gate += load_n(bias + j, n);
-      gate = rounded<T>(gate);
-      if (h) store_n(h + j, gate, n);
-      auto value = point_of<curve>(gate).value;
-      if constexpr (gated) {
-        auto linear = load(tile + up + j);
-        if (bias) linear += load_n(bias + args.up_offset + j, n);
-        linear = rounded<T>(linear);
-        if (h) store_n(h + args.up_offset + j, linear, n);
-        value *= factor_of<curve>(linear).value;
-      }
-      store_n(a + j, as_operand<T>(value), n);
+  const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
+  T* h = args.h ? elements_of<T>(args.h) + r * args.h_stride : nullptr;
+  OperandOf<T>* a = elements_of<T>(args.a) + r * args.a_stride;
+  for (int64_t j = 0; j < args.n; j += C * lanes) {
+    // A pre-activation: what it adds to is in the tile, its bias at `offset`, and it is stored there.
+    const auto hidden = [&](int i, int from, int64_t offset) __attribute__((always_inline)) {
+      const int64_t column = j + i % C * lanes, n = args.n - column;
+      V value = load(tile + i / C * nr + from + column);
+      if (bias) value += load_n(bias + offset + column, n);
+      value = rounded<T>(value);
+      if (h) store_n(h + i / C * args.h_stride + offset + column, value, n);
+      return value;
+    };
+    V gates[R * C];
+    Point<V> points[R * C];
+#pragma GCC unroll 8
+    for (int i = 0; i < R * C; ++i) gates[i] = hidden(i, 0, 0);
+    points_at<T, curve>(gates, points);
+#pragma GCC unroll 8
+    for (int i = 0; i < R * C; ++i) {
+      const int64_t column = j + i % C * lanes;
+      V value = points[i].value;
+      if constexpr (gated) value *= factor_of<curve>(hidden(i, up, args.up_offset)).value;
+      store_n(a + i / C * args.a_stride + column, as_operand<T>(value), args.n - column);
     }
   }
 }
 
-template <class T, CurveKind curve, bool gated>
-void act_backward_curve(const ActBackward& args) {
+// Row r, C vectors at once.
+template <class T, CurveKind curve, bool gated, int C>
+inline void act_backward_row(const ActBackward& args, int64_t r) {
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>;
-  for (int64_t r = 0; r < args.m; ++r) {
-    const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
-    const T* h = elements_of<T>(args.h) + r * args.h_stride;
-    OperandOf<T>* dh = elements_of<T>(args.dh) + r * args.dh_stride;
-    OperandOf<T>* a = args.a ? elements_of<T>(args.a) + r * args.a_stride : nullptr;
-    const AccOf<T> scale = args.scale ? elements_of<T>(args.scale)[r] : AccOf<T>(1);
-    VecOf<AccOf<T>> product = {};
-    for (int64_t j = 0; j < args.n; j += lanes) {
-      const int64_t n = args.n - j;
-      const auto grad = load_n(tile + j, n);
-      const auto p = point_of<curve>(load_n(h + j, n));
-      auto value = p.value, slope = p.slope;
+  using V = VecOf<T>;
+  const AccOf<T>* tile = elements_of<T>(args.tile) + r * nr;
+  const T* h = elements_of<T>(args.h) + r * args.h_stride;
+  OperandOf<T>* dh = elements_of<T>(args.dh) + r * args.dh_stride;
+  OperandOf<T>* a = args.a ? elements_of<T>(args.a) + r * args.a_stride : nullptr;
+  const AccOf<T> scale = args.scale ? elements_of<T>(args.scale)[r] : AccOf<T>(1);
+  V product = {};
+  for (int64_t j = 0; j < args.n; j += 64 / sizeof(T)) {  // for the tile below, while its product is computed
+    __builtin_prefetch(h + args.m * args.h_stride + j);
+    if (gated) __builtin_prefetch(h + args.m * args.h_stride + args.up_offset + j);
+  }
+  for (int64_t j = 0; j < args.n; j += C * lanes) {
+    V gates[C];
+    Point<V> points[C];
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) gates[i] = load_n(h + j + i * lanes, args.n - j - i * lanes);
+    points_at<T, curve>(gates, points);
+#pragma GCC unroll 8
+    for (int i = 0; i < C; ++i) {
+      const int64_t column = j + i * lanes, n = args.n - column;
+      const auto grad = load_n(tile + column, n);
+      auto value = points[i].value, slope = points[i].slope;
       if constexpr (gated) {
-        const auto up = factor_of<curve>(load_n(h + args.up_offset + j, n));
+        const auto up = factor_of<curve>(load_n(h + args.up_offset + column, n));
         auto grad_up = grad * scale * value;
         if constexpr (curve == CurveKind::clamped_silu) grad_up *= up.slope;
-        store_n(dh + args.up_offset + j, as_operand<T>(grad_up), n);
+        store_n(dh + args.up_offset + column, as_operand<T>(grad_up), n);
         value *= up.value;
         slope *= up.value;
       }
-      store_n(dh + j, as_operand<T>(grad * scale * slope), n);
+      store_n(dh + column, as_operand<T>(grad * scale * slope), n);
       value = rounded<T>(value);
       product += grad * value;
-      if (a) store_n(a + j, as_operand<T>(value * scale), n);
+      if (a) store_n(a + column, as_operand<T>(value * scale), n);
     }
-    if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
   }
+  if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
+}
+
+// Vectors of a row of a tile that are activated at once. Rows: a gated tile of the forward has one vector
+// each.
+template <class T, CurveKind curve>
+constexpr int kActVectors = kIsShort<T, curve> ? 2 : 1;
+
+template <class T, CurveKind curve, bool gated, int R = kIsShort<T, curve> ? (gated ? 4 : 2) : 1>
+void act_forward_curve(const ActForward& args, int64_t r = 0) {
+  for (; r + R <= args.m; r += R)
+    act_forward_rows<T, curve, gated, R, gated ? 1 : kActVectors<T, curve>>(args, r);
+  if constexpr (R > 1) act_forward_curve<T, curve, gated, R / 2>(args, r);
+}
+
+template <class T, CurveKind curve, bool gated>
+void act_backward_curve(const ActBackward& args) {
+  for (int64_t r = 0; r < args.m; ++r) act_backward_row<T, curve, gated, kActVectors<T, curve>>(args, r);
 }
 
 // Calls body with the curve and the gate as compile-time constants.

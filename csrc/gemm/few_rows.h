@@ -2,7 +2,7 @@
 // it.
 #pragma once
 
-#include "multiply.h"
+#include "packing.h"
 
 #include "isa_begin.h"
 

@@ -9,6 +9,7 @@
 #include "multiply.h"
 #include "packed_pairs.h"
 #include "packed_rows.h"
+#include "packing.h"
 
 #include "isa_begin.h"
 

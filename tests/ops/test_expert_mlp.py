@@ -147,6 +147,24 @@ def test_no_activation_and_no_slope_is_denormal(isa, dtype, activation):
         torch.testing.assert_close(ours.double(), expected, rtol=relative, atol=near_zero)
 
 
+@pytest.mark.cpu("a GPU's curves are compared with torch's")
+@pytest.mark.parametrize("activation", CURVES)
+def test_curves_of_bfloat16_err_by_rounding_alone(isa, activation):
+    """All numbers of bfloat16 up to 16 and their slopes, within a tenth of what rounding the result may change."""
+    positive = torch.arange(0x3000, 0x4180, dtype=torch.int16).view(torch.bfloat16)
+    h = torch.cat((positive, -positive)).view(-1, 16).requires_grad_()
+    same = torch.eye(16, dtype=h.dtype)[None]  # h = x and y = activation(h)
+    routing = sort_choices(torch.zeros(len(h), 1, dtype=torch.int64), 1)
+    y = expert_mlp(h, *routing, same, None, same, None, None, activation)
+    (slope,) = torch.autograd.grad(y.sum(), h)
+    wide = h.detach().double().requires_grad_()
+    truth = CURVES[activation](wide)
+    (true_slope,) = torch.autograd.grad(truth.sum(), wide)
+    limit = 1.1 * torch.finfo(h.dtype).eps / 2
+    torch.testing.assert_close(y.double(), truth, rtol=limit, atol=2e-35)
+    torch.testing.assert_close(slope.double(), true_slope, rtol=limit, atol=limit / 10)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("combine", [True, False])
 @pytest.mark.parametrize(
