@@ -164,7 +164,7 @@ def _group_of(rank: int) -> dist.ProcessGroup:
 
 
 def _number_in(name: str, rank: int) -> int | None:
-    """How many groups there were when torch named a group of this one rank; None where it names them otherwise."""
+    """Number of groups at the time when torch named one of this rank alone; None where it names them otherwise."""
     names = (hashlib.sha1(f"{rank}_{n}".encode(), usedforsecurity=False).hexdigest() for n in range(10_000))
     return next((n for n, other in enumerate(names) if other == name), None)
 
