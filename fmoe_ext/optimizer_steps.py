@@ -91,8 +91,8 @@ def _makes_state_only(optimizer: Optimizer) -> bool:
     """True where torch.distributed.checkpoint makes the state that it fills: the rate and all gradients are 0."""
     if optimizer.state or any(float(group.get("lr", 1)) for group in optimizer.param_groups):
         return False
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return not any(grad.any() for grad in grads if grad is not None)
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(grads) and not any(grad.any() for grad in grads)
 
 
 def _before_step(

@@ -130,7 +130,7 @@ def factored_state_moves():
         assert state["row"].flatten(1)[:, 0].tolist() == [3, 1, 0, 2][first : first + 2]
         assert state["step"] == 3
         state["column"] = torch.zeros(1, p.shape[1])
-    with pytest.raises(ValueError, match=r"state 'column' \[1, .* is one for several experts"):
+    with pytest.raises(ValueError, match=r"state 'column' \[1, .* is one for several of them"):
         move_experts(layer, [0, 1, 2, 3], optimizer)
     assert layer.expert_parallel.experts_in_place == [3, 1, 0, 2]
 

@@ -72,11 +72,13 @@ def test_logits_equal_those_of_the_decoded_model(tmp_path, name):
         assert torch.equal(decoded, values[f"{layer_path}.weight"]), layer_path
         assert isinstance(layer, nn.Linear) and layer.weight.shape == decoded.shape
     truth, plain_rounded = copy.deepcopy(plain).double(), copy.deepcopy(plain).bfloat16()
-    for tokens in (1, 3, 30):  # decoded in registers, in rows, in panels
-        expected = logits(truth, tokens)
-        for found, reference in ((ours, plain), (rounded, plain_rounded)):
-            limit = 2 * error(logits(reference, tokens), expected)
-            assert error(logits(found, tokens), expected) < limit, tokens
+    counts = (1, 3, 30)  # decoded in registers, in rows, in panels
+    expected = {tokens: logits(truth, tokens) for tokens in counts}
+    for found, reference in ((ours, plain), (rounded, plain_rounded)):
+        # one token's error is that of few roundings, so that its own may be small by chance
+        limit = 2 * max(error(logits(reference, tokens), expected[tokens]) for tokens in counts)
+        for tokens in counts:
+            assert error(logits(found, tokens), expected[tokens]) < limit, tokens
 
 
 TRAINED = list(itertools.product(("fp8_block", "int4", "nf4 nested", "q4_k"), (False, True)))
