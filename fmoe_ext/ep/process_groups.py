@@ -127,35 +127,25 @@ def check_agreement(layout: str, name: str) -> None:
 
 
 def new_group_of(ranks: Sequence[int], parent: dist.ProcessGroup, **options: Any) -> dist.ProcessGroup | None:
-    """dist.new_group() of some ranks of a parent, all of which call this, each with its own; None for one outside."""
-    if dist.get_world_size(parent) == dist.get_world_size():
-        wanted = sorted(set(gather_values(tuple(ranks), parent)))
-        made = {members: dist.new_group(list(members), **options) for members in wanted}
-        return made[tuple(ranks)] if dist.get_rank() in ranks else None
-    with _as_many_groups(parent):
-        if dist.get_rank() not in ranks:
-            return None
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-
-
-@contextmanager
-def _as_many_groups(parent: dist.ProcessGroup) -> Iterator[None]:
-    """Each rank of a parent has as many groups in the block; those that have fewer fill up with groups of themselves.
+    """dist.new_group() of some ranks of a parent, all of which call this, each with its own; None for one outside.
 
     torch names a group of use_local_synchronization by its ranks and by how many groups this process has. After a group
-    of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where torch names
-    groups otherwise, nothing is filled up.
+    of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where they have
+    different numbers, all ranks of the job make each group, or those that have fewer fill up with groups of themselves.
     """
     me = dist.get_rank()
-    fillers = [_group_of(me)]
-    counts = gather_values(_number_in(fillers[0].group_name, me), parent)
-    if None not in counts:
-        fillers += [_group_of(me) for _ in range(max(counts) - counts[dist.get_rank(parent)])]
-    try:
-        yield
-    finally:
-        for filler in fillers:
-            dist.destroy_process_group(filler)
+    counts = gather_values(_num_groups(me), parent)
+    agree = None in counts or min(counts) == max(counts)
+    if not agree and dist.get_world_size(parent) == dist.get_world_size():
+        wanted = sorted(set(gather_values(tuple(ranks), parent)))
+        made = {members: dist.new_group(list(members), **options) for members in wanted}
+        return made[tuple(ranks)] if me in ranks else None
+    missing = 0 if agree else max(counts) - counts[dist.get_rank(parent)]
+    fillers = [_group_of(me) for _ in range(missing)]
+    group = dist.new_group(list(ranks), use_local_synchronization=True, **options) if me in ranks else None
+    for filler in fillers:
+        dist.destroy_process_group(filler)
+    return group
 
 
 def _group_of(rank: int) -> dist.ProcessGroup:
@@ -163,10 +153,16 @@ def _group_of(rank: int) -> dist.ProcessGroup:
     return group
 
 
-def _number_in(name: str, rank: int) -> int | None:
-    """Number of groups at the time when torch named one of this rank alone; None where it names them otherwise."""
+def _num_groups(rank: int) -> int | None:
+    """Number of groups of this process, as torch's name of a new one says; None where it names them otherwise."""
+    try:
+        group = _group_of(rank)
+    except ValueError:  # there is a group of that name
+        return None
     names = (hashlib.sha1(f"{rank}_{n}".encode(), usedforsecurity=False).hexdigest() for n in range(10_000))
-    return next((n for n, other in enumerate(names) if other == name), None)
+    found = next((n for n, name in enumerate(names) if name == group.group_name), None)
+    dist.destroy_process_group(group)
+    return found
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
