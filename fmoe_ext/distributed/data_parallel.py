@@ -274,9 +274,8 @@ class DistributedGroupedDataParallel(nn.Module):
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
             whole = tensor.resolve_conj().contiguous()
-            dist.broadcast(
-                whole.view(-1).view(torch.uint8), source, group=group
-            )  # no backend knows all dtypes
+            as_bytes = whole.view(-1).view(torch.uint8)  # no backend knows all dtypes
+            dist.broadcast(as_bytes, source, group=group)
             tensor.copy_(whole)
 
     def _reduce_during_backward(self) -> None:

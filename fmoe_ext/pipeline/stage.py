@@ -76,9 +76,7 @@ class Stage(nn.Module):
         self.balance_losses: list[Tensor] = []
         self.number = 0  # of the microbatch whose forward comes next
         self._gates: list[list[BaseGate]] = []
-        self._norms: list[
-            list[nn.Module]
-        ] = []  # batch norms, whose statistics a repeated forward must not move
+        self._norms: list[list[nn.Module]] = []  # those whose statistics a repeated forward must not move
 
     @property
     def is_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters that are trained later, or on some ranks only; buffers of any dtype; copies of a wrapper."""
+"""Parameters that are trained later, or on some ranks only; buffers of any dtype; steps with closures."""
 
 import pytest
 import torch
@@ -21,10 +21,12 @@ def train(model, x):
     model(x).square().mean().backward()
 
 
-def expected():
+def assert_reduced(module):
+    """Its gradients are those of one process with the batches of all ranks."""
     whole = two_layers()
     train(whole, torch.cat([batch(rank) for rank in range(dist.get_world_size())]))
-    return [p.grad for p in whole.parameters()]
+    for p, expected in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
 
 def unfrozen_later(auto_allreduce):
@@ -40,8 +42,7 @@ def unfrozen_later(auto_allreduce):
     module[0].requires_grad_(True)
     train(model, x)
     model.allreduce_params()
-    for p, grad in zip(module.parameters(), expected(), strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-14)
+    assert_reduced(module)
 
 
 @pytest.mark.parametrize("auto_allreduce", [False, True])
@@ -56,8 +57,7 @@ def replaced_later(auto_allreduce):
     module[0].weight = nn.Parameter(module[0].weight.detach().clone())
     train(model, batch(dist.get_rank()))
     model.allreduce_params()
-    for p, grad in zip(module.parameters(), expected(), strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-14)
+    assert_reduced(module)
 
 
 @pytest.mark.parametrize("auto_allreduce", [False, True])
@@ -174,8 +174,7 @@ def backward_that_raised():
     model.allreduce_params()
     model.zero_grad()
     train(model, batch(dist.get_rank()))
-    for p, grad in zip(module.parameters(), expected(), strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-14)
+    assert_reduced(module)
 
 
 def test_training_goes_on_after_a_backward_that_raised(pool):

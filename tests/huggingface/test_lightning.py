@@ -45,17 +45,17 @@ def lightning_module(skipped=()):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), LR)
 
-    return Module(), lightning.Trainer
+    quiet = dict(
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    return Module(), partial(lightning.Trainer, accelerator="cpu", max_epochs=1, **quiet)
 
 
 def test_lightning_skips_batches_without_a_loss(tmp_path):
     (module, trainer), expected = lightning_module(skipped={1}), Small()
     huggingface.add_balance_loss(module, WEIGHT)
     x = torch.randn(3, 6, 6, dtype=torch.float64)
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer = trainer(
-        accelerator="cpu", max_epochs=1, default_root_dir=str(tmp_path), enable_model_summary=False, **quiet
-    )
+    trainer = trainer(default_root_dir=str(tmp_path))
     trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=None))
     optimizer = torch.optim.AdamW(expected.parameters(), LR)
     for part in (x[0], x[2]):
@@ -88,16 +88,7 @@ def test_lightning_equals_a_loop_by_hand(tmp_path):
     x = torch.randn(8, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).flatten(0, 1)
     (module, trainer), expected = lightning_module(), Small()
     huggingface.add_balance_loss(module, WEIGHT)
-    trainer = trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=str(tmp_path),
-    )
+    trainer = trainer(accumulate_grad_batches=2, default_root_dir=str(tmp_path))
     trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=6))
 
     optimizer = torch.optim.AdamW(expected.parameters(), LR)
