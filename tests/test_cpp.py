@@ -297,8 +297,14 @@ def test_huggingface_folder(built, tmp_path):
             save_file({n: state[n] * 2 for n in down}, folder / new)
             index = {"weight_map": files | dict.fromkeys(down, new)}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-            found = torch.ops.fmoe_parity.forward_of_folder(str(folder), x)
-            torch.testing.assert_close(found, 2 * layer(x))
+            forward = functools.partial(torch.ops.fmoe_parity.forward_of_folder, str(folder), x)
+            if new == "a.safetensors":
+                with pytest.raises(
+                    RuntimeError, match=r"is in two files, and the index names another than .*model-"
+                ):
+                    forward()
+            else:
+                torch.testing.assert_close(forward(), 2 * layer(x))
             (folder / new).unlink()
 
 

@@ -203,14 +203,26 @@ def weight_map(path: Path) -> dict[str, Any]:
 
 
 def without_replaced(path: Path, files: Mapping[Path, Mapping[str, T]]) -> dict[Path, dict[str, T]]:
-    """{file: its tensors} of a folder, without those that its index has in another of the files."""
+    """{file: its tensors} of a folder, without those that its index has in another of the files.
+
+    Raises CheckpointError where Transformers, which takes a tensor from the last file that has it, reads another one.
+    """
     places = weight_map(path)
-    held = {(file.name, name) for file, tensors in files.items() for name in tensors}
+    holders: dict[str, list[str]] = {}
+    for file, tensors in files.items():
+        for name in tensors:
+            holders.setdefault(name, []).append(file.name)
+    for name, held in holders.items():
+        if places.get(name) in held and places[name] != max(held):
+            raise CheckpointError(
+                f"{path}: {name} is in {' and '.join(sorted(held))}; the index names {places[name]}, but Transformers "
+                f"reads {max(held)}, the last by name: leave the tensor in one file"
+            )
     return {
         file: {
             name: value
             for name, value in tensors.items()
-            if places.get(name, file.name) == file.name or (places[name], name) not in held
+            if places.get(name, file.name) == file.name or places[name] not in holders[name]
         }
         for file, tensors in files.items()
     }

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate
 from fmoe_ext.checkpoint import CheckpointError, from_huggingface, huggingface, to_huggingface
@@ -219,7 +220,7 @@ def sharded(folder):
 
 
 def write_index(folder, places):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
@@ -229,17 +230,26 @@ def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
     for new in ("a.safetensors", "model-overlay.safetensors"):  # before and behind the others
         save_file({n: tensors[n] * 2 for n in replaced}, tmp_path / "model" / new, {"format": "pt"})
         write_index(tmp_path / "model", places | dict.fromkeys(replaced, new))
-        base = Base(tmp_path / "model")
-        read = huggingface.read_model(huggingface.model_files(tmp_path / "model"))[0]
-        assert base.tensors.keys() == tensors.keys()
-        assert sum(len(names) for names in base.files.values()) == len(tensors)
-        for name, value in tensors.items():
-            expected = 2 * value if name in replaced else value
-            assert torch.equal(base.tensors[name].read(), expected), name
-        assert torch.equal(read["model.norm.weight"].read(), 2 * tensors["model.norm.weight"])
-        w2 = read["model.layers.1.mlp.experts.h4toh.weight"].read()
-        assert torch.equal(w2[3], 2 * tensors["model.layers.1.mlp.experts.3.down_proj.weight"])
-        (tmp_path / "model" / new).unlink()
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.norm.weight
+        if new == "a.safetensors":
+            assert torch.equal(theirs, tensors["model.norm.weight"])  # Transformers does not ask the index
+            for read in (Base, lambda folder: huggingface.read_model(huggingface.model_files(folder))):
+                with pytest.raises(
+                    CheckpointError, match=r"the index names a\.safetensors, but Transformers reads"
+                ):
+                    read(tmp_path / "model")
+            (tmp_path / "model" / new).unlink()
+    base = Base(tmp_path / "model")
+    found = huggingface.read_model(huggingface.model_files(tmp_path / "model"))[0]
+    assert base.tensors.keys() == tensors.keys()
+    assert sum(len(names) for names in base.files.values()) == len(tensors)
+    for name, value in tensors.items():
+        expected = 2 * value if name in replaced else value
+        assert torch.equal(base.tensors[name].read(), expected), name
+    assert torch.equal(found["model.norm.weight"].read(), theirs)
+    w2 = found["model.layers.1.mlp.experts.h4toh.weight"].read()
+    assert torch.equal(w2[3], 2 * tensors["model.layers.1.mlp.experts.3.down_proj.weight"])
+    (tmp_path / "model" / new).unlink()
     other = {"model-0.safetensors": "model-1.safetensors", "model-1.safetensors": "model-0.safetensors"}
     write_index(tmp_path / "model", {n: other[file] for n, file in places.items()})  # where none of them is
     assert Base(tmp_path / "model").tensors.keys() == tensors.keys()

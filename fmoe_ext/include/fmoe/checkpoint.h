@@ -99,13 +99,19 @@ inline StateDict from_huggingface(StateDict state) {
 inline StateDict read_model(const std::string& path) {
   if (detail::is_checkpoint(path)) return read_checkpoint(path);
   StateDict state;
+  std::set<std::string> settled;  // names whose file the index names
   for (const auto& [file, named] : detail::model_files(path)) {
     for (auto& [name, value] : read_safetensors(file)) {
-      // of two tensors of a name, the one that the index has there
-      if (named.count(name))
+      const bool is_named = named.count(name);
+      TORCH_CHECK(is_named || !settled.count(name), path, ": ", name,
+                  " is in two files, and the index names another than ", file,
+                  ", which Transformers reads, the last by name: leave the tensor in one file");
+      if (is_named) {
+        settled.insert(name);
         state.insert_or_assign(name, value);
-      else
+      } else {
         state.emplace(name, value);
+      }
     }
   }
   return from_huggingface(std::move(state));
