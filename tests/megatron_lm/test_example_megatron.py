@@ -78,4 +78,4 @@ def test_options_that_cannot_be(monkeypatch, capsys, arguments, message):
     assert message in capsys.readouterr().err
     sys.path[:] = before
     for name in ("train", "data"):
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # monkeypatch would bring it back
