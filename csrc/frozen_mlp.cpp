@@ -2,8 +2,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "decode.h"
-
 namespace fmoe_ext {
 namespace {
 
@@ -118,50 +116,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> frozen_mlp_cpu(
   return {weights.combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
 }
 
-// The results of sort_tokens for a few tokens, a choice outside of [0, E) dropped.
-struct FewSorted {
-  Tensor row_idx, inverse, offs;
-
-  FewSorted(const Tensor& topk_idx, int64_t num_experts) {
-    check_cpu(topk_idx, "topk_idx");
-    check_dim(topk_idx, 2, "topk_idx", "[T, K]");
-    STD_TORCH_CHECK(topk_idx.scalar_type() == ScalarType::Long, "topk_idx must be int64, but got ",
-                    dtype_text(topk_idx));
-    const Tensor idx = as_contiguous(topk_idx);
-    const int64_t R = idx.numel();
-    const auto* choices = static_cast<const int64_t*>(idx.const_data_ptr());
-    row_idx = torch::stable::new_empty(idx, {R}, ScalarType::Int);
-    inverse = torch::stable::new_empty(idx, {idx.size(0), idx.size(1)}, ScalarType::Int);
-    offs = torch::stable::new_empty(idx, {num_experts}, ScalarType::Int);
-    auto* rows = static_cast<int32_t*>(row_idx.mutable_data_ptr());
-    auto* places = static_cast<int32_t*>(inverse.mutable_data_ptr());
-    auto* ends = static_cast<int32_t*>(offs.mutable_data_ptr());
-    const auto is_there = [&](int64_t i) { return choices[i] >= 0 && choices[i] < num_experts; };
-    std::vector<int32_t> next(num_experts + 1, 0);
-    for (int64_t i = 0; i < R; ++i)
-      if (is_there(i)) ++next[choices[i] + 1];
-    for (int64_t e = 0; e < num_experts; ++e) ends[e] = next[e + 1] += next[e];
-    std::fill_n(rows, R, -1);
-    for (int64_t i = 0; i < R; ++i) {
-      places[i] = is_there(i) ? next[choices[i]]++ : -1;
-      if (places[i] >= 0) rows[places[i]] = static_cast<int32_t>(i);
-    }
-  }
-};
-
 }  // namespace
 
-Tensor frozen_experts_cpu(Tensor x, Tensor topk_idx, Tensor topk_weights, OptionalTensors weights_,
-                          OptionalTensors packing, std::vector<int64_t> options) {
-  const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
-  const FewSorted sorted(topk_idx, weights.w1.size(0));
-  const ExpertRows args = weights.rows(x, {sorted.row_idx, sorted.inverse, sorted.offs}, topk_weights);
-  return args.sum_choices(Forward(args, weights, Adapters(), false).y);
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
-  m.impl("frozen_mlp", TORCH_BOX(&frozen_mlp_cpu));
-  m.impl("_frozen_experts", TORCH_BOX(&frozen_experts_cpu));
-}
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) { m.impl("frozen_mlp", TORCH_BOX(&frozen_mlp_cpu)); }
 
 }  // namespace fmoe_ext

@@ -297,7 +297,6 @@ struct FrozenWeights {
 struct Adapters {
   std::optional<Adapter> first, second;
 
-  Adapters() = default;
   Adapters(const Tensor& x, const FrozenWeights& weights, const std::optional<Tensor>& a1,
            const std::optional<Tensor>& b1, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2,
            const std::vector<double>& scales) {

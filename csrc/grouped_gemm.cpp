@@ -2,9 +2,12 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "decode.h"
+#include <optional>
+#include <vector>
+
+#include "frozen_weight.h"
 #include "gemm/gradients.h"
-#include "gemm_jobs.h"
+#include "gemm/grouped.h"
 
 namespace fmoe_ext {
 namespace {
@@ -12,6 +15,48 @@ namespace {
 using namespace gemm;
 
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about
+
+// Rows [begin, end) of t [R, columns] into a block of operand rows.
+void copy_chunk(const Kernels& kernels, const Stored* t, int64_t columns, const Chunk& chunk,
+                const RowMajor& block) {
+  for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
+    std::vector<const Stored*> rows;
+    for (int64_t r = begin; r < end; ++r) rows.push_back(kernels.at(t, r * columns));
+    kernels.copy_rows(rows.data(), end - begin, columns, block.at(begin - chunk.begin), block.stride);
+  });
+}
+
+// Panels of one segment: a, its rows [.., D], times weight[e]^T into y [R, N]. weight: a contiguous Tensor
+// [E, N, D], or a FrozenWeight that is packed.
+template <class Weight>
+void multiply_job(const Kernels& kernels, const Job& job, const RowMajor& a, const Weight& weight,
+                  const std::optional<Tensor>& bias, const Tensor& y) {
+  const Segment& segment = *job.segment;
+  const int64_t N = weight.size(1), D = weight.size(2);
+  Stored* const out = mutable_stored(y);
+  const auto store = [&](int64_t p, const Acc* tile, int64_t row, int64_t m) {
+    const int64_t column = p * kernels.nr;
+    const Stored* b = bias ? kernels.at(stored(*bias), segment.expert * N + column) : nullptr;
+    kernels.store(tile, m, std::min(kernels.nr, N - column), b, nullptr,
+                  kernels.at(out, (segment.begin + row) * N + column), N);
+  };
+  if constexpr (std::is_same_v<Weight, FrozenWeight>) {
+    rows_by_packed(
+        kernels, job, a, D, weight.integers(),
+        [&](int64_t p, PackedRow* rows) {
+          packed_columns(weight, segment.expert, 0, N, p * kernels.nr, kernels.nr, rows);
+        },
+        store);
+  } else {
+    const Stored* w = kernels.at(stored(weight), segment.expert * N * D);
+    rows_by_weight(
+        kernels, job, a, D,
+        [&](int64_t p, const Stored** pointers) {
+          weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
+        },
+        store);
+  }
+}
 
 // weight: a contiguous Tensor, or a FrozenWeight that is packed.
 template <class Weight>
@@ -236,8 +281,6 @@ Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Ten
   return backward.dx;
 }
 
-}  // namespace
-
 Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
                        std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
                        int64_t weight_format, bool weight_interleaved) {
@@ -251,22 +294,10 @@ Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std
   return multiply(as_contiguous(x), weight, bounds_of(offs, x.size(0)), bias);
 }
 
-Tensor few_rows_linear_cpu(Tensor x, Tensor weight) {
-  check_cpu(x, "x");
-  check_cpu(weight, "weight");
-  check_float(x, "x");
-  check_dim(x, 2, "x", "[R, D]");
-  check_dim(weight, 2, "weight", "[N, D]");
-  check_same_dtype(weight, x, "weight", "x");
-  check_size(weight, 1, x.size(1), "weight", "[N, D]");
-  return multiply(as_contiguous(x), torch::stable::unsqueeze(as_contiguous(weight), 0), {0, x.size(0)},
-                  std::nullopt);
-}
+}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));
-  m.impl("_frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));
-  m.impl("_few_rows_linear", TORCH_BOX(&few_rows_linear_cpu));
   m.impl("frozen_gemm_backward", TORCH_BOX(&frozen_gemm_backward_cpu));
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cpu));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cpu));

@@ -87,32 +87,6 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // needs: dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights, in the order of the results.
   m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor[] routing, Tensor?[] weights, Tensor?[] packing, Tensor? lora_a1, Tensor? lora_b1, Tensor? lora_a2, Tensor? lora_b2, float[] lora_scales, Tensor? topk_weights, Tensor[] kept, int[] options, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // For one step of generation on the CPU, without gradients; see frozen/decode.py. frozen_gemm and frozen_mlp without
-  // the layer for autograd; of frozen_mlp with sort_tokens, and its lists: choices outside of [0, E) are dropped.
-  m.def("_frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
-  m.def("_frozen_experts(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor?[] weights, Tensor?[] packing, int[] options) -> Tensor");
-  // x [R, D] times weight [N, D]^T -> [R, N]
-  m.def("_few_rows_linear(Tensor x, Tensor weight) -> Tensor");
-  // weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, rounded before the weight multiplies.
-  m.def("_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  // x [B, H, 1, D], cos and sin [B, 1, D]: rotary positions.
-  m.def("_rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
-  // q [B, H, 1, D], k [B, G, S, D], v [B, G, S, V], mask [B, S] that is added, float32 -> [B, 1, H, V]
-  m.def("_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
-
-  // x [R, D], one new token a sequence, times q, k, v [1, heads * width, D]^T, all packed; packing: scale and zero point
-  // of each; options: format and interleaved of each; norms: of the heads of q and k; cos and sin [R, 1, width]: rotary
-  // positions of q and k -> [R, heads, 1, width] each
-  m.def("_attention_inputs(Tensor x, Tensor[] weights, Tensor?[] packing, int[] options, Tensor?[] norms, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor, Tensor)");
-  // Softmax of x [R, D] times weight [E, D]^T -> logits [R, E], weights and numbers of the largest [R, K]
-  m.def("_route(Tensor x, Tensor weight, int top_k, bool normalize) -> (Tensor, Tensor, Tensor)");
-  // The halves of a layer for x [R, D], one new token a sequence: x plus what each makes of _rms_norm(x, norm).
-  // Lists as of _attention_inputs, with o [1, D, heads * width] behind q, k, v. Keys and values [R, G, room, width] get
-  // a row at `length`; constants: eps of norm, eps of norms, scale of _attend.
-  m.def("_token_attention(Tensor x, Tensor norm, Tensor[] weights, Tensor?[] packing, int[] options, Tensor?[] norms, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, int length, Tensor? mask, float[] constants) -> Tensor");
-  // _route with the gate [E, D], then _frozen_experts with the lists.
-  m.def("_token_experts(Tensor x, Tensor norm, float eps, Tensor gate, int top_k, bool normalize, Tensor?[] weights, Tensor?[] packing, int[] options) -> Tensor");
-
   // The checks of the operators above, and nothing else: they raise or return.
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
   m.def("_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor? main_dweight) -> ()");

@@ -3,7 +3,6 @@
 // Without a bias the experts are ordered by logit: both scores grow with it, and no two logits merge by
 // rounding.
 
-#include "decode.h"
 #include "topk_gate.h"
 
 #include <torch/csrc/stable/library.h>
@@ -244,8 +243,6 @@ void for_each_token_range(int64_t num_tokens, const Body& body) {
   });
 }
 
-}  // namespace
-
 std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, int64_t score, bool normalize,
                                          std::optional<Tensor> bias, int64_t num_groups, int64_t topk_groups,
                                          double scale) {
@@ -273,8 +270,6 @@ std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, int64_t s
   });
   return {idx, weights};
 }
-
-namespace {
 
 template <class T>
 struct GateBackwardArgs {

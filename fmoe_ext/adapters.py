@@ -33,21 +33,10 @@ def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 
 def take(module: nn.Module) -> Mapping[str, Lora]:
     """Adapters that this call of a module must compute, by the parameter's name; the caller computes all of them."""
-    given = _of_thread(module)
-    taken = dict(given)
-    given.clear()
+    waiting: dict[str, Lora] = module.__dict__.get(_KEY, {}).get(_thread(), {})
+    taken = dict(waiting)
+    waiting.clear()
     return taken
-
-
-def waiting(module: nn.Module) -> bool:
-    """True if take() would return an adapter."""
-    return bool(_of_thread(module))
-
-
-def _of_thread(module: nn.Module) -> dict[str, Lora]:
-    """Adapters that wait for this thread's call of a module."""
-    found: dict[str, Lora] = module.__dict__.get(_KEY, {}).get(_thread(), {})
-    return found
 
 
 def _thread() -> int:

@@ -3,7 +3,6 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.frozen import decode
 from fmoe_ext.frozen.formats import FORMATS
 from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops import chooser
@@ -60,8 +59,6 @@ def frozen_gemm(
     chooser.before(x)
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
-    if decode.is_wanted(x):
-        return decode.gemm(x, weight, offs, bias)
     packing = weight.packing()
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)

@@ -23,7 +23,6 @@ from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
-from fmoe_ext.frozen import decode
 from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
 from fmoe_ext.huggingface.saved import from_pretrained
@@ -236,24 +235,6 @@ def _product(
     return adapted_gemm(rows, weight, offs, bias, adapter, transposed=experts.is_transposed)
 
 
-def compute_few(
-    experts: Any, weights: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
-) -> Tensor | None:
-    """compute() for a step of generation, in one call of an operator; None where that cannot be.
-
-    topk_idx, topk_weights: as the router gave them; an index outside of [0, E) stands for no expert.
-    """
-    w1, b1, w2, b2 = weights
-    if not isinstance(w1, frozen.Quantized) or getattr(experts, "has_post_expert_norm", False):
-        return None
-    activation = _packed_activation(experts)
-    if activation is None or not decode.is_wanted(x) or topk_idx.dtype != torch.int64:
-        return None
-    if topk_weights.dtype != x.dtype:
-        topk_weights = widen(topk_weights, x.dtype)
-    return decode.experts(x, topk_idx, topk_weights, w1, b1, w2, b2, activation)
-
-
 def fused_activation(experts: Any) -> str | None:
     """The activation under which ops.expert_mlp is the MLP of an experts module; None if it is another MLP."""
     if experts.is_transposed:
@@ -270,12 +251,8 @@ def fused_activation(experts: Any) -> str | None:
 
 def activation_of(experts: Any, is_packed: bool) -> str | None:
     """The activation under which one operator is the MLP of an experts module, its weights packed or not."""
-    return _packed_activation(experts) if is_packed else fused_activation(experts)
-
-
-def _packed_activation(experts: Any) -> str | None:
-    """The activation under which frozen_mlp is the MLP of packed experts, whose gates and ups it puts in order."""
-    if (getattr(experts, "alpha", None), getattr(experts, "limit", None)) == (1.702, 7.0):
+    # frozen_mlp puts the gates and ups of packed weights in order, so that GPT-OSS's fit too
+    if is_packed and (getattr(experts, "alpha", None), getattr(experts, "limit", None)) == (1.702, 7.0):
         is_gpt_oss = experts._apply_gate.__module__ == "transformers.models.gpt_oss.modeling_gpt_oss"
         return "clamped_swiglu" if is_gpt_oss else None
     return fused_activation(experts)

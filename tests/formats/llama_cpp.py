@@ -2,12 +2,11 @@
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_bool, c_byte, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
+from collections.abc import Iterator, Sequence
+from ctypes import c_byte, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xllamacpp
 from torch import Tensor
@@ -63,8 +62,6 @@ SIGNATURES = {
     "llama_decode": (c_int32, [c_void_p, Batch]),
     "llama_get_logits_ith": (ctypes.POINTER(c_float), [c_void_p, c_int32]),
     "llama_batch_free": (None, [Batch]),
-    "llama_get_memory": (c_void_p, [c_void_p]),
-    "llama_memory_clear": (None, [c_void_p, c_bool]),
     "llama_free": (None, [c_void_p]),
     "llama_model_free": (None, [c_void_p]),
 }
@@ -86,58 +83,6 @@ def logits(path: Path, tokens: Sequence[int], cache: int = F32) -> Tensor:
             library.llama_batch_free(batch)
 
 
-@contextlib.contextmanager
-def decoder(
-    path: Path, prompts: Sequence[Sequence[int]], threads: int, n_ctx: int = 512
-) -> Iterator[Callable[[], list[int]]]:
-    """A function that decodes the most likely next token of each sequence; prompts are of one length."""
-    library, length, many = _library(), len(prompts[0]), len(prompts)
-    with _context(library, path, n_ctx * many, F16, threads, many) as (model, context):
-        batch = library.llama_batch_init(length * many, 0, 1)
-        count = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
-        place = 0
-
-        def decode(sequences: Sequence[Sequence[int]]) -> None:
-            nonlocal place
-            _fill_sequences(batch, sequences, place)
-            assert library.llama_decode(context, batch) == 0
-            place += len(sequences[0])
-
-        def step() -> list[int]:
-            ends = range(batch.n_tokens // many - 1, batch.n_tokens, batch.n_tokens // many)
-            rows = [np.ctypeslib.as_array(library.llama_get_logits_ith(context, i), (count,)) for i in ends]
-            tokens = [int(row.argmax()) for row in rows]
-            decode([[token] for token in tokens])
-            return tokens
-
-        try:
-            decode(prompts)
-            yield step
-        finally:
-            library.llama_batch_free(batch)
-
-
-@contextlib.contextmanager
-def reader(path: Path, prompt: Sequence[int], threads: int) -> Iterator[Callable[[], int]]:
-    """A function that reads a prompt from the beginning and returns the most likely next token, on so many threads."""
-    library = _library()
-    with _context(library, path, max(512, len(prompt)), F16, threads) as (model, context):
-        batch = library.llama_batch_init(len(prompt), 0, 1)
-        count = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
-
-        def read() -> int:
-            library.llama_memory_clear(library.llama_get_memory(context), False)
-            _fill_sequences(batch, [prompt])
-            assert library.llama_decode(context, batch) == 0
-            row = np.ctypeslib.as_array(library.llama_get_logits_ith(context, len(prompt) - 1), (count,))
-            return int(row.argmax())
-
-        try:
-            yield read
-        finally:
-            library.llama_batch_free(batch)
-
-
 def _library() -> Any:
     library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
     for name, (result, arguments) in SIGNATURES.items():
@@ -147,9 +92,7 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _context(
-    library: Any, path: Path, n_ctx: int, cache: int, threads: int = 1, sequences: int = 1
-) -> Iterator[tuple[int, int]]:
+def _context(library: Any, path: Path, n_ctx: int, cache: int) -> Iterator[tuple[int, int]]:
     said: list[str] = []
     log = LOG(lambda level, text, data: said.append(text.decode(errors="replace")))
     library.llama_log_set(log, None)
@@ -157,7 +100,7 @@ def _context(
     try:
         model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         assert model, f"llama.cpp refuses {path}: {''.join(said[-3:])}"
-        context = library.llama_init_from_model(model, _parameters(library, n_ctx, cache, threads, sequences))
+        context = library.llama_init_from_model(model, _parameters(library, n_ctx, cache))
         assert context, f"llama.cpp makes no context: {''.join(said[-3:])}"
         yield model, context
     finally:
@@ -168,14 +111,13 @@ def _context(
         library.llama_log_set(None, None)
 
 
-def _parameters(library: Any, n_ctx: int, cache: int, threads: int, sequences: int) -> ContextParams:
+def _parameters(library: Any, n_ctx: int, cache: int) -> ContextParams:
     params: ContextParams = library.llama_context_default_params()
     known = params.n_ctx, params.n_batch, params.yarn_beta_fast, params.type_k, params.type_v
     assert known == (512, 2048, -1, F16, F16), (
         f"{known}: write ContextParams as this version's llama.h has it"
     )
-    params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
-    params.n_seq_max = sequences
+    params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, 1, 1
     params.type_k = params.type_v = cache
     params.flash_attn_type = 0  # which multiplies in 16 bits whatever the cache is
     return params
@@ -186,12 +128,3 @@ def _fill(batch: Batch, tokens: Sequence[int]) -> None:
     for i, token in enumerate(tokens):
         batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-
-
-def _fill_sequences(batch: Batch, sequences: Sequence[Sequence[int]], place: int = 0) -> None:
-    """The sequences one after another, logits for the last token of each."""
-    _fill(batch, [token for sequence in sequences for token in sequence])
-    length = len(sequences[0])
-    for i in range(batch.n_tokens):
-        batch.pos[i], batch.seq_id[i][0] = place + i % length, i // length
-        batch.logits[i] = i % length == length - 1

@@ -29,7 +29,6 @@ AS_ON_CUDA = MappingProxyType(
         "frozen_mlp": frozen_mlp,
         "frozen_mlp_backward": frozen_mlp_backward,
         "frozen_gemm": frozen_gemm,
-        "_frozen_gemm": frozen_gemm,  # without gradients, on the CPU alone
         "frozen_gemm_backward": frozen_gemm_backward,
     }
 )

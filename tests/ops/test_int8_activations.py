@@ -73,9 +73,7 @@ def test_frozen_mlp_in_int8_is_near_the_exact_one(isa, format):
     with torch.no_grad():
         exact = frozen.frozen_mlp(*given[0], w1, *given[1], w2, *given[2])
         ours = frozen.frozen_mlp(*given[0], w1.in_int8, *given[1], w2.in_int8, *given[2])
-        few = frozen.decode.experts(x, topk_idx, weights, w1.in_int8, None, w2.in_int8, None, "swiglu")
     assert 1e-5 < (ours - exact).norm() / exact.norm() < 0.03
-    assert torch.equal(few, ours)
 
 
 @pytest.mark.parametrize("format", BLOCKS)
@@ -142,6 +140,6 @@ def test_int8_of_another_format_is_refused():
     with pytest.raises(
         RuntimeError, match="weight_format must be q8_0 or q4_k for integer products, but got 1"
     ):
-        torch.ops.fmoe_ext._frozen_gemm(
+        torch.ops.fmoe_ext.frozen_gemm(
             torch.randn(1, 64), weight.rows(), None, None, weight.scale, None, 65, False
         )

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmoe_ext.adapters import Lora, take, waiting
+from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.cut import Phase
 from fmoe_ext.finetune.streaming.parts import compute_in_parts
 from fmoe_ext.frozen import Quantized
-from fmoe_ext.huggingface.experts import compute, compute_few
+from fmoe_ext.huggingface.experts import compute
 from fmoe_ext.recompute import can_be_repeated, is_repeated
 from fmoe_ext.routing import widen
 
@@ -67,12 +67,6 @@ class Streamed:
         if experts.has_bias:
             biases = getattr(experts, up + "_bias"), experts.down_proj_bias
         x = hidden_states.to(self.dtype)
-        if is_few and self.stream.pool.holds_all and not any(adapters):
-            w1, w2 = self._whole(is_backward=False, is_training=experts.training)
-            weights = w1, biases[0], w2, biases[1]
-            out = compute_few(experts, weights, x, top_k_index, top_k_weights)
-            if out is not None:
-                return out.to(hidden_states.dtype)
         topk_weights = widen(top_k_weights, x.dtype)
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
         with self.stream.pool.turn:
@@ -102,21 +96,7 @@ class Streamed:
         w1, w2 = self._multiplied(weights)
         adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
         b1, b2 = (None if b is None else b[order] for b in biases)
-        call = experts, (w1, b1, w2, b2), x, topk_idx, topk_weights
-        found = None if any(adapters) else compute_few(*call)
-        return compute(*call, adapters) if found is None else found
-
-    def for_few(self, experts: Any, num_choices: int) -> Any:
-        """w1, w2 for so many choices of a step of generation, outside of gradients; None if forward() is needed.
-
-        The experts stay in memory, and nothing is to be counted, shown or adapted.
-        """
-        stream = self.stream
-        if stream.steps is not None or not stream.pool.holds_all or waiting(experts):
-            return None
-        if num_choices >= stream.pool.layers[self.index].num_experts or not (self.index or stream.is_counted):
-            return None
-        return self._whole(is_backward=False, is_training=experts.training)
+        return compute(experts, (w1, b1, w2, b2), x, topk_idx, topk_weights, adapters)
 
     def format_of(self, parameter: str) -> str:
         """Format in the files of the weight that a parameter of the experts is, one of frozen.FORMATS or "floats"."""

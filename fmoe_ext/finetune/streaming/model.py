@@ -16,13 +16,13 @@ from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import up_of
-from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
+from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slow
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
@@ -92,6 +92,7 @@ def stream(
     packed = _take_packed(source, skeleton, state, dtype)
     model = _load(Path(folder), type(skeleton), skeleton.config, state, dtype)
     keep_packed(model, packed, int8_activations)
+    use_ours_where_torch_is_slow(model)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
@@ -103,7 +104,6 @@ def stream(
         expert_stream.activations = ActivationFile(activations)
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
     replace_save_pretrained(model, _refuse_to_save, _refuse_to_save)
-    decoding.use(model)
     return huggingface.use(model).eval()
 
 

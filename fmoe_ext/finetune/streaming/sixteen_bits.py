@@ -1,8 +1,6 @@
-"""Products of 16 bits outside of the experts, on processors where torch takes 5 to 90 times as long for them."""
+"""Linear layers of 16 bits outside of the experts, on processors where torch takes 5 to 40 times as long for them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +11,32 @@ from fmoe_ext.ops.processor import fast_bfloat16
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def is_slow(x: Tensor) -> bool:
-    """True for a tensor whose products torch should not compute: of 16 bits, on such a processor."""
-    return x.dtype in SIXTEEN_BITS and x.device.type == "cpu" and not fast_bfloat16()
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear of x [..., D] and weight [N, D] by our product, sums in float32."""
-    rows = x.reshape(-1, x.shape[-1])
-    offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device="cpu")
-    y = grouped_gemm(rows, weight[None], offs, None if bias is None else bias[None])
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
 class Linear(nn.Linear):
-    """torch's linear layer, with our product where torch's is slow."""
+    """A linear layer whose products of 16 bits on the CPU are ours, with sums in float32.
+
+    like: the layer whose place it takes, and whose weight and bias it has.
+    """
+
+    def __init__(self, like: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.weight, self.bias = like.weight, like.bias
+        self.training = like.training
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_slow(x) and x.dtype == self.weight.dtype:
-            return linear(x, self.weight, self.bias)
-        return super().forward(x)
+        if x.dtype not in SIXTEEN_BITS or x.dtype != self.weight.dtype or x.device.type != "cpu":
+            return super().forward(x)
+        rows = x.reshape(-1, self.in_features)
+        offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device="cpu")  # one expert has all rows
+        y = grouped_gemm(rows, self.weight[None], offs, None if self.bias is None else self.bias[None])
+        return y.view(*x.shape[:-1], self.out_features)
 
 
-def use(model: Any) -> None:
-    """Gives the linear layers of a model this product, on a processor where torch is slow."""
+def use_ours_where_torch_is_slow(model: nn.Module) -> None:
+    """Puts a Linear in the place of each of torch's linear layers, if torch is slow at 16 bits on this processor."""
     if fast_bfloat16():
         return
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
+    for path, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear:  # a class derived from it may compute something else
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, Linear(layer))

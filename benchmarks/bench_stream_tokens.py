@@ -1,11 +1,11 @@
-"""A GGUF file with 4-bit experts: fmoe_ext.stream beside llama.cpp, tokens a second, in turn in one process.
+"""New tokens and prompts of fmoe_ext.stream on a GGUF file with 4-bit experts.
 
-    pip install gguf xllamacpp transformers && python -m benchmarks.bench_llama_cpp --threads 1
+    pip install gguf transformers && python -m benchmarks.bench_stream_tokens --threads 1
 
 The file has the shape of Qwen3-30B-A3B with fewer layers and words, and random weights: experts in Q4_K, the rest in
 --others. All of it fits: the experts stay in the buffers of the stream after the first tokens. One thread is measured
 in processor time, which other processes on its core do not add to, and more threads by the clock. Cases are
-sequences that are decoded at once, one token each a step, and prompts that are read from the beginning.
+sequences that get one token each a step, and prompts that are read from the beginning.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from benchmarks.bench_stream import SHAPE
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.formats.gguf import write_facts
-from tests.formats import llama_cpp
 
 OUTSIDE = ("q4_k", "q8_0", "bf16")
 
@@ -92,7 +91,7 @@ def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> P
     return folder / "model.gguf"
 
 
-class Decoder:
+class NewTokens:
     """Greedy tokens of the streamed model, one of each sequence a call."""
 
     def __init__(self, model: torch.nn.Module, prompts: list[list[int]]) -> None:
@@ -149,7 +148,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=120, help="of one sequence")
     parser.add_argument("--turn", type=int, default=10, help="tokens of one, then as many of the other")
-    parser.add_argument("--sequences", type=int, nargs="*", default=[1], help="decoded at once")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[1], help="that get a token each a step")
     parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts that are read")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -159,32 +158,24 @@ def main() -> None:
         path = write(Path(folder), args.layers, args.experts, args.vocab, args.others)
         models = {
             name: fmoe_ext.stream(path, "8GiB", int8_activations=int8)
-            for name, int8 in {"fmoe_ext": False, "fmoe_ext, int8_activations": True}.items()
+            for name, int8 in {"": False, "int8_activations": True}.items()
         }
 
         def add(case: str, tokens: int, medians: dict[str, float]) -> None:
-            theirs = medians["llama.cpp"]
-            rows.extend(
-                [case, name, f"{m * 1e3:.2f}", f"{tokens / m:.0f}", f"{theirs / m:.2f}"]
-                for name, m in medians.items()
-            )
+            rows.extend([case, name, f"{m * 1e3:.2f}", f"{tokens / m:.0f}"] for name, m in medians.items())
 
         for many in args.sequences:
             prompts = [[(8 * s + i) % args.vocab for i in range(1, 9)] for s in range(many)]
             turns = max(6, args.tokens // args.turn // (1 if many == 1 else 2))
-            steps = {name: Decoder(model, prompts) for name, model in models.items()}
-            with llama_cpp.decoder(path, prompts, args.threads) as theirs:
-                turn = args.turn if many == 1 else max(1, args.turn // many)
-                found = measure(steps | {"llama.cpp": theirs}, turns, turn, turns // 3, clock)
-            add(f"decode, {many} at once", many, found)
+            steps = {name: NewTokens(model, prompts) for name, model in models.items()}
+            turn = args.turn if many == 1 else max(1, args.turn // many)
+            add(f"{many} sequences", many, measure(steps, turns, turn, turns // 3, clock))
         for length in args.prompts:
             prompt = [7 * i % args.vocab for i in range(1, length + 1)]
-            with llama_cpp.reader(path, prompt, args.threads) as theirs:
-                steps = {name: reader(model, prompt) for name, model in models.items()}
-                found = measure(steps | {"llama.cpp": theirs}, 6, 1, 1, clock)
-            add(f"prompt of {length}", length, found)
+            steps = {name: reader(model, prompt) for name, model in models.items()}
+            add(f"prompt of {length}", length, measure(steps, 6, 1, 1, clock))
     print(common.machine(), common.commit())
-    print(common.table(["case", "", "ms a step", "tokens/s", "of llama.cpp's"], rows))
+    print(common.table(["case", "", "ms a step", "tokens/s"], rows))
 
 
 if __name__ == "__main__":
