@@ -31,8 +31,23 @@ from fmoe_ext.ops import batch_invariant, use_batch_invariant
 from fmoe_ext.tokens import packed_sequences, token_ids, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # all that __getattr__ gives, for type checkers; "as" marks a name as public
     from fmoe_ext import audit, balance, checkpoint, distributed, frozen
+    from fmoe_ext import compat as compat
+    from fmoe_ext import compress as compress
+    from fmoe_ext import cpu as cpu
+    from fmoe_ext import doctor as doctor
+    from fmoe_ext import finetune as finetune
+    from fmoe_ext import formats as formats
+    from fmoe_ext import gpu as gpu
+    from fmoe_ext import huggingface as huggingface
+    from fmoe_ext import lora as lora
+    from fmoe_ext import megatron as megatron
+    from fmoe_ext import optim as optim
+    from fmoe_ext import pipeline as pipeline
+    from fmoe_ext import planning as planning
+    from fmoe_ext import remote as remote
+    from fmoe_ext import testing as testing
     from fmoe_ext.balance import RoutingReplay
     from fmoe_ext.distributed import DistributedGroupedDataParallel
     from fmoe_ext.finetune.streaming import stream
@@ -100,12 +115,14 @@ _NAMES_ON_DEMAND = MappingProxyType(
 )
 
 
-def __getattr__(name: str) -> Any:
-    if name in _NAMES_ON_DEMAND:
-        return getattr(importlib.import_module(_NAMES_ON_DEMAND[name]), name)
-    if name in _MODULES_ON_DEMAND:
-        return importlib.import_module(f"fmoe_ext.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES_ON_DEMAND:
+            return getattr(importlib.import_module(_NAMES_ON_DEMAND[name]), name)
+        if name in _MODULES_ON_DEMAND:
+            return importlib.import_module(f"fmoe_ext.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,7 @@
 """Wrong build environments stop with one sentence that says what to do; the report for bugs is complete."""
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -14,6 +16,9 @@ import yaml
 
 import fmoe_ext
 from fmoe_ext import info
+from fmoe_ext.layers import keywords_of
+from fmoe_ext.models.fmoefy import MoEOptions
+from fmoe_ext.transformer import MLPOptions
 from tests.forked import run_python
 
 ROOT = Path(__file__).parent.parent
@@ -344,12 +349,17 @@ def test_errors_name_no_folder_of_the_builder():
 
 
 USERS_FILE = """\
+import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
 mlp = FMoETransformerMLP(num_expert=8, d_model=4, d_hidden=8)
 reveal_type(mlp)
 reveal_type(mlp.num_experts)
 FMoETransformerMLP(num_experts=8)
 gates.SoftmaxGate(4, 8, "1")
+fmoe_ext.nothere
+fmoefy(mlp, num_experts=8, nonsense=3)
+reveal_type(fmoefy(mlp, num_experts=8, parallel=None))
+reveal_type(fmoe_ext.lora.fuse(mlp))
 """
 WITHOUT_EXTENSIONS = """
 import setuptools
@@ -384,11 +394,30 @@ def test_type_checkers_see_the_installed_package(tmp_path, kind):
         "--ignore-missing-imports", "--cache-dir", tmp_path / "cache", "user.py",
     ]  # fmt: skip
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert 'user.py:3: note: Revealed type is "fmoe_ext.transformer.FMoETransformerMLP"' in said, said
-    assert 'user.py:4: note: Revealed type is "int"' in said
-    assert 'user.py:5: error: Unexpected keyword argument "num_experts"' in said
-    assert 'user.py:6: error: Argument 3 to "SoftmaxGate" has incompatible type "str"' in said
-    assert "Found 2 errors in 1 file" in said
+    revealed = dict(re.findall(r'user.py:(\d+): note: Revealed type is "([\w.]+)"', said))
+    layer = "fmoe_ext.transformer.FMoETransformerMLP"
+    assert revealed == {"4": layer, "5": "int", "10": layer, "11": layer}, said
+    errors = dict(re.findall(r"user.py:(\d+): error: (.*?)  ", said))
+    assert errors.keys() == {"6", "7", "8", "9"}, said
+    assert 'Unexpected keyword argument "num_experts"' in errors["6"]
+    assert 'Argument 3 to "SoftmaxGate" has incompatible type "str"' in errors["7"]
+    assert 'Module has no attribute "nothere"' in errors["8"]
+    assert 'Unexpected keyword argument "nonsense" for "fmoefy"' in errors["9"]
+
+
+def test_type_checkers_know_what_is_imported_on_demand():
+    """Else a checker takes fmoe_ext.NAME for a misspelling."""
+    tree = ast.parse(Path(fmoe_ext.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "types"]
+    names = {name.asname or name.name for node in imports for name in node.names}
+    assert names - {"TYPE_CHECKING", "Any"} == {*dir(fmoe_ext)} - {"__version__"}
+
+
+def test_fmoefys_keywords_are_those_of_the_layer():
+    others = {*inspect.signature(fmoe_ext.fmoefy).parameters, "num_expert", "d_hidden", "expert"}
+    assert MoEOptions.__annotations__.keys() | MLPOptions.__annotations__.keys() == (
+        set(keywords_of(fmoe_ext.FMoETransformerMLP)) - others
+    )
 
 
 def test_make_train_installs_what_training_needs_and_make_test_the_rest(tmp_path):

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from typing_extensions import Unpack
 
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
-from fmoe_ext.layers import FMoE, keywords_of
+from fmoe_ext.layers import FMoE, ParallelLayout, keywords_of
 from fmoe_ext.models import plain
 from fmoe_ext.models.build import build
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.models.recognize import is_linear
 from fmoe_ext.models.target import Options, Target
-from fmoe_ext.transformer import FMoETransformerMLP
+from fmoe_ext.transformer import FMoETransformerMLP, MLPOptions
 
 # Modules that find the MLPs of a library's models (target.py), asked in this order once the library is imported.
 LIBRARIES = (("megatron", "fmoe_ext.megatron.core"), ("transformers", "fmoe_ext.huggingface.dense"))
@@ -85,6 +86,19 @@ class Report:
 ModelT = TypeVar("ModelT")
 
 
+class MoEOptions(MLPOptions, total=False):
+    """Keywords that fmoefy passes to FMoETransformerMLP."""
+
+    bias: bool
+    expert_dp_comm: str
+    expert_rank: int
+    gradient_accumulation_fusion: bool
+    latent_size: int | None
+    parallel: ParallelLayout | None
+    shared_expert_gate: bool
+    shared_expert_hidden: int | None
+
+
 def fmoefy(
     model: ModelT,
     num_experts: int | None = None,
@@ -103,7 +117,7 @@ def fmoefy(
     match: Any = None,
     d_model: int | None = None,
     load_dense: Any = None,
-    **moe_kwargs: Any,
+    **moe_kwargs: Unpack[MoEOptions],
 ) -> ModelT:
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
