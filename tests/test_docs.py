@@ -7,6 +7,7 @@ import inspect
 import json
 import operator
 import re
+import statistics
 import types
 
 import pytest
@@ -79,7 +80,7 @@ def test_first_example():
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 1200
+    assert len((text := (ROOT / "README.md").read_text()).split()) <= 1200 and text.count("\n") <= 120
 
 
 # Words that a sentence about speed or quality beside others has.
@@ -105,7 +106,14 @@ def test_comparisons_are_quoted_from_the_measurements(name):
     quotable = set(sentences(measured.partition("## In short\n")[2].partition("\n## ")[0]))
     said = [s for s in sentences((ROOT / name).read_text()) if COMPARES.search(s)]
     assert set(said) <= quotable, "\n".join(sorted(set(said) - quotable))
-    assert len(quotable) >= 6 and (name != "README.md" or len(said) >= 4)
+    assert len(quotable) >= 6 and (name != "README.md" or len(said) >= 2)
+
+
+def _processors(text, *columns):
+    """These columns of the rows of the first table of processors, and the commit."""
+    rows = text.partition("| processor |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    return {tuple(row[column] for column in columns) for row in cells}
 
 
 def test_figures_in_short_are_those_of_the_tables():
@@ -117,13 +125,15 @@ def test_figures_in_short_are_those_of_the_tables():
         rows = tables.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
         return [float(row.split("|")[number].replace(",", "")) for row in rows]
 
-    layer = column("| (T, d, n, E, K) | dtype |", 5)
-    assert f"at least {min(layer):.2f} times the speed of the fastest of four" in short
-    intel = column("| (T, d, n, E, K), Intel | dtype |", 5)
-    assert f"on an Intel one at {min(intel):.2f} times or more" in short
-    amd, intel = (column("| (T, D, H, E, K), AVX2 |", number) for number in (3, 5))
-    assert f"With AVX2 forced it is at least {min(amd):.2f} times" in short
-    assert f"and {min(intel):.2f} times on the Intel one" in short
+    assert _processors(text, 2, 3) <= _processors(text.partition("## Your processor")[2], 3, 5) | {
+        ("1.12, 1.48", "1.73, 1.97"),  # of bench_layer, below
+        ("0.87, 1.07", "not measured"),
+        ("not measured in hardware", "not measured in hardware"),
+    }
+    float32, bfloat16 = (column("| (T, d, n, E, K), Intel | dtype |", 5)[first::2] for first in (0, 1))
+    assert f"{min(float32):.2f}, {statistics.median(float32):.2f} | {min(bfloat16):.2f}, " in short
+    readme = (ROOT / "README.md").read_text()
+    assert _processors(readme, 1, 2) <= _processors(text, 1, 2)
     ours, theirs = (column("| case | p50 ms, ours |", number) for number in (2, 3))
     shares = [a / b for a, b in zip(ours[:4], theirs[:4], strict=True)]
     assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time that hivemind" in short
