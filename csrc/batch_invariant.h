@@ -7,9 +7,26 @@
 namespace fmoe_ext {
 
 namespace detail {
-extern std::atomic<bool> batch_invariant;
+extern std::atomic<bool> batch_invariant;         // of the process
+extern thread_local bool thread_batch_invariant;  // of this thread, which a block has switched on
+}  // namespace detail
+
+inline bool is_batch_invariant() {
+  return detail::thread_batch_invariant || detail::batch_invariant.load(std::memory_order_relaxed);
 }
 
-inline bool is_batch_invariant() { return detail::batch_invariant.load(std::memory_order_relaxed); }
+// The mode of the thread that shares out its work, on the threads that help it.
+class AsOnCaller {
+ public:
+  explicit AsOnCaller(bool on) : before_(detail::thread_batch_invariant) {
+    detail::thread_batch_invariant = on;
+  }
+  ~AsOnCaller() { detail::thread_batch_invariant = before_; }
+  AsOnCaller(const AsOnCaller&) = delete;
+  AsOnCaller& operator=(const AsOnCaller&) = delete;
+
+ private:
+  bool before_;
+};
 
 }  // namespace fmoe_ext

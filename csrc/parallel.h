@@ -10,6 +10,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include "batch_invariant.h"
+
 namespace fmoe_ext {
 
 inline int64_t num_threads() { return torch::stable::get_num_threads(); }
@@ -34,7 +36,9 @@ void for_each_job(int64_t num_jobs, const Body& body_) {
   std::mutex mutex;
   std::exception_ptr error;
   int64_t error_job = num_jobs;
+  const bool invariant = is_batch_invariant();
   torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
+    const AsOnCaller mode(invariant);
     for (int64_t job; (job = next.fetch_add(1, std::memory_order_relaxed)) < num_jobs;) {
       try {
         body(job, worker);

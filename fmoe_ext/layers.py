@@ -157,6 +157,12 @@ class FMoE(SpreadLayer):
         # 1. Take off padding, masks and the tokens of other slices; find the original of a repeated forward.
         masks = self.mask, self.mask_dict
         step = begin(self._forwards, self._slices, moe_inp, valid, *masks, self.training, gate_inp)
+        if step.is_repeated and step.forward is not None and step.forward.is_batch_invariant:
+            with ops.batch_invariant():  # the backward may run on another thread, or after the block
+                return self._run(step)
+        return self._run(step)
+
+    def _run(self, step: Step) -> Nest:
         experts = self._ready_experts(step)
         # 2. The gate chooses experts for every token; a masked token gets none.
         topk_idx, topk_weights = self._choose(step)

@@ -4,27 +4,39 @@ A forward that runs inside a backward is a repetition: torch.utils.checkpoint (r
 DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.module_tracker.ModuleTracker says so in
 public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest;
 of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it); of those,
-the last, for autograd goes backwards. docs/design.md says why no public interface gives an exact match.
+the last, for autograd goes backwards. On the CPU a backward repeats forwards on the thread that called it, which asks
+its own forwards first; those of a GPU are repeated on a thread of autograd, which asks those of all. docs/design.md says why no public interface gives an exact match.
 A selective checkpoint compares the operators of both forwards, so that there a repetition computes everything again.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.module_tracker import ModuleTracker
 
+from fmoe_ext.ops.batch_invariant import is_batch_invariant
 from fmoe_ext.tokens import Batch, Nest, leaves_of
 
 _SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
 _MAX_DISTANCE = 0.4  # largest relative L1 distance of samples of the same input; two random inputs have 0.7
 _MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
+
+
+works_for: ContextVar[int] = ContextVar("the thread whose work this one does", default=0)
+
+
+def current_thread() -> int:
+    """Number of the thread whose forwards these are."""
+    return works_for.get() or threading.get_ident()
 
 
 def is_repeated() -> bool:
@@ -63,7 +75,7 @@ class Forward:
     the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
     keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
     how its tokens travelled between ranks. messages: results of the exchanges between ranks, in order; num_replayed:
-    how many of them the repetition has used. groups_with_empty_rank: names of groups of ranks that exchanged tokens, of
+    how many of them the repetition has used. thread: on which it ran; is_batch_invariant: in that mode. groups_with_empty_rank: names of groups of ranks that exchanged tokens, of
     which one had none, and so cannot match its forwards.
     """
 
@@ -81,6 +93,8 @@ class Forward:
     messages: list[torch.Tensor] = field(default_factory=list)
     num_replayed: int = 0
     groups_with_empty_rank: set[str] = field(default_factory=set)
+    thread: int = field(default_factory=current_thread)
+    is_batch_invariant: bool = field(default_factory=is_batch_invariant)
 
     def run_or_replay(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
         """exchange(), or, in a repetition, a copy of what it returned in the original."""
@@ -103,48 +117,59 @@ class Forward:
 class Forwards:
     """The forwards of one layer that may be repeated.
 
-    Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until the first
-    forward after their repetition (a checkpoint in a checkpoint repeats them twice), at most _MAX_WITHOUT_GRAPH. Copies
-    of a layer begin with none.
+    Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until their thread's
+    first forward after their repetition (a checkpoint in a checkpoint repeats them twice), at most _MAX_WITHOUT_GRAPH
+    of a thread. Copies of a layer begin with none.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._with_graph: list[weakref.ref[Forward]] = []
-        self._without: deque[Forward] = deque(maxlen=_MAX_WITHOUT_GRAPH)
-        self._num_begun = 0
+        self._without: list[Forward] = []
+        self._numbers = itertools.count(1)
 
     def __reduce__(self) -> tuple[type[Forwards], tuple[()]]:
         return Forwards, ()
 
     def begin(self, first: torch.Tensor, batch: Batch) -> Forward:
         """A forward, not yet kept. first [T, *]: the first tensor of its input."""
-        self._num_begun += 1
         state = _generator_state(first.device)
-        return Forward(first.shape[0], _sample(first), state, batch, self._num_begun)
+        return Forward(first.shape[0], _sample(first), state, batch, next(self._numbers))
 
     def find(self, first: torch.Tensor) -> Forward | None:
         """The forward that this one repeats; None if it is not among those that were kept."""
-        alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
-        same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
-        found = _nearest(first, same) if same else None
+        with self._lock:
+            alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
+            same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
+        thread = current_thread()
+        own = [forward for forward in same if forward.thread == thread]
+        found = _nearest(first, own) if own else None
+        if found is None and len(own) < len(same):
+            found = _nearest(first, same)
         if found is not None:
             found.is_done, found.num_replayed = True, 0
         return found
 
     def keep(self, forward: Forward, out: Nest, training: bool) -> None:
         """Keeps a forward as long as its output can be asked for gradients."""
-        for done in [f for f in self._without if f.is_done]:
-            self._without.remove(done)
+        if self._without:
+            with self._lock:
+                self._without = [f for f in self._without if not f.is_done or f.thread != forward.thread]
         if not torch.is_grad_enabled():
             # or its padding would not be known when it is repeated
             if training or forward.batch.rows is not None:
-                self._without.append(forward)
+                with self._lock:
+                    own = [f for f in self._without if f.thread == forward.thread]
+                    if len(own) >= _MAX_WITHOUT_GRAPH:
+                        self._without.remove(own[0])
+                    self._without.append(forward)
             return
         nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]
         for node in nodes[:1]:
             node.metadata["fmoe_ext.forward"] = forward
-            self._with_graph = [ref for ref in self._with_graph if ref() is not None]
-            self._with_graph.append(weakref.ref(forward))
+            with self._lock:
+                self._with_graph = [ref for ref in self._with_graph if ref() is not None]
+                self._with_graph.append(weakref.ref(forward))
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:

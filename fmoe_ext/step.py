@@ -6,6 +6,7 @@ Gates, experts and telemetry ask the step that runs: is_counted(), count_choices
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -241,6 +242,18 @@ def count_choices(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Choices of each expert [num_experts] int64; in a step the same choices are counted once. Not to be changed."""
     step = current_step()
     return ops.count_tokens(topk_idx, num_experts) if step is None else step.count(topk_idx, num_experts)
+
+
+_counting = threading.Lock()
+
+
+def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
+    """total += counts; threads that count at the same time lose nothing."""
+    if torch.compiler.is_compiling():
+        total.add_(counts)
+        return
+    with _counting:
+        total.add_(counts)
 
 
 def note_selected(topk_idx: torch.Tensor) -> None:

@@ -117,21 +117,32 @@ _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default
 
 
 class _Open:
-    """The batch of the innermost block that is open on any thread, for compiled graphs, which cannot read _batch.
+    """The batch of the block that was entered last on any thread, for compiled graphs, which cannot read _batch.
 
-    thread: that of the block, 0 for a block in the graph itself.
+    thread: that of the block, 0 for a block in the graph itself. blocks: those that are open; they end in any order.
     """
 
     def __init__(
         self,
     ) -> None:  # of the object: a graph that first sets it is compiled again at its second call
         self.num_blocks = 0
-        self.batch = Batch()
-        self.thread = 0
+        self.batch, self.thread = _nothing
+        self.blocks: list[_Block] = []
 
 
-_open = _Open()
-Outer: TypeAlias = tuple[Batch, int, "Token[Batch] | None"]
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """before: the batch and thread that graphs saw until this block was entered."""
+
+    batch: Batch
+    thread: int
+    token: Token[Batch]
+    before: tuple[Batch, int]
+
+
+_nothing = Batch(), 0
+_open, _lock = _Open(), threading.Lock()
+Outer: TypeAlias = "_Block | tuple[Batch, int]"
 
 
 def is_inside_a_block() -> bool:
@@ -170,19 +181,36 @@ def _(x: torch.Tensor, thread: int) -> torch.Tensor:
 
 def enter(batch: Batch) -> Outer:
     """Makes current_batch() this one -> what leave() needs."""
-    compiling = torch.compiler.is_compiling()
-    outer = _open.batch, _open.thread, None if compiling else _batch.set(batch)
-    _open.batch, _open.thread = batch, 0 if compiling else threading.get_ident()
-    _open.num_blocks += 1
-    return outer
+    if torch.compiler.is_compiling():
+        outer = _open.batch, _open.thread
+        _open.batch, _open.thread = batch, 0
+        _open.num_blocks += 1
+        return outer
+    with _lock:
+        block = _Block(batch, threading.get_ident(), _batch.set(batch), (_open.batch, _open.thread))
+        _open.blocks.append(block)
+        _open.batch, _open.thread = batch, block.thread
+        _open.num_blocks += 1
+    return block
 
 
 def leave(outer: Outer) -> None:
     """Makes current_batch() the one before enter() again."""
-    _open.num_blocks -= 1
-    _open.batch, _open.thread, token = outer
-    if token is not None:
-        _batch.reset(token)
+    if isinstance(outer, tuple):
+        _open.num_blocks -= 1
+        _open.batch, _open.thread = outer
+        return
+    with _lock:
+        was_last = _open.blocks[-1] is outer
+        _open.blocks.remove(outer)
+        _open.num_blocks -= 1
+        if was_last:
+            batch, thread = outer.before
+            if thread and not any(block.batch is batch for block in _open.blocks):  # it has ended meanwhile
+                last = _open.blocks[-1] if _open.blocks else None
+                batch, thread = _nothing if last is None else (last.batch, last.thread)
+            _open.batch, _open.thread = batch, thread
+    _batch.reset(outer.token)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Counters of one gate."""
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class LayerCounters:
 
     def __init__(self, num_experts: int, device: torch.device | str) -> None:
         self._noted: list[_Forward] = []
+        self._lock = threading.RLock()  # of threads that count at the same time
         self._num_experts = num_experts
         self._sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in self.NAMES}
         self._sums["gate_entropy_sum"] = torch.zeros((), dtype=torch.float64, device=device)
@@ -75,22 +77,25 @@ class LayerCounters:
         if _is_repeated_without_python(topk_idx):
             self._add([forward])
             return
-        self._noted.append(forward)
-        if len(self._noted) >= _MAX_NOTED:
-            self.sum_up()
+        with self._lock:
+            self._noted.append(forward)
+            if len(self._noted) >= _MAX_NOTED:
+                self.sum_up()
 
     @torch.no_grad()
     def sum_up(self) -> None:
         """Adds the forwards that were noted to the sums."""
-        noted, self._noted = self._noted, []
-        if noted:
-            self._add(noted)
+        with self._lock:
+            noted, self._noted = self._noted, []
+            if noted:
+                self._add(noted)
 
     def reset(self) -> None:
         """Back to zero, except how long experts have been idle."""
-        for name in self.NAMES:
-            if name != "idle_steps":
-                getattr(self, name).zero_()
+        with self._lock:
+            for name in self.NAMES:
+                if name != "idle_steps":
+                    getattr(self, name).zero_()
 
     def _add(self, noted: Sequence[_Forward]) -> None:
         """As many operations as there are counters, and none that waits for the device."""

@@ -6,6 +6,7 @@ They choose by one torch.topk over their experts, which is where choices are rec
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from fmoe_ext.gates.base_gate import BaseGate
+from fmoe_ext.gates.base_gate import BaseGate, put_tape, tape_of_thread
 from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
 from fmoe_ext.tokens import Batch, current_batch, leaves_of
 
@@ -56,7 +57,7 @@ class GateView:
 
     @contextmanager
     def taped(self, tape: Tape) -> Iterator[None]:
-        """Report every forward inside the block to tape, once."""
+        """Report every forward of this thread inside the block to tape, once."""
         gate: Any = self.module
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:
@@ -74,6 +75,12 @@ class GateView:
         """Leaves the module as it was."""
 
 
+class _Running(threading.local):
+    """The forwards of a router that run on this thread, the innermost last."""
+
+    forwards: list[tuple[_Topk, Forward | None]] = []  # noqa: RUF012 - never changed, only replaced
+
+
 class RouterView(GateView):
     """A router of another library. Under activation checkpointing the second forward has the choices of the first.
 
@@ -82,10 +89,10 @@ class RouterView(GateView):
 
     def __init__(self, module: nn.Module, num_experts: int, top_k: int):
         super().__init__(module, num_experts, top_k)
-        self._tape: Any = None
+        self._tapes: dict[int, Any] = {}  # {thread: tape}
         self._hooks: list[RemovableHandle] = []
         self._forwards = Forwards()
-        self._running: list[tuple[_Topk, Forward | None]] = []
+        self._running = _Running()
 
     def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self.read(output)
@@ -104,11 +111,11 @@ class RouterView(GateView):
                 self.module.register_forward_pre_hook(self._before, with_kwargs=True),
                 self.module.register_forward_hook(self._after, always_call=True),
             ]
-        self._tape = tape
+        put_tape(self._tapes, tape)
         try:
             yield
         finally:
-            self._tape = None
+            put_tape(self._tapes, None)
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -122,13 +129,13 @@ class RouterView(GateView):
             assert known.selected is not None
             tape, forward = Repeat(known.selected.long(), is_fused=False), None
         else:
-            tape, forward = self._tape, self._forwards.begin(leaves_of(x)[0], Batch())
+            tape, forward = tape_of_thread(self._tapes), self._forwards.begin(leaves_of(x)[0], Batch())
         topk = _Topk(tape, self.num_experts, self.top_k)
         topk.__enter__()
-        self._running.append((topk, forward))
+        self._running.forwards = [*self._running.forwards, (topk, forward)]
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
-        topk, forward = self._running.pop()
+        *self._running.forwards, (topk, forward) = self._running.forwards
         topk.__exit__(None, None, None)
         if output is None or forward is None or topk.tape is None:
             return None  # it raised, or repeats another, or nobody wants to know

@@ -1,6 +1,7 @@
 """frozen_mlp over weights that are borrowed for a forward, and once more for its backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops.activations import activation_number
+from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class _Rows(torch.autograd.Function):
         out = torch.ops.fmoe_ext.frozen_mlp(
             x, routing, given, packing, *low, list(weights.scales), row_weights, options
         )
-        ctx.weights = weights
+        ctx.weights, ctx.is_batch_invariant = weights, is_batch_invariant()
         ctx.save_for_backward(*tensors, *out[1:])
         return out[0]
 
@@ -69,9 +71,9 @@ class _Rows(torch.autograd.Function):
         routing, both, packing, low, options = _arguments(weights, *given)
         of_x, of_weights, *of_adapters = wanted = ctx.needs_input_grad[2:8]
         needs = [of_x, *of_adapters, of_weights]
-        dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(
-            grads[0], x, routing, both, packing, *low, list(weights.scales), row_weights, kept, options, needs
-        )
+        arguments = grads[0], x, routing, both, packing, *low, list(weights.scales), row_weights, kept
+        with batch_invariant() if ctx.is_batch_invariant else nullcontext():
+            dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(*arguments, options, needs)
         is_interleaved = options[4]
         if is_interleaved and of_adapters[1]:
             found[1] = _alternating(found[1])

@@ -12,6 +12,7 @@ one microbatch before the next cannot have it. Hence two exact forms, and the lo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, gates_of
+from fmoe_ext.recompute import current_thread
 from fmoe_ext.step import forward_of_layer, uncounted
 
 
@@ -92,15 +94,28 @@ def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
 
     As many as its rows; inside WholeBatch and all_forwards_first as much as makes it exact.
     """
-    ranks = getattr(gate, "ranks", None)
-    if isinstance(ranks, _Sums):
-        return ranks.share(microbatch, len(rows))
+    sums = _sums_of_thread(gate)
+    if sums is not None:
+        return sums.share(microbatch, len(rows))
     return rows[microbatch] / max(sum(rows), 1)
+
+
+def spans_calls(gate: BaseGate) -> bool:
+    """True if the loss of the gate's last forward is that of all forwards: inside all_forwards_first()."""
+    return isinstance(_sums_of_thread(gate), _SoFar)
+
+
+def _sums_of_thread(gate: BaseGate) -> _Sums | None:
+    """The sums of the block that this thread is in; None outside."""
+    ranks = getattr(gate, "ranks", None)
+    while isinstance(ranks, _Sums) and ranks.thread != current_thread():
+        ranks = ranks.inner
+    return ranks if isinstance(ranks, _Sums) else None
 
 
 def refuse_all_forwards_first(model: nn.Module, name: str) -> None:
     """Raises RuntimeError inside all_forwards_first(model): `name` runs backwards before the last forward."""
-    if any(isinstance(getattr(gate, "ranks", None), _SoFar) for gate in gates_of(model)):
+    if any(spans_calls(gate) for gate in gates_of(model)):
         raise RuntimeError(
             f"gates.all_forwards_first() is around {name}, which runs backwards before the last forward: "
             "use gates.WholeBatch, evaluate() in its first pass and train_step() in its second"
@@ -119,40 +134,70 @@ def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
     """Put sums[gate] in the place of gate.ranks, and report each forward to it."""
     with ExitStack() as stack:
         for gate, own in sums.items():
-            stack.callback(setattr, gate, "ranks", gate.ranks)
+            own.thread = current_thread()
+            stack.callback(_take_out, gate, own)
             stack.callback(gate.register_forward_pre_hook(own.begin_forward).remove)
             gate.ranks = own
         yield
 
 
+def _take_out(gate: Any, own: _Sums) -> None:
+    """Ends the block of these sums; blocks of several threads end in any order."""
+    if gate.ranks is own:
+        gate.ranks = own.inner
+        return
+    around = gate.ranks
+    while around.inner is not own:
+        around = around.inner
+    around.inner = own.inner
+
+
+class _Running(threading.local):
+    """The forward that runs on this thread. microbatch: its number, None for one of a thread outside of the block."""
+
+    microbatch: int | None = None
+    slot = 0
+
+
 class _Sums:
-    """A gate's ranks that remember their sums: recorded[microbatch][number of the sum in a forward]."""
+    """A gate's ranks that remember their sums: recorded[microbatch][number of the sum in a forward].
+
+    Those of the thread that is in the block; forwards of other threads have their own sums alone.
+    """
 
     def __init__(self, ranks: Any):
         self.inner = ranks
         self.recorded: list[list[torch.Tensor]] = []
-        self.microbatch = -1
+        self.thread = current_thread()
+        self._now = _Running()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def begin_forward(self, gate: nn.Module, _: Any) -> None:
-        self.slot = 0
+        now = self._now
+        now.slot, now.microbatch = 0, None
         forward = forward_of_layer(gate)
-        if forward is not None and forward.microbatch is not None:  # a checkpoint repeats it
-            self.microbatch = forward.microbatch
+        if (current_thread() if forward is None else forward.thread) != self.thread:
             return
-        self.microbatch = self.next_microbatch()
+        if forward is not None and forward.microbatch is not None:  # a checkpoint repeats it
+            now.microbatch = forward.microbatch
+            return
+        now.microbatch = self.next_microbatch()
         if forward is not None:
-            forward.microbatch = self.microbatch
+            forward.microbatch = now.microbatch
 
     def next_microbatch(self) -> int:
         self.recorded.append([])
         return len(self.recorded) - 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, joined by those of other microbatches."""
         own = self.inner.sum(x)
-        self.recorded[self.microbatch].append(own.detach())
+        return own if self._now.microbatch is None else self.joined(own, self._now.microbatch)
+
+    def joined(self, own: torch.Tensor, microbatch: int) -> torch.Tensor:
+        self.recorded[microbatch].append(own.detach())
         return own
 
     def share(self, microbatch: int, num_microbatches: int) -> float:
@@ -161,8 +206,9 @@ class _Sums:
 
     def others(self, numbers: range, like: torch.Tensor) -> torch.Tensor:
         """The sum over these microbatches, of the sum that is asked for now."""
-        parts = [self.recorded[number][self.slot] for number in numbers if number != self.microbatch]
-        self.slot += 1
+        now = self._now
+        parts = [self.recorded[number][now.slot] for number in numbers if number != now.microbatch]
+        now.slot += 1
         return sum(parts, torch.zeros_like(like))
 
 
@@ -182,9 +228,9 @@ class _WithOthers(_Sums):
             )
         return self._latest
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def joined(self, own: torch.Tensor, microbatch: int) -> torch.Tensor:
         num_microbatches = len(self.recorded)
-        own = self.inner.sum(x).view_as(x)
+        own = own.view_as(own)
         if own.requires_grad:  # the mean over the microbatches will divide by their number
             own.register_hook(lambda grad: grad * num_microbatches)
         return own + self.others(range(num_microbatches), own)
@@ -193,12 +239,11 @@ class _WithOthers(_Sums):
 class _SoFar(_Sums):
     """One pass: the sums of earlier microbatches, with their graphs."""
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        own = self.inner.sum(x)
-        mine = self.recorded[self.microbatch]
-        if len(mine) == self.slot:
+    def joined(self, own: torch.Tensor, microbatch: int) -> torch.Tensor:
+        mine = self.recorded[microbatch]
+        if len(mine) == self._now.slot:
             mine.append(own)
-        return own + self.others(range(self.microbatch), own)
+        return own + self.others(range(microbatch), own)
 
     def share(self, microbatch: int, num_microbatches: int) -> float:
         return float(microbatch == num_microbatches - 1)

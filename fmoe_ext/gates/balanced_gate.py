@@ -9,7 +9,7 @@ from fmoe_ext.gates.base_gate import OneRank, Ranks, probabilities_of
 from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
 from fmoe_ext.gates.naive_gate import GateOverRanks
 from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
-from fmoe_ext.step import forward_of_layer, is_counted, run_or_replay
+from fmoe_ext.step import add_counts, forward_of_layer, is_counted, run_or_replay
 from fmoe_ext.tokens import current_batch
 
 BALANCE_LOSSES = ("global", "running", "sequence")
@@ -172,9 +172,9 @@ class BalancedGate(GateOverRanks):
         forward_of_layer(self)
 
         def add() -> torch.Tensor:
-            load = self.running_load + num_choices.long()
             if self.training and is_counted():
-                self.running_load.copy_(load)
-            return load
+                add_counts(self.running_load, num_choices.long())
+                return self.running_load.clone()
+            return self.running_load + num_choices.long()
 
         return run_or_replay(add).to(num_choices.dtype)

@@ -1,3 +1,4 @@
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,7 +10,8 @@ from torch import nn
 from fmoe_ext import ops
 from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.ops.outside_graphs import is_exporting
-from fmoe_ext.step import note_selected
+from fmoe_ext.recompute import current_thread, is_repeated
+from fmoe_ext.step import is_counted, note_selected
 
 
 class Ranks(Protocol):
@@ -57,14 +59,41 @@ class OneRank:
         return ops.apply_capacity(topk_idx, num_experts, capacity)
 
 
+class _Loss:
+    """The balance loss of one thread's last forward of a gate.
+
+    is_read: by total_loss(), which then takes it for that of an earlier forward. lacks_gradient: of a training forward
+    that ran without gradients. num_calls: forwards with gradients since total_loss() read a loss. of_graph: what the
+    last compiled program had left in the gate by then.
+    """
+
+    __slots__ = ("is_read", "lacks_gradient", "loss", "num_calls", "of_graph")
+
+    def __init__(
+        self, loss: torch.Tensor | None, lacks_gradient: bool, num_calls: int, of_graph: Any
+    ) -> None:
+        self.loss, self.is_read, self.of_graph = loss, False, of_graph
+        self.lacks_gradient, self.num_calls = lacks_gradient, num_calls
+
+
+class _Losses(threading.local):
+    """last: the loss of this thread's last forward of a gate. Copies of the gate begin with none."""
+
+    last: _Loss | None = None
+
+    def __reduce__(self) -> tuple[type["_Losses"], tuple[()]]:
+        return _Losses, ()
+
+
 class BaseGate(nn.Module):
     """Base class of gates: the experts of this rank and of all ranks, and the balance loss of the last forward.
 
     num_local_experts and num_experts are num_expert and tot_expert in FastMoE, whose names work too.
     The loss is state of the module until the next forward or get_loss(): the last of several forwards wins, a copy
-    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second
-    time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and get_loss()
-    raises.
+    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. Each thread has that of its own last
+    forward; a thread that never called the gate, that of the last forward of all. torch.utils.checkpoint sets it a
+    second time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and
+    get_loss() raises.
     """
 
     @property
@@ -93,13 +122,15 @@ class BaseGate(nn.Module):
         self.num_local_experts = num_expert
         self.world_size = world_size
         self.num_experts = num_expert * world_size
-        self.loss: torch.Tensor | None = None
-        self.loss_is_read = False  # by total_loss(), which then takes it for that of an earlier forward
-        self._loss_lacks_gradient = False
+        # A compiled program cannot tell threads apart. Its losses are state of the gate, one for all of them.
+        self.graph_loss: torch.Tensor | None = None
+        self.graph_loss_is_read = self._graph_loss_lacks_gradient = False
+        self._losses = _Losses()
+        self._last_loss: _Loss | None = None  # of all threads
+        self.is_known_to_be_called_twice = False  # total_loss() has warned of it
         self.is_known_not_to_balance = False  # total_loss() has warned of it
         self.is_known_to_part = False  # warn_of_copies() has warned of it
-        # what RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward
-        self.tape: Any = None
+        self._tapes: dict[int, Any] = {}  # {thread: tape}
 
     def forward(self, x: Any) -> Any:
         raise NotImplementedError(
@@ -116,26 +147,67 @@ class BaseGate(nn.Module):
         if is_exporting():
             return
         lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
-        if (
-            torch.compiler.is_compiling()
-        ):  # reads nothing: a graph is compiled again for each value that it reads
-            self.loss, self.loss_is_read, self._loss_lacks_gradient = loss, False, lacks_gradient
+        if torch.compiler.is_compiling():
+            # reads nothing: a graph is compiled again for each value that it reads
+            self.graph_loss, self.graph_loss_is_read = loss, False
+            self._graph_loss_lacks_gradient = lacks_gradient
             return
-        self.__dict__["loss"] = loss  # a module's attribute takes long to set
-        if self.loss_is_read:
-            self.loss_is_read = False
-        if self._loss_lacks_gradient is not lacks_gradient:
-            self._loss_lacks_gradient = lacks_gradient
+        num_calls = 0
+        if loss is not None and loss.requires_grad and self.training and is_counted():
+            before = self._losses.last
+            num_calls = 1 if before is None or before.is_read else before.num_calls + 1
+        last = _Loss(loss, lacks_gradient, num_calls, self.graph_loss)
+        self._losses.last = self.__dict__["_last_loss"] = last  # a module's attribute takes long to set
+
+    @property
+    def _loss_of_thread(self) -> _Loss | None:
+        """The loss that this thread reads; None for that of a compiled program."""
+        own = self._losses.last or self._last_loss
+        is_newer = self.graph_loss is not None and (own is None or own.of_graph is not self.graph_loss)
+        return None if is_newer else own
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The balance loss of this thread's last forward, None without one."""
+        if torch.compiler.is_compiling():
+            return self.graph_loss
+        own = self._loss_of_thread
+        return self.graph_loss if own is None else own.loss
+
+    @loss.setter
+    def loss(self, value: torch.Tensor | None) -> None:
+        self.set_loss(value)
+
+    @property
+    def loss_is_read(self) -> bool:
+        """True if total_loss() has read it, which then takes it for that of an earlier forward."""
+        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        return self.graph_loss_is_read if own is None else own.is_read
+
+    def note_read(self) -> int:
+        """Makes loss_is_read true -> how many forwards with gradients there were since it was."""
+        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        if own is None:
+            self.graph_loss_is_read = True
+            return 0
+        own.is_read = True
+        return own.num_calls
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
         """The balance loss of the last forward, or None; clear=True forgets it and frees its graph.
 
         Raises RuntimeError, where gradients are on, for the loss of a training forward that ran without them.
         """
-        loss = self.loss
-        if clear:
-            self.loss = None
-        if loss is not None and self._loss_lacks_gradient and torch.is_grad_enabled() and _learns(self):
+        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        loss = self.graph_loss if own is None else own.loss
+        lacks_gradient = self._graph_loss_lacks_gradient if own is None else own.lacks_gradient
+        if clear and own is None:
+            self.graph_loss = None
+        elif clear and own is not None and self._losses.last is not None:
+            own.loss = None
+        elif clear:  # that of another thread, which keeps it
+            self._last_loss = None
+        if loss is not None and lacks_gradient and torch.is_grad_enabled() and _learns(self):
             raise RuntimeError(
                 f"the balance loss of {type(self).__name__} has no gradient, so that training would not balance: its "
                 "forward ran under torch.no_grad(), as torch.utils.checkpoint(..., use_reentrant=True) runs it. Pass "
@@ -176,9 +248,22 @@ class BaseGate(nn.Module):
         """Raises ValueError if this gate, made for one process, cannot choose for experts on size ranks."""
 
     @property
+    def tape(self) -> Any:
+        """What RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward, on this thread.
+
+        None where nobody does.
+        """
+        return tape_of_thread(self._tapes) if self._tapes else None
+
+    @tape.setter
+    def tape(self, value: Any) -> None:
+        put_tape(self._tapes, value)
+
+    @property
     def weighs_while_choosing(self) -> bool:
         """True if topk() is one operator: no choices are replayed to it."""
-        return self.tape is None or getattr(self.tape, "only_listens", False)
+        tape = self.tape
+        return tape is None or getattr(tape, "only_listens", False)
 
     def topk(
         self,
@@ -193,8 +278,9 @@ class BaseGate(nn.Module):
         if self.weighs_while_choosing:
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
             return self.choose(lambda: topk_idx), topk_weights
-        if getattr(self.tape, "is_fused", False):
-            chosen = self.tape.choose(None)
+        tape = self.tape
+        if getattr(tape, "is_fused", False):
+            chosen = tape.choose(None)
             return ops.topk_gate_again(logits, chosen, score, normalize, scale=scale, **options)
         topk_idx = self.choose(
             lambda: ops.topk_gate(logits.detach(), top_k, score, normalize, scale=scale, **options)[0]
@@ -203,12 +289,45 @@ class BaseGate(nn.Module):
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """pick(), the choices of this forward; while choices are played back: those."""
-        selected = pick() if self.tape is None else self.tape.choose(pick)
+        tape = self.tape
+        selected = pick() if tape is None else tape.choose(pick)
         note_selected(selected)
         return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss": None, "tape": None}
+        return {**self.__dict__, **_without_forwards()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(
+            {**_without_forwards(), **state}
+        )  # a pickle of an earlier version has none of these
+
+
+def _without_forwards() -> dict[str, Any]:
+    """What forwards leave in a gate, before the first one."""
+    return {"graph_loss": None, "_last_loss": None, "_losses": _Losses(), "_tapes": {}}
+
+
+def put_tape(tapes: dict[int, Any], tape: Any) -> None:
+    """Gives this thread's forwards a tape, None for none."""
+    if tape is None:
+        tapes.pop(current_thread(), None)
+    else:
+        tapes[current_thread()] = tape
+
+
+def tape_of_thread(tapes: dict[int, Any]) -> Any:
+    """The tape of this thread's forwards, None without one; in a compiled program that of any thread.
+
+    Autograd repeats the forwards of a GPU on a thread of its own, which Python did not start: it plays the only tape.
+    """
+    if torch.compiler.is_compiling():
+        return next(iter(tapes.values()), None)
+    tape = tapes.get(current_thread())
+    if tape is None and len(tapes) == 1 and is_repeated():
+        of_python = {thread.ident for thread in threading.enumerate()}
+        return None if threading.get_ident() in of_python else next(iter(tapes.values()), None)
+    return tape
 
 
 def choices_of(gate: object, returned: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext.gates.accumulation import spans_calls
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of
 from fmoe_ext.step import count_choices
 
@@ -148,8 +149,9 @@ def total_loss(model: nn.Module) -> torch.Tensor:
 
     -> scalar, to train with `loss + weight * total_loss(model)`. Zero before the first forward. The same value at each
     call until the next forward. Of a forward under no_grad in evaluation: the value, without a gradient.
-    Warns once, outside of compiled programs, for a model in training of which no gate balances the experts. Raises
-    ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
+    Warns once, outside of compiled programs, for a model in training of which no gate balances the experts, and for a
+    layer that was called several times in training since the last call here: the loss is that of its last forward.
+    Raises ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss(clear=False) for gate in the model's gates).
 
     Example:
@@ -175,13 +177,29 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             if gate.loss_is_read:
                 gate.set_loss(None)  # the last forward did not reach it
     losses = [gate.get_loss(clear=False) for gate in (new or gates)]
-    for gate in new:
-        gate.loss_is_read = True
+    num_calls = [gate.note_read() for gate in new]
+    if any(num > 1 for num in num_calls):
+        _warn_of_calls(model, new, num_calls)
     total = sum((loss.sum() for loss in losses if loss is not None), _zero(gates))
     is_constant = model.training and torch.is_grad_enabled() and not total.requires_grad
     if is_constant and not torch.compiler.is_compiling():  # a graph cannot return it so
         total.requires_grad_()
     return total
+
+
+def _warn_of_calls(model: nn.Module, gates: Sequence[BaseGate], num_calls: Sequence[int]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for gate, num in zip(gates, num_calls, strict=True):
+        if num < 2 or spans_calls(gate) or gate.is_known_to_be_called_twice:
+            continue
+        gate.is_known_to_be_called_twice = True
+        warnings.warn(
+            f"the gate {names[gate]!r} ({type(gate).__name__}) was called {num} times in training since its loss was "
+            "last read, which is the loss of its last call alone. Where one step calls a layer several times (tied "
+            "layers), add total_loss(layer) after each call, or take gates.all_forwards_first(model) for the loss of "
+            "all calls together",
+            stacklevel=3,
+        )
 
 
 def _zero(gates: Sequence[BaseGate]) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.gates.scored_gate import ScoredGate
-from fmoe_ext.step import is_counted
+from fmoe_ext.step import add_counts, is_counted
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _DIGIT = 8  # bits of a value that one sum over the ranks decides
@@ -121,8 +121,8 @@ class QuantileGate(ScoredGate):
         """Add the quantiles of lead [T, E]."""
         found = even_quantile(lead, self.top_k, self.ranks)
         if found is not None:
-            self.quantile_sum.add_(found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-            self.num_quantiles.add_((~found.isnan()).any())
+            add_counts(self.quantile_sum, found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+            add_counts(self.num_quantiles, (~found.isnan()).any())
 
     def _keep_float32(self) -> None:
         if self.quantile_bias.dtype != torch.float32:  # where .half() or .bfloat16() had cast it

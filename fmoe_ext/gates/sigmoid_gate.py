@@ -7,7 +7,7 @@ from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext.gates.scored_gate import ScoredGate
-from fmoe_ext.step import count_choices, is_counted
+from fmoe_ext.step import add_counts, count_choices, is_counted
 
 FORWARDS_BEFORE_WARNING = 1000
 
@@ -112,7 +112,7 @@ class SigmoidGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
         if self.training and is_counted():
-            self.pending_load.add_(count_choices(topk_idx, self.num_experts))
+            add_counts(self.pending_load, count_choices(topk_idx, self.num_experts))
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights

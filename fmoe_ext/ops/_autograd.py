@@ -10,6 +10,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.library import Library
 
 from fmoe_ext.ops.arguments import by_name
+from fmoe_ext.ops.batch_invariant import with_mode_of_forward
 
 
 def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
@@ -134,6 +135,7 @@ def register_autograd(
 
     places: of the arguments that a tangent may come with, those of a floating dtype.
     """
+    setup_context, backward = with_mode_of_forward(setup_context, backward)
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
     _libraries.append(_ReverseModeOnly(places))
     torch.library.register_autograd(op_name, backward, setup_context=setup_context, lib=_libraries[-1])

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _python_dispatch as python_dispatch
 
 from fmoe_ext.ops._autograd import no_forward_mode
+from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
 
 Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
 Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
@@ -59,6 +60,26 @@ class _Product(Protocol):
         """The gradients of the weights."""
 
 
+class _InMode:
+    """A product of batch_invariant(), whose backward may come after the block or on another thread."""
+
+    def __init__(self, product: _Product) -> None:
+        self.name, self.once_differentiable = product.name, product.once_differentiable
+        self.shape, self.forward, self._product = product.shape, product.forward, product
+
+    @batch_invariant()
+    def backward(self, *args: Any) -> tuple[Tensors, Tensors]:
+        return self._product.backward(*args)
+
+    @batch_invariant()
+    def backward_inputs(self, *args: Any) -> tuple[Tensors, Tensors]:
+        return self._product.backward_inputs(*args)
+
+    @batch_invariant()
+    def backward_weights(self, *args: Any) -> Tensors:
+        return self._product.backward_weights(*args)
+
+
 def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     """y of product(inputs, weights), with its gradients."""
     if torch.jit.is_tracing():
@@ -66,6 +87,8 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
             f"torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record the backward of {product.name}: "
             "trace under torch.no_grad(), or use torch.export or torch.compile"
         )
+    if is_batch_invariant():
+        product = _InMode(product)
     may_be_split = "torch.distributed.pipelining" in sys.modules and learns(inputs) and learns(weights)
     may_be_split = may_be_split and not is_selective()  # which refuses that _Join marks what it keeps
     if may_be_split or product.once_differentiable:

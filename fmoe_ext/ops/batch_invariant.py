@@ -1,5 +1,15 @@
-from collections.abc import Iterator
+"""The mode in which a row's result does not depend on the rows beside it.
+
+It is on for the whole process (use_batch_invariant) or for a thread (batch_invariant), as torch.no_grad is. The native
+kernels have both switches of their own, which they read where an operator is called. A backward may run on another
+thread, or after the block: the gradients of our operators, and a checkpoint's repetition of a layer, have the mode of
+their forward.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -7,31 +17,54 @@ from fmoe_ext import _env
 
 
 class _Switch:
-    """Present mode of the native kernels, where torch.compile can read and guard it."""
+    """is_on: on for the process, or inside a block on any thread, which is what torch.compile can read and guard."""
 
     is_on = False
+    of_process = False
+    num_blocks = 0  # that are open on all threads
 
 
-_switch = _Switch()
+class _Thread(threading.local):
+    num_blocks = 0  # that are open on this thread
+
+
+_switch, _thread, _lock = _Switch(), _Thread(), threading.Lock()
 
 
 def is_batch_invariant() -> bool:
     """True if a row's result must not depend on the rows beside it."""
-    return _switch.is_on
+    if not _switch.is_on:
+        return False
+    return torch.compiler.is_compiling() or _switch.of_process or _thread.num_blocks > 0
 
 
 def use_batch_invariant(on: bool) -> None:
     """Has every product give a row the same bits whatever other rows there are, or no longer.
 
-    Holds for the whole process, as torch.use_deterministic_algorithms does; docs/routing.md has its limits and cost.
+    Holds for the whole process, as torch.use_deterministic_algorithms does; inside a block of batch_invariant() the
+    mode stays on. docs/routing.md has its limits and cost.
     """
     torch.ops.fmoe_ext._set_batch_invariant(on)
-    _switch.is_on = on
+    with _lock:
+        _switch.of_process = on
+        _switch.is_on = on or _switch.num_blocks > 0
+
+
+def _count(change: int) -> None:
+    _thread.num_blocks += change
+    torch.ops.fmoe_ext._set_thread_batch_invariant(_thread.num_blocks > 0)
+    with _lock:
+        _switch.num_blocks += change
+        _switch.is_on = _switch.of_process or _switch.num_blocks > 0
 
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """use_batch_invariant(True) inside the block, and what it was before afterwards.
+    """The mode of use_batch_invariant(True) for this thread inside the block; blocks may end in any order.
+
+    A program of torch.compile cannot tell threads apart: it is in the mode while any thread is inside a block, except
+    for its products, and the backward of a compiled program has the mode of the thread that runs it.
+    Raises RuntimeError for a block that ends on another thread than it began on.
 
     Example:
 
@@ -41,12 +74,36 @@ def batch_invariant() -> Iterator[None]:
         ...     torch.equal(layer(x)[:1], layer(x[:1]))
         True
     """
-    before = is_batch_invariant()
-    use_batch_invariant(True)
+    thread = threading.get_ident()
+    _count(1)
     try:
         yield
     finally:
-        use_batch_invariant(before)
+        if threading.get_ident() != thread:
+            raise RuntimeError(
+                "batch_invariant() began on another thread: end the block on the thread that began it"
+            )
+        _count(-1)
+
+
+def with_mode_of_forward(
+    setup_context: Callable[..., None] | None, backward: Callable[..., Any]
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Both functions of a gradient, so that backward runs in the mode if the forward did."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if is_batch_invariant():
+            ctx.is_batch_invariant = True
+        if setup_context is not None:
+            setup_context(ctx, inputs, output)
+
+    def in_mode(ctx: Any, *grads: Any) -> Any:
+        if getattr(ctx, "is_batch_invariant", False) and not is_batch_invariant():
+            with batch_invariant():
+                return backward(ctx, *grads)
+        return backward(ctx, *grads)
+
+    return setup, in_mode
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

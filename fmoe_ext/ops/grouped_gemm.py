@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops._split import Needs, Tensors, differentiate, worthwhile
+from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
@@ -258,13 +260,15 @@ class _TransposedAtOnce(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         y, saved = _Transposed().forward((x, offs), (weight,))
         ctx.save_for_backward(*saved)
+        ctx.is_batch_invariant = not torch.compiler.is_compiling() and is_batch_invariant()
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
         needs_x, needs_weight, _ = ctx.needs_input_grad
         needs = [needs_x, False], [needs_weight]
-        (dx, _), (dweight,) = _Transposed().backward(ctx.saved_tensors, grad_y, needs)
+        with batch_invariant() if ctx.is_batch_invariant else contextlib.nullcontext():
+            (dx, _), (dweight,) = _Transposed().backward(ctx.saved_tensors, grad_y, needs)
         return dx, dweight, None
 
 

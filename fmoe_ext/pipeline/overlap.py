@@ -9,6 +9,7 @@ compute, and the forward's last message travels while the backward computes its 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
@@ -20,6 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import BACKWARD_INPUT, FORWARD, FULL_BACKWARD, OVERLAP_F_B
 
 from fmoe_ext.ep.exchange import while_waiting
+from fmoe_ext.ops import batch_invariant, is_batch_invariant
+from fmoe_ext.recompute import current_thread, works_for
 
 
 class Overlap:
@@ -83,7 +86,9 @@ def by_turns(first: Callable[[], None], second: Callable[[], None], device: torc
     backward does that computes checkpointed activations again. Raises what either raises, first()'s if both do.
     """
     turns = _Turns(device)
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(turns.run, 0, first), daemon=True)
+    context = contextvars.copy_context()
+    context.run(works_for.set, current_thread())
+    thread = threading.Thread(target=context.run, args=(turns.run, 0, first), daemon=True)
     thread.start()
     turns.run(1, second)
     thread.join()
@@ -103,6 +108,7 @@ class _Turns:
         self._turn = 0
         self._begin = _random_state(device)
         self._ended = [False, False]
+        self._mode = batch_invariant if is_batch_invariant() else contextlib.nullcontext  # of a thread
         self.errors: list[BaseException | None] = [None, None]
 
     def run(self, me: int, fn: Callable[[], None]) -> None:
@@ -113,6 +119,7 @@ class _Turns:
             with (
                 torch.autograd.set_multithreading_enabled(False),  # backward stays in this thread
                 torch.cuda.stream(self._stream),
+                self._mode(),
                 while_waiting(lambda: self._hand_over(me)),
             ):
                 fn()
