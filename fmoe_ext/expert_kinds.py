@@ -220,14 +220,15 @@ class Separate(ExpertKind):
             )
         if is_exporting():
             raise RuntimeError(f"torch.export cannot trace {_SEPARATE}")
-        outputs, begin = [], 0
-        for idx, count in enumerate(_on_the_host(tokens_per_expert), first):
-            own = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], rows)
-            result = self.layer.expert_fn_single(own, count, idx)
+        outputs, counts = [], _on_the_host(tokens_per_expert)
+        # parts that know nothing of each other: an expert may change its own in place
+        parts = map_structure(lambda x: torch.unsafe_split(x, [*counts, len(x) - sum(counts)]), rows)
+        for number, count in enumerate(counts):
+            own = map_structure(lambda _, part, number=number: part[number], rows, parts)
+            result = self.layer.expert_fn_single(own, count, first + number)
             if wrong := [x for x in leaves_of(result) if x.shape[:1] != (count,)]:
-                raise _other_rows(f"expert {idx}", str(count), wrong[0])
+                raise _other_rows(f"expert {first + number}", str(count), wrong[0])
             outputs.append(result)
-            begin += count
         return map_structure(lambda *parts: torch.cat(parts), *outputs)
 
     def call_one(self, rows: Nest, count: int | torch.Tensor, idx: int) -> Nest:
@@ -285,11 +286,17 @@ def _other_rows(who: str, expected: str, result: torch.Tensor) -> ValueError:
 
 
 def _takes_count(expert: nn.Module) -> bool:
-    """True if an expert is called with its number of rows: its forward needs a second argument."""
+    """True if an expert is called with its number of rows.
+
+    So it is if its forward cannot be called without a second argument, or names it fwd_expert_count, as FastMoE does.
+    A wrapper (torch.compile, checkpoint_wrapper, DistributedDataParallel) hands on *args to its only child.
+    """
     parameters = list(inspect.signature(expert.forward).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
+        children = list(expert.children())
+        return len(children) == 1 and _takes_count(children[0])
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 and (
-        positional[1].default is inspect.Parameter.empty or "count" in positional[1].name
+    second = positional[1] if len(positional) > 1 else None
+    return second is not None and (
+        second.default is inspect.Parameter.empty or second.name == "fwd_expert_count"
     )

@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -55,6 +56,18 @@ def is_gated(activation: Any) -> bool:
         if isinstance(activation, str)
         else getattr(activation, "is_gated", False)
     )
+
+
+_gated: weakref.WeakSet["FusedExperts"] = weakref.WeakSet()
+
+
+def weights_of_two() -> list[torch.Tensor]:
+    """The parameters of all layers in which a gate and an up matrix lie one below the other; for optimizers.
+
+    The layers are asked, and not the parameters marked: fully_shard and copies replace parameters by others.
+    """
+    weights = [getattr(experts.htoh4, "weight", None) for experts in list(_gated)]
+    return [weight for weight in weights if weight is not None]
 
 
 class SquaredReLU(nn.Module):
@@ -198,6 +211,13 @@ class FusedExperts(nn.Module):
         self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, **options)
         self.h4toh = FMoELinear(num_experts, d_hidden, d_model, **options)
         self.register_load_state_dict_pre_hook(_fuse_per_expert_layout)
+        if is_gated(activation):
+            _gated.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if is_gated(self.activation):
+            _gated.add(self)
 
     @property
     def must_be_called(self) -> bool:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypedDict
 
 import torch
@@ -60,8 +61,9 @@ class FMoE(SpreadLayer):
     expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
       expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
       which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
-      expert(rows) or, if their forward needs a second argument, as expert(rows, number of rows [1]); that
-      needs the counts on the host.
+      expert(rows) or, if their forward cannot be called without a second argument or names it fwd_expert_count, as
+      expert(rows, number of rows [1]); a wrapper that takes *args, as torch.compile's, is called as what it wraps.
+      Each needs the counts on the host.
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [*] or [K, *]), or zero if that is missing, weighted as usual.
@@ -292,7 +294,31 @@ def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
 
 def _make_experts(layer: FMoE, expert: ExpertMaker) -> SeparateExperts:
     makers = [expert] * layer.num_local_experts if callable(expert) else expert
-    return SeparateExperts(maker(layer.d_model) for maker in makers)
+    for maker in makers:
+        _check_maker(maker, layer.d_model)
+    modules = [maker(layer.d_model) for maker in makers]
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expert= must make a module, but made a {type(module).__name__}")
+    return SeparateExperts(modules)
+
+
+def _check_maker(maker: Any, d_model: int) -> None:
+    """TypeError for what cannot be called with the width of a token alone."""
+    way_out = "pass a function of the width, as lambda d_model: nn.Linear(d_model, d_model)"
+    if isinstance(maker, nn.Module) or not callable(maker):
+        raise TypeError(f"expert= is called to make each expert, but got {maker!r}: {way_out}")
+    try:
+        signature = inspect.signature(maker)
+    except ValueError:  # of a builtin, which has none
+        return
+    try:
+        signature.bind(d_model)
+    except TypeError as error:
+        name = getattr(maker, "__name__", repr(maker))
+        raise TypeError(
+            f"expert= is called as {name}(d_model), which it does not take ({error}): {way_out}"
+        ) from None
 
 
 def _check_batch_invariance(layer: FMoE, experts: ExpertKind, step: Step) -> None:
@@ -329,13 +355,37 @@ def keywords_of(cls: type) -> list[str]:
     return sorted(names - {"self", "options", "kwargs"} | LayerOptions.__annotations__.keys())
 
 
+# What other libraries call it, where the letters lead astray.
+_OTHER_NAMES = MappingProxyType(
+    {
+        **dict.fromkeys(("embed_dim", "dim", "model_dim", "input_size"), "d_model"),
+        **dict.fromkeys(
+            ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size"), "d_hidden"
+        ),
+        **dict.fromkeys(("d_ff", "dim_feedforward", "hidden_features"), "d_hidden"),
+        **dict.fromkeys(("num_experts", "n_experts", "num_local_experts"), "num_expert"),
+        **dict.fromkeys(("k", "num_experts_per_tok", "num_experts_per_token"), "top_k"),
+    }
+)
+_WIDTHS = "d_hidden is the width inside an expert, d_model that of a token"
+_DROPOUT = "no activation is dropped here: put nn.Dropout behind the layer"
+_HINTS = MappingProxyType(
+    {
+        **dict.fromkeys(("hidden_size", "hidden_dim"), _WIDTHS),
+        **dict.fromkeys(("dropout", "dropout_p", "p_dropout"), _DROPOUT),
+    }
+)
+
+
 def unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
     """The error for keywords that neither cls nor a class that it passes them to takes."""
     names = keywords_of(cls)
     texts = []
     for keyword in unknown:
-        close = difflib.get_close_matches(keyword, names, n=1)
-        texts.append(f"{keyword!r}{f' (did you mean {close[0]!r}?)' if close else ''}")
+        other = _OTHER_NAMES.get(keyword)
+        close = [other] if other in names else difflib.get_close_matches(keyword, names, n=1)
+        hint = _HINTS.get(keyword, f"did you mean {close[0]!r}?" if close else "")
+        texts.append(f"{keyword!r} ({hint})" if hint else f"{keyword!r}")
     text = f"{cls.__name__} has no argument {', '.join(texts)}"
     if "num_experts" in unknown:
         text += ": num_expert is the number of experts of this rank, of num_expert * world_size in all"

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,10 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             f"tokens are torch.float64, but the weights of their experts {weight.dtype}: give them "
             f"layer.double(), or tokens x.to({weight.dtype})"
         )
-    return inp if inp.dtype == weight.dtype else inp.to(weight.dtype)
+    if inp.dtype == weight.dtype:
+        return inp
+    _warn_of_cast(inp, weight)
+    return inp.to(weight.dtype)
 
 
 @torch.no_grad()
@@ -272,6 +276,31 @@ class _WideLinear(torch.autograd.Function):
         return grad_inp, grad_weight, grad_bias, None
 
 
+def other_device(inp: torch.Tensor, weight: torch.Tensor) -> str:
+    """The error for tokens that are elsewhere than the layer."""
+    return (
+        f"the tokens are on {inp.device}, but the gate's weight on {weight.device}: move the layer with "
+        f"layer.to({str(inp.device)!r}), or the tokens with x.to({str(weight.device)!r})"
+    )
+
+
+_noted_casts: set[tuple[torch.dtype, torch.dtype]] = set()
+
+
+def _warn_of_cast(inp: torch.Tensor, weight: torch.Tensor) -> None:
+    """Warns once of each pair of dtypes."""
+    pair = inp.dtype, weight.dtype
+    if torch.compiler.is_compiling() or pair in _noted_casts:
+        return
+    _noted_casts.add(pair)
+    warnings.warn(
+        f"tokens are {pair[0]} and are cast to {pair[1]}, the dtype of their experts' weights, which is that of the "
+        f"result too (nn.Linear refuses such tokens): cast the layer with layer.to({pair[0]}) or the tokens with "
+        f"x.to({pair[1]}), or run under torch.autocast, which chooses the dtype of each product",
+        stacklevel=4,
+    )
+
+
 def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear computed in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
 
@@ -280,6 +309,8 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Under fmoe_ext.batch_invariant() computed by our own kernels, with wide copies kept for backward.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
+    if inp.device != weight.device:
+        raise RuntimeError(other_device(inp, weight))
     if is_plain(inp, weight, bias):
         return F.linear(inp, weight, bias)
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fmoe_ext import ops
+from fmoe_ext.experts import weights_of_two
 
 __all__ = ["Muon", "orthogonalize"]
 
@@ -25,7 +26,8 @@ class Muon(Optimizer):
     Each matrix of a stack is orthogonalised by itself, so a layer's experts get the same update whether they are one
     parameter or many, on one rank or many; nothing travels. lr, weight_decay, momentum, nesterov, ns_coefficients,
     eps, ns_steps, adjust_lr_fn: as torch.optim.Muon's, also by parameter group. matrices: how many matrices lie one
-    below the other in M, for example 2 in a group of htoh4.weight whose activation is gated (gate and up).
+    below the other in M; None asks the layer, which says 2 for htoh4.weight of a gated activation (gate and up), and
+    takes 1 for parameters of other modules.
 
     Parameters of FSDP2 (DTensor) must be sharded by expert or not at all. Raises ValueError for other shapes and
     options, and in step() for a parameter whose gradient is in main_grad. Muon: Jordan et al. 2024; learning rates:
@@ -35,8 +37,7 @@ class Muon(Optimizer):
     Example:
 
         >>> mlp = fmoe_ext.FMoETransformerMLP(4, 8, 16, activation="swiglu", bias=False)
-        >>> gate_and_up = {"params": [mlp.experts.htoh4.weight], "matrices": 2}
-        >>> optimizer = Muon([gate_and_up, {"params": [mlp.experts.h4toh.weight]}], lr=0.02)
+        >>> optimizer = Muon([mlp.experts.htoh4.weight, mlp.experts.h4toh.weight], lr=0.02)
         >>> mlp(torch.randn(10, 8)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -53,7 +54,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        matrices: int = 1,
+        matrices: int | None = None,
     ):
         for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
             if not value >= 0:
@@ -78,7 +79,7 @@ class Muon(Optimizer):
         if group["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
         for param in group["params"]:
-            _check(param, group["matrices"])
+            _check(param, 1 if group["matrices"] is None else group["matrices"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -87,10 +88,11 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        of_two = {id(weight) for weight in weights_of_two()}
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self._update(param, group, 2 if id(param) in of_two else 1)
                 elif getattr(param, "main_grad", None) is not None:
                     raise ValueError(
                         "a parameter has its gradient in main_grad, which Muon does not read: "
@@ -98,14 +100,14 @@ class Muon(Optimizer):
                     )
         return loss
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: Tensor, group: dict[str, Any], of_layer: int) -> None:
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
         weight, grad, buffer = (_local(x) for x in (param, param.grad, state["momentum_buffer"]))
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        stack = _matrices(update, group["matrices"])
+        stack = _matrices(update, of_layer if group["matrices"] is None else group["matrices"])
         stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         ratio = _lr_ratio(group["adjust_lr_fn"], *stack.shape[1:])
         lr = float(group["lr"])

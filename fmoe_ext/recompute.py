@@ -5,7 +5,8 @@ DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.mo
 public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest;
 of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it); of those,
 the last, for autograd goes backwards. On the CPU a backward repeats forwards on the thread that called it, which asks
-its own forwards first; those of a GPU are repeated on a thread of autograd, which asks those of all. docs/design.md says why no public interface gives an exact match.
+its own forwards first; those of a GPU are repeated on a thread of autograd, which asks those of all. docs/design.md
+says why no public interface gives an exact match.
 A selective checkpoint compares the operators of both forwards, so that there a repetition computes everything again.
 """
 
@@ -75,8 +76,8 @@ class Forward:
     the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
     keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
     how its tokens travelled between ranks. messages: results of the exchanges between ranks, in order; num_replayed:
-    how many of them the repetition has used. thread: on which it ran; is_batch_invariant: in that mode. groups_with_empty_rank: names of groups of ranks that exchanged tokens, of
-    which one had none, and so cannot match its forwards.
+    how many of them the repetition has used. groups_with_empty_rank: names of groups of ranks that exchanged tokens, of
+    which one had none, and so cannot match its forwards. thread: on which it ran; is_batch_invariant: in that mode.
     """
 
     num_tokens: int

@@ -13,14 +13,17 @@ from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from fmoe_ext import ops
 from fmoe_ext.ops._split import is_selective
+from fmoe_ext.ops.outside_graphs import is_exporting
 from fmoe_ext.recompute import Forward, Forwards, can_be_repeated, is_repeated
 from fmoe_ext.tokens import (
     Batch,
     Nest,
     batch_is,
+    check_tensor,
     current_batch,
     is_inside_a_block,
     leaves_of,
@@ -152,12 +155,22 @@ def begin(
     gate_inp: Nest | None = None,
 ) -> Step:
     """The step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
+    if isinstance(moe_inp, PackedSequence):
+        check_tensor("moe_inp", moe_inp)
     both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
     leaves = [both] if isinstance(both, torch.Tensor) else leaves_of(both)
+    for leaf in leaves:
+        if type(leaf) is not torch.Tensor:
+            check_tensor("moe_inp", leaf)
     num_tokens = _check(leaves)
     if gate_inp is not None:
         _check(leaves_of(gate_inp), "gate_inp")
     if torch.compiler.is_compiling():
+        if is_exporting() and torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "ONNX has no operators for an FMoE layer: export the model with torch.export.export() and "
+                "torch.export.save(), or compile it with torch._inductor.aoti_compile_and_package()"
+            )
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
         step = Step(batch, None, False, True)

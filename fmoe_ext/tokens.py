@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from fmoe_ext._sharded import is_dtensor
 
 # A tensor [T, *], or a list, tuple or dict of nests with one T.
 Nest: TypeAlias = Any
@@ -37,6 +40,28 @@ def leaves_of(tree: Nest) -> list[Any]:
     leaves: list[Any] = []
     map_structure(leaves.append, tree)
     return leaves
+
+
+_NEST = "a nest of tensors needs an FMoE with a gate and experts of its own"
+
+
+def check_tensor(name: str, x: object) -> None:
+    """TypeError for what is no plain tensor, with what to pass in its place."""
+    if isinstance(x, PackedSequence):
+        text = "a PackedSequence: call the layer on x.data, and put the result back with x._replace(data=...)"
+    elif not isinstance(x, torch.Tensor):
+        is_nest = isinstance(x, (dict, list, tuple))
+        text = f"a {type(x).__name__}: {_NEST if is_nest else 'make one with torch.as_tensor(x)'}"
+    elif is_dtensor(x):
+        text = "a DTensor: pass x.to_local(), and make one of the result with DTensor.from_local()"
+    elif x.is_nested:
+        text = (
+            "a nested tensor: call the layer on x.values() (of torch.jagged), and make one of the result with "
+            "torch.nested.nested_tensor_from_jagged(out, x.offsets())"
+        )
+    else:
+        return
+    raise TypeError(f"{name} must be a plain tensor, but is {text}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import NaiveGate
 from fmoe_ext.layers import Device, FMoE, GateMaker, ParallelLayout, unknown_keywords
 from fmoe_ext.linear import check_sizes
+from fmoe_ext.tokens import check_tensor
 
 
 class MLPOptions(TypedDict, total=False):
@@ -46,7 +47,8 @@ class FMoETransformerMLP(FMoE):
 
     Called on x [..., d_model], for example [batch, sequence, d_model] -> the same shape, without residual.
 
-    num_expert: experts of this rank. d_model: width of a token, which must be given. d_hidden: width inside an expert.
+    num_expert: experts of this rank. d_model: width of a token, which must be given. d_hidden: width inside an
+      expert, 4 * d_model if it is left out (fmoe_ext.compat keeps FastMoE's 4096).
       Their weights are experts.htoh4.weight [num_expert, d_hidden, d_model], with a gated activation
       [num_expert, 2 * d_hidden, d_model], and experts.h4toh.weight [num_expert, d_model, d_hidden].
     activation: "gelu", "gelu_tanh", "relu", "silu", "relu2" (relu(h) ** 2), the gated "swiglu", "geglu", "geglu_tanh",
@@ -79,7 +81,7 @@ class FMoETransformerMLP(FMoE):
         self,
         num_expert: int = 32,
         d_model: int | None = None,
-        d_hidden: int = 4096,
+        d_hidden: int | None = None,
         activation: str | Callable[..., Any] = "gelu",
         expert_dp_comm: str = "none",
         expert_rank: int = 0,
@@ -96,7 +98,9 @@ class FMoETransformerMLP(FMoE):
     ):
         if d_model is None:
             raise TypeError(_without_width(type(self), options.keys()))
-        check_sizes(num_expert=num_expert, d_model=d_model, d_hidden=d_hidden)
+        check_sizes(num_expert=num_expert, d_model=d_model)
+        d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        check_sizes(d_hidden=d_hidden)
         factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         super().__init__(num_expert, d_model, top_k=top_k, gate=gate, parallel=parallel, **options)
         self.d_hidden = d_hidden
@@ -134,6 +138,8 @@ class FMoETransformerMLP(FMoE):
         valid [...]: the tokens that are not padding. gate_inp [..., d_model]: what the gate sees (FMoE.forward).
         """
         for name, x in (("inp", inp), ("gate_inp", inp if gate_inp is None else gate_inp)):
+            if type(x) is not torch.Tensor:
+                check_tensor(name, x)
             if x.dim() == 0 or x.shape[-1] != self.d_model:
                 raise ValueError(
                     f"{name} must have shape [..., d_model={self.d_model}], but got {list(x.shape)}"

@@ -52,11 +52,13 @@ class RoutingReplay:
         self.views = views_of(model, "record")
         self.gates = {name: view.module for name, view in self.views.items()}
         self.choices: dict[str, list[Choices]] = {}
+        self._recorded: dict[str, list[Choices]] = {}  # by a gate itself, which may choose an expert twice
 
     @contextmanager
     def record(self) -> Iterator[RoutingReplay]:
         """Forgets earlier choices and records those of every forward inside the block."""
         self.choices = {name: [] for name in self.views}
+        self._recorded = dict(self.choices)
         with self._tapes(lambda name: _Recorder(self.choices[name])):
             yield self
 
@@ -67,7 +69,7 @@ class RoutingReplay:
         if missing:
             raise RuntimeError(f"nothing was recorded for the gates {', '.join(map(repr, missing))}")
         for name, view in self.views.items():
-            _check(name, view, self.choices[name])
+            _check(name, view, self.choices[name], self.choices[name] is self._recorded.get(name))
         with self._tapes(lambda name: _Player(self.choices[name], self.views[name].module)):
             yield self
 
@@ -90,7 +92,7 @@ def _beside(gate: nn.Module, choices: list[Choices]) -> list[Choices]:
     return choices if own is None else [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
 
 
-def _check(name: str, view: GateView, choices: list[Choices]) -> None:
+def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool) -> None:
     for selected, kept in choices:
         if selected.shape != kept.shape:
             raise ValueError(
@@ -100,6 +102,14 @@ def _check(name: str, view: GateView, choices: list[Choices]) -> None:
         if bool(outside.any()):
             raise ValueError(
                 f"{name}: the choices name expert {int(selected[outside][0])}, but there are {view.num_experts} experts"
+            )
+        ordered = selected.sort(1).values if selected.dim() == 2 else selected[:0]
+        is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        if not is_recorded and bool(is_twice.any()):
+            row = int(is_twice.any(1).nonzero()[0])
+            raise ValueError(
+                f"{name}: token {row} chooses an expert twice, {selected[row].tolist()}: its weights would count that "
+                "expert once too often. Where a token has fewer choices, fill up with -1"
             )
         if isinstance(view, RouterView) and bool((selected == -1).any()):
             raise ValueError(f"{name}: {type(view.module).__name__} cannot drop choices, but some are -1")

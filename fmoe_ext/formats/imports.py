@@ -123,6 +123,8 @@ def import_model(source: Any, **options: Any) -> Any:
             setattr(model.get_submodule(parent), attribute, layer)
     heed_attention_masks(model)
     _turn_off_router_logits(model.config)
+    for part in {model, getattr(model, "base_model", model)}:  # the part that computes the hidden states, too
+        part.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_take_format)
     replace_save_pretrained(model, _save_imported)
     return model
@@ -161,6 +163,15 @@ def _turn_off_router_logits(config: Any) -> None:
             stacklevel=3,
         )
         config.output_router_logits = False
+
+
+def _refuse_router_logits(model: Any, _: Any, kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_router_logits")
+    if asked or (asked is None and getattr(model.config, "output_router_logits", False)):
+        raise ValueError(
+            f"output_router_logits=True: the gates of an imported {type(model).__name__} keep no router logits. Leave "
+            "it out and add weight * fmoe_ext.gates.total_loss(model) to the loss; balance.watch(model) has the loads"
+        )
 
 
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

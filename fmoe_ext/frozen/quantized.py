@@ -92,7 +92,8 @@ class Quantized:
 
     @cached_property
     def _rows(self) -> torch.Tensor:
-        return _rows_of(self.data)  # views cost as much time as a short product
+        with torch.inference_mode(False):  # training may keep it for its backward
+            return _rows_of(self.data)  # views cost as much time as a short product
 
     def packing(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
         """scale, zero, number of the format, interleaved: what operators take beside rows()."""

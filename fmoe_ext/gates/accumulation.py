@@ -129,27 +129,32 @@ def _summing_gates(model: nn.Module) -> list[Any]:
     return gates
 
 
+_lock = threading.Lock()
+
+
 @contextmanager
 def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
     """Put sums[gate] in the place of gate.ranks, and report each forward to it."""
     with ExitStack() as stack:
         for gate, own in sums.items():
             own.thread = current_thread()
+            with _lock:
+                own.inner, gate.ranks = gate.ranks, own
             stack.callback(_take_out, gate, own)
             stack.callback(gate.register_forward_pre_hook(own.begin_forward).remove)
-            gate.ranks = own
         yield
 
 
 def _take_out(gate: Any, own: _Sums) -> None:
     """Ends the block of these sums; blocks of several threads end in any order."""
-    if gate.ranks is own:
-        gate.ranks = own.inner
-        return
-    around = gate.ranks
-    while around.inner is not own:
-        around = around.inner
-    around.inner = own.inner
+    with _lock:
+        if gate.ranks is own:
+            gate.ranks = own.inner
+            return
+        around = gate.ranks
+        while around.inner is not own:
+            around = around.inner
+        around.inner = own.inner
 
 
 class _Running(threading.local):

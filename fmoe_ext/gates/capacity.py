@@ -2,18 +2,30 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import Ranks
+from fmoe_ext.ops.outside_graphs import is_exporting
 
 _DROP_POLICIES = ("position", "token", "score")
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Choices that each expert takes: ceil(factor * T * K / E), an even share times factor."""
-    return math.ceil(factor * num_tokens * top_k / num_experts)
+    return ceil(factor * as_number(num_tokens) * top_k / num_experts)
+
+
+def as_number(num_tokens: int) -> Any:
+    """num_tokens, or in torch.export, which cannot save the ceil() of a number, a tensor: it computes the same bits."""
+    return torch.full((), num_tokens, dtype=torch.float64, device="cpu") if is_exporting() else num_tokens
+
+
+def ceil(x: Any) -> Any:
+    """math.ceil of a number, or of a tensor of one."""
+    return x.ceil().long() if isinstance(x, torch.Tensor) else math.ceil(x)
 
 
 def check_factors(capacity: object) -> None:

@@ -1,10 +1,9 @@
-import math
 from collections.abc import Sequence
 
 import torch
 
 from fmoe_ext.gates.base_gate import Ranks
-from fmoe_ext.gates.capacity import check_factors
+from fmoe_ext.gates.capacity import as_number, ceil, check_factors
 from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import GateOverRanks
 
@@ -78,7 +77,7 @@ class GShardGate(GateOverRanks):
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
         """Choices that an expert takes of num_tokens tokens of all ranks."""
-        return math.ceil(factor * num_tokens) * self.top_k // self.num_experts
+        return ceil(factor * as_number(num_tokens)) * self.top_k // self.num_experts
 
     def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
         factor = self.capacity[0 if self.training else 1]
@@ -101,4 +100,4 @@ class DCGate(GShardGate):
     """
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
-        return math.ceil(factor * num_tokens / self.world_size)
+        return ceil(factor * as_number(num_tokens) / self.world_size)

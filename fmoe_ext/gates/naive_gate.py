@@ -86,6 +86,7 @@ class NaiveGate(BaseGate):
             and inp.dim() == 2
             and inp.shape[1] == self.d_model
             and inp.is_contiguous()
+            and inp.device == weight.device
             and type(weight) is nn.Parameter
             and (weight.requires_grad or inp.requires_grad)
             and is_plain(inp, weight, bias)

@@ -8,7 +8,7 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
     """topk_idx with -1 for every choice over its expert's capacity.
 
     Priority: all first choices in token order, then all second choices, and so on.
-    topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one int for all, or [E] int64
+    topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one number for all, or [E] int64
     -> [T, K] of the dtype of topk_idx. Raises RuntimeError for an index outside that range (on CUDA it counts
     as dropped unless FMOE_DEBUG=1), for a negative capacity and for one whose shape is not [num_experts].
     Equivalent to: torch.where(rank < capacity[topk_idx], topk_idx, -1), rank counting an expert's choices.
@@ -22,6 +22,8 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
         if capacity < 0:
             raise RuntimeError(f"capacity must not be negative, but got {capacity}")
         capacity = torch.full((num_experts,), capacity, dtype=torch.int64, device=topk_idx.device)
+    elif capacity.dim() == 0:
+        capacity = capacity.to(topk_idx.device).expand(num_experts).contiguous()
     elif capacity.shape != (num_experts,):
         raise RuntimeError(
             f"capacity must have shape [num_experts] = [{num_experts}], but got shape {list(capacity.shape)}"

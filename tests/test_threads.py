@@ -1,0 +1,300 @@
+"""Threads that use one layer at the same time get what each of them gets alone, to the bit."""
+
+import copy
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fmoe_ext
+from fmoe_ext import FMoETransformerMLP, RoutingReplay, batch_invariant, ops, tokens, use_batch_invariant
+from fmoe_ext.gates import WholeBatch, all_forwards_first, total_loss
+from fmoe_ext.ops.batch_invariant import _count
+from fmoe_ext.tokens import batch_is, current_batch, valid_tokens, with_valid
+
+D, E = 16, 8
+
+
+def make_layer(gate="softmax", **options):
+    torch.manual_seed(0)
+    return FMoETransformerMLP(E, D, 24, "swiglu", gate=gate, bias=False, **options)
+
+
+def batch_of(number, size):
+    return torch.randn(size, D, generator=torch.Generator().manual_seed(number))
+
+
+def gradients(layer, forward, x):
+    x = x.clone().requires_grad_()
+    out = forward(x)
+    loss = out.square().mean() + 0.1 * total_loss(layer)
+    wanted = [x, layer.gate.gate.weight, layer.experts.htoh4.weight]
+    return [out.detach(), *torch.autograd.grad(loss, wanted)]
+
+
+def training(layer, x):
+    return gradients(layer, layer, x)
+
+
+def checkpointed(layer, x):
+    return gradients(layer, lambda x: checkpoint(layer, x, use_reentrant=False), x)
+
+
+def reentrant(layer, x):
+    """backward() instead of grad(), which a reentrant checkpoint refuses."""
+    leaf = x.clone().requires_grad_()
+    found = []
+
+    def forward(x):
+        out = layer(x)
+        if torch.is_grad_enabled():
+            loss = total_loss(layer)
+            found[:] = torch.autograd.grad(loss, [layer.gate.gate.weight], retain_graph=True)
+        return out
+
+    out = checkpoint(forward, leaf, use_reentrant=True)
+    out.square().mean().backward()
+    return [out.detach(), leaf.grad, *found]
+
+
+def evaluating(layer, x):
+    with torch.no_grad():
+        return [layer(x), total_loss(layer)]
+
+
+def padded(layer, x):
+    with valid_tokens(torch.arange(len(x)) % 3 > 0), torch.no_grad():
+        return [layer(x)]
+
+
+def recording(layer, x):
+    replay = RoutingReplay(layer)
+    with replay.record(), torch.no_grad():
+        out = layer(x)
+    (choices,) = replay.choices["gate"]
+    return [out, choices.selected]
+
+
+def playing(layer, x):
+    replay = RoutingReplay(layer)
+    order = torch.arange(len(x))[:, None] + torch.arange(2)
+    replay.choices = {"gate": [fmoe_ext.balance.replay.Choices(order % E, order % E)]}
+    with replay.play():
+        return training(layer, x)
+
+
+def invariant(layer, x):
+    with batch_invariant():
+        loss = layer(leaf := x.clone().requires_grad_())
+    return [loss.detach(), torch.autograd.grad(loss, leaf, torch.ones_like(loss))[0]]
+
+
+def whole_batch(layer, x):
+    whole, found = WholeBatch(layer), []
+    parts = x.chunk(2)
+    with whole.first_pass():
+        for part in parts:
+            layer(part)
+    with whole.second_pass():
+        for part in parts:
+            found += training(layer, part)
+    return found
+
+
+ROLES = (
+    training, checkpointed, reentrant, evaluating, padded, recording, playing, invariant, whole_batch
+)  # fmt: skip
+MIXES = [(role,) for role in ROLES] + [
+    (checkpointed, evaluating),
+    (training, playing),
+    (checkpointed, reentrant, recording),
+    (invariant, training),
+    (whole_batch, training, evaluating),
+    ROLES,
+]
+
+
+@pytest.mark.parametrize("num_threads", [2, 6])
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(role.__name__ for role in mix))
+def test_as_alone(mix, num_threads):
+    layer = make_layer()
+    work = [(mix[i % len(mix)], batch_of(i, 5 + (i * 7) % 40)) for i in range(max(num_threads, len(mix)) * 2)]
+    alone = [role(layer, x) for role, x in work]
+    begin = threading.Barrier(num_threads)
+    share = [list(range(i, len(work), num_threads)) for i in range(num_threads)]
+
+    def run(numbers):
+        begin.wait()
+        return {n: work[n][0](layer, work[n][1]) for _ in range(3) for n in numbers}
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        found = {n: values for part in pool.map(run, share) for n, values in part.items()}
+    for n, expected in enumerate(alone):
+        for ours, theirs in zip(found[n], expected, strict=True):
+            assert torch.equal(ours, theirs), f"{work[n][0].__name__} of batch {n} differs among threads"
+
+
+def in_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+class Repeating(torch.nn.Module):
+    """A layer whose gate lets another thread run while a checkpoint repeats it."""
+
+    def __init__(self, meanwhile):
+        super().__init__()
+        self.layer, self.meanwhile, self.num_calls = make_layer(), meanwhile, 0
+        self.layer.gate.gate.register_forward_pre_hook(self.before)
+
+    def before(self, *_):
+        if fmoe_ext.recompute.is_repeated():
+            meanwhile, self.meanwhile = self.meanwhile, None
+            if meanwhile is not None:
+                self.found = in_thread(lambda: meanwhile(self.layer))
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("size", [10, 7])
+def test_another_thread_during_a_repetition_chooses_by_itself(size):
+    """Without a race: the other thread runs in the middle of the repetition."""
+    other = batch_of(1, size)
+    model = Repeating(lambda layer: layer(other).detach())
+    expected = make_layer()(other).detach()
+    model(batch_of(0, 10)).sum().backward()
+    assert torch.equal(model.found, expected)
+
+
+def test_loss_is_of_the_thread():
+    layer = make_layer()
+    x, y = batch_of(0, 10), batch_of(1, 12)
+    layer(x)
+    mine = total_loss(layer)
+    theirs = in_thread(lambda: (layer(y), total_loss(layer))[1])
+    assert torch.equal(total_loss(layer), mine) and not torch.equal(mine, theirs)
+    assert torch.equal(in_thread(lambda: total_loss(layer)), theirs), (
+        "a thread without a forward: of the last one"
+    )
+
+
+def test_counts_of_threads_add_up():
+    layer = make_layer("sigmoid")
+    monitor = fmoe_ext.balance.watch(layer)
+    batches = [batch_of(i, 16) for i in range(6)]
+
+    def run(x):
+        for _ in range(40):
+            layer(x)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(run, batches))
+    num = 6 * 40 * 16 * 2
+    assert layer.gate.pending_load.sum() == num
+    assert sum(monitor.collect()["layers"]["gate"]["tokens_per_expert"]) == num
+
+
+def test_blocks_of_tokens_end_in_any_order():
+    first, second = (
+        with_valid(current_batch(), torch.tensor([1, 0])),
+        with_valid(current_batch(), torch.ones(3)),
+    )
+    a, b = batch_is(first), batch_is(second)
+    a.__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(b.__enter__).result()
+        a.__exit__(None, None, None)
+        assert tokens._open.batch is second
+        pool.submit(b.__exit__, None, None, None).result()
+    assert tokens._open.batch is tokens._nothing[0] and not tokens.is_inside_a_block()
+
+
+def test_mode_is_of_the_thread():
+    with batch_invariant():
+        assert ops.is_batch_invariant() and not in_thread(ops.is_batch_invariant)
+        with ThreadPoolExecutor(1) as pool:
+            block = batch_invariant()
+            pool.submit(block.__enter__).result()
+            pool.submit(block.__exit__, None, None, None).result()
+        assert ops.is_batch_invariant()
+    assert not ops.is_batch_invariant()
+    use_batch_invariant(True)
+    assert in_thread(ops.is_batch_invariant)
+    use_batch_invariant(False)
+
+
+def test_blocks_of_the_mode_end_in_any_order():
+    first, second = batch_invariant(), batch_invariant()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert ops.is_batch_invariant()
+    second.__exit__(None, None, None)
+    assert not ops.is_batch_invariant()
+
+
+def test_mode_ends_on_its_own_thread():
+    block = batch_invariant()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block.__enter__).result()
+        with pytest.raises(RuntimeError, match="began on another thread"):
+            block.__exit__(None, None, None)
+        pool.submit(_count, -1).result()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_backward_has_the_mode_of_its_forward(is_checkpointed):
+    """Also after the block: gradients of a few rows are those that they have among many."""
+    layer, x, grad = make_layer(), batch_of(0, 257), batch_of(1, 257)
+
+    def gradient(rows):
+        leaf = x[rows].clone().requires_grad_()
+        with batch_invariant():
+            out = checkpoint(layer, leaf, use_reentrant=False) if is_checkpointed else layer(leaf)
+        return torch.autograd.grad(out, leaf, grad[rows])[0]
+
+    whole = gradient(slice(None))
+    for size in (1, 2, 5, 13):
+        assert torch.equal(gradient(slice(100, 100 + size)), whole[100 : 100 + size])
+
+
+def test_mode_reaches_the_threads_of_a_kernel():
+    layer, x = make_layer(), batch_of(0, 257)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with batch_invariant(), torch.no_grad():
+            whole = layer(x)
+            assert torch.equal(layer(x[:3]), whole[:3])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_copy_of_a_gate_has_no_loss_of_threads():
+    layer = make_layer()
+    layer(batch_of(0, 10))
+    copied = copy.deepcopy(layer)
+    assert layer.gate.has_loss and not copied.gate.has_loss
+
+
+def test_total_loss_warns_of_a_layer_that_a_step_calls_twice():
+    layer, x = make_layer(), batch_of(0, 10)
+    for _ in range(3):  # not of one call a step, nor of evaluation or repetition in between
+        loss = checkpoint(layer, x.clone().requires_grad_(), use_reentrant=False).sum() + total_loss(layer)
+        loss.backward()
+        with torch.no_grad():
+            layer(x), layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)
+        total_loss(layer)
+        with all_forwards_first(layer):
+            layer(x), layer(x)
+            total_loss(layer)
+    layer(layer(x))
+    with pytest.warns(UserWarning, match="the gate 'gate' .SoftmaxGate. was called 2 times in training"):
+        total_loss(layer)
