@@ -222,7 +222,9 @@ class Separate(ExpertKind):
             raise RuntimeError(f"torch.export cannot trace {_SEPARATE}")
         outputs, counts = [], _on_the_host(tokens_per_expert)
         # parts that know nothing of each other: an expert may change its own in place
-        parts = map_structure(lambda x: torch.unsafe_split(x, [*counts, len(x) - sum(counts)]), rows)
+        parts = map_structure(
+            lambda x: torch.unsafe_split_with_sizes(x, [*counts, len(x) - sum(counts)]), rows
+        )
         for number, count in enumerate(counts):
             own = map_structure(lambda _, part, number=number: part[number], rows, parts)
             result = self.layer.expert_fn_single(own, count, first + number)

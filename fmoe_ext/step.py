@@ -160,7 +160,7 @@ def begin(
     both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
     leaves = [both] if isinstance(both, torch.Tensor) else leaves_of(both)
     for leaf in leaves:
-        if type(leaf) is not torch.Tensor:
+        if type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor):
             check_tensor("moe_inp", leaf)
     num_tokens = _check(leaves)
     if gate_inp is not None:

@@ -166,7 +166,8 @@ class _Block:
 
 
 _nothing = Batch(), 0
-_open, _lock = _Open(), threading.Lock()
+_open = _Open()
+_lock = threading.Lock()
 Outer: TypeAlias = "_Block | tuple[Batch, int]"
 
 

@@ -245,7 +245,12 @@ MODULE_STATE = {
         "_libraries",
         "_functional",
     },  # of a thread; registrations, while they live
-    "ops/batch_invariant.py": {"_switch"},  # of the process, as the native kernels have it
+    "ops/batch_invariant.py": {
+        "_switch",
+        "_thread",
+    },  # of the process and of a thread, as the native kernels have it
+    "experts.py": {"_gated"},  # layers of gated experts, which an optimizer asks, weak
+    "linear.py": {"_noted_casts"},  # pairs of dtypes of which a warning was given
     "gpu/kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
@@ -255,6 +260,7 @@ MAKES_IMMUTABLE = (
     "Limits",  # a frozen dataclass of remote/wire.py
     "Family", "Layout", "Gguf", "replace",  # frozen dataclasses of checkpoint/families/family.py
     "Format", "Kind",  # of frozen/formats/base.py and checkpoint/methods/base.py, frozen
+    "threading.Lock",  # holds nothing that a forward could read
     "ContextVar",  # whose values belong to a context, and end with it
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from oracle import mix, softmax_weights
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fmoe_ext import (
     BaseGate,
@@ -496,3 +497,86 @@ def test_export_of_separate_experts_is_refused(strict):
         torch.export.export(layer, (torch.randn(5, 4),), strict=strict)
     if strict:  # both trace by Dynamo; torch.compile goes on without a graph
         assert torch.compile(layer, backend="eager")(torch.randn(5, 4)).shape == (5, 4)
+
+
+class Scaled(nn.Module):
+    """The second argument is an option of the expert's own, whatever it is called."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x, discount=0.5):
+        return self.linear(x) * discount
+
+
+class Starred(Scaled):
+    def forward(self, *args, **kwargs):
+        assert len(args) == 1 and not kwargs
+        return super().forward(args[0])
+
+
+class Demanding(Scaled):
+    def forward(self, x, number):
+        return super().forward(x) * number
+
+
+class NamedAsByFastMoE(Scaled):
+    def forward(self, x, fwd_expert_count=None):
+        return super().forward(x) * fwd_expert_count
+
+
+def through_compile(module):
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, through_compile, checkpoint_wrapper])
+@pytest.mark.parametrize("expert", [Scaled, Starred, Demanding, NamedAsByFastMoE, lambda d: nn.Linear(d, d)])
+def test_only_experts_that_ask_for_it_get_their_count(expert, wrap):
+    torch.manual_seed(0)
+    layer = FMoE(num_expert=3, d_model=8, expert=lambda width: wrap(expert(width)), top_k=1, gate=NaiveGate)
+    wants = expert in (Demanding, NamedAsByFastMoE)
+    assert layer.experts.takes_count == [wants] * 3
+    x = torch.randn(9, 8)
+    chosen, weights = layer.gate(x)
+    out, expected = layer(x), torch.zeros(9, 8)
+    for e, wrapped in enumerate(layer.experts):
+        rows = chosen[:, 0] == e
+        own = x[rows]
+        linear = next(m for m in wrapped.modules() if isinstance(m, nn.Linear))
+        y = linear(own) * (0.5 if isinstance(linear, nn.Linear) and expert in CLASSES else 1)
+        expected[rows] = y * (len(own) if wants else 1) * weights[rows]
+    torch.testing.assert_close(out, expected)
+
+
+CLASSES = (Scaled, Starred, Demanding, NamedAsByFastMoE)
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.SiLU(inplace=True)])
+def test_an_expert_may_begin_in_place(first):
+    torch.manual_seed(0)
+    plain = type(first)()
+    layer = FMoE(num_expert=3, d_model=8, expert=lambda d: nn.Sequential(first, nn.Linear(d, d)))
+    other = FMoE(num_expert=3, d_model=8, expert=lambda d: nn.Sequential(plain, nn.Linear(d, d)))
+    other.load_state_dict(layer.state_dict())
+    x, found = torch.randn(9, 8), []
+    for module in (layer, other):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [leaf, *module.parameters()])))
+        assert torch.equal(leaf, x)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("expert", "text"),
+    [
+        (nn.Linear, r"called as Linear\(d_model\), which it does not take .*lambda d_model: nn.Linear"),
+        (nn.Linear(8, 8), "called to make each expert, but got Linear"),
+        (lambda d: torch.zeros(d), "must make a module, but made a Tensor"),
+    ],
+)
+def test_what_makes_no_expert_is_named(expert, text):
+    with pytest.raises(TypeError, match=text):
+        FMoE(num_expert=2, d_model=8, expert=expert)

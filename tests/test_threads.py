@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, RoutingReplay, batch_invariant, ops, tokens, use_batch_invariant
 from fmoe_ext.gates import WholeBatch, all_forwards_first, total_loss
-from fmoe_ext.ops.batch_invariant import _count
 from fmoe_ext.tokens import batch_is, current_batch, valid_tokens, with_valid
+from tests.forked import run_python
 
 D, E = 16, 8
 
@@ -238,18 +238,24 @@ def test_blocks_of_the_mode_end_in_any_order():
 
 
 def test_mode_ends_on_its_own_thread():
-    block = batch_invariant()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(block.__enter__).result()
-        with pytest.raises(RuntimeError, match="began on another thread"):
-            block.__exit__(None, None, None)
-        pool.submit(_count, -1).result()
+    code = """
+from threading import Thread
+from fmoe_ext import batch_invariant
+block = batch_invariant()
+thread = Thread(target=block.__enter__)
+thread.start()
+thread.join()
+block.__exit__(None, None, None)
+"""
+    assert "began on another thread: end the block on the thread that began it" in run_python(code).stderr
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_backward_has_the_mode_of_its_forward(is_checkpointed):
     """Also after the block: gradients of a few rows are those that they have among many."""
-    layer, x, grad = make_layer(), batch_of(0, 257), batch_of(1, 257)
+    torch.manual_seed(0)
+    layer = FMoETransformerMLP(4, 512, 1024, "swiglu", gate="softmax")
+    x, grad = torch.randn(2, 140, 512)  # sums of which the parts depend on the rows
 
     def gradient(rows):
         leaf = x[rows].clone().requires_grad_()
@@ -258,7 +264,7 @@ def test_backward_has_the_mode_of_its_forward(is_checkpointed):
         return torch.autograd.grad(out, leaf, grad[rows])[0]
 
     whole = gradient(slice(None))
-    for size in (1, 2, 5, 13):
+    for size in (1, 5):
         assert torch.equal(gradient(slice(100, 100 + size)), whole[100 : 100 + size])
 
 

@@ -3,6 +3,7 @@ import functools
 import inspect
 import io
 import pickle
+import warnings
 from typing import get_type_hints
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from oracle import ACTIVATIONS, expert_functions, mix, run_layer, run_oracle
 from torch import nn
 
-from fmoe_ext import FMoE, FMoETransformerMLP, GShardGate, NaiveGate, SwitchGate
+from fmoe_ext import FMoE, FMoETransformerMLP, GShardGate, NaiveGate, SoftmaxGate, SwitchGate
 from fmoe_ext.experts import FusedExperts, SquaredReLU, activation_name, to_per_expert_layout
 from fmoe_ext.layers import LayerOptions
 from fmoe_ext.testing import assert_close
@@ -503,3 +504,91 @@ def test_wrong_inputs_of_a_gate_are_refused_by_name(change, error, message):
     layer = FMoETransformerMLP(num_expert=4, d_model=16, d_hidden=8)
     with pytest.raises(error, match=message):
         layer(torch.randn(5, 16), gate_inp=change(torch.randn(5, 16)))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "text"),
+    [
+        ("hidden_size", "d_hidden is the width inside an expert, d_model that of a token"),
+        ("intermediate_size", "did you mean 'd_hidden'"),
+        ("num_experts_per_tok", "did you mean 'top_k'"),
+        ("dropout", "put nn.Dropout behind the layer"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_ours(keyword, text):
+    with pytest.raises(TypeError, match=text):
+        FMoETransformerMLP(4, 8, **{keyword: 2})
+
+
+def test_width_that_is_left_out_follows_the_tokens():
+    layer = FMoETransformerMLP(2, 8)
+    assert layer.d_hidden == 32 and layer.experts.htoh4.weight.shape == (2, 32, 8)
+
+
+def dtensor(x):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda x: x.numpy(), r"a ndarray: make one with torch.as_tensor\(x\)"),
+        (lambda x: {"x": x}, "a dict: a nest of tensors needs an FMoE"),
+        (lambda x: nn.utils.rnn.pack_sequence([x]), r"a PackedSequence: call the layer on x.data"),
+        (lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged), r"nested.*x.values\(\)"),
+        (dtensor, r"a DTensor: pass x.to_local\(\)"),
+    ],
+    ids=["numpy", "dict", "packed", "jagged", "dtensor"],
+)
+def test_what_is_no_plain_tensor_is_named(make, text, one_process_group):
+    with pytest.raises(TypeError, match=f"inp must be a plain tensor, but is .*{text}"):
+        FMoETransformerMLP(2, 8)(make(torch.randn(5, 8)))
+
+
+@pytest.mark.parametrize("gate", ["naive", "softmax"])
+def test_tokens_on_another_device_are_named(gate):
+    layer = FMoETransformerMLP(2, 8, gate=gate)
+    with pytest.raises(RuntimeError, match=r"tokens are on meta, but the gate's weight on cpu: .*layer.to"):
+        layer(torch.randn(5, 8, device="meta", requires_grad=True))
+
+
+def test_a_cast_of_tokens_is_said_once(monkeypatch):
+    monkeypatch.setattr("fmoe_ext.linear._noted_casts", set())
+    layer, x = FMoETransformerMLP(2, 8).bfloat16(), torch.randn(5, 8)
+    text = r"tokens are torch.float32 and are cast to torch.bfloat16.*layer.to\(torch.float32\).*autocast"
+    with pytest.warns(UserWarning, match=text):
+        assert layer(x).dtype == torch.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer.float()(x)
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        functools.partial(SwitchGate, capacity=(1.2, 0.7)),
+        GShardGate,
+        functools.partial(SoftmaxGate, capacity_factor=0.9, drop_policy="score"),
+    ],
+)
+def test_saved_export_drops_over_the_capacity_of_any_batch(gate):
+    layer = FMoETransformerMLP(4, 8, 16, gate=gate).eval()
+    sizes = ({0: torch.export.Dim("T", min=2, max=4096)},)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(layer, (torch.randn(12, 8),), dynamic_shapes=sizes), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for num_tokens in (5, 33):
+        x = torch.randn(num_tokens, 8)
+        assert torch.equal(loaded(x), layer(x))
+
+
+def test_onnx_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(RuntimeError, match="ONNX has no operators for an FMoE layer: export the model with"):
+        torch.export.export(FMoETransformerMLP(2, 8).eval(), (torch.randn(5, 8),))

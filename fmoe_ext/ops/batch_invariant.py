@@ -28,7 +28,9 @@ class _Thread(threading.local):
     num_blocks = 0  # that are open on this thread
 
 
-_switch, _thread, _lock = _Switch(), _Thread(), threading.Lock()
+_switch = _Switch()
+_thread = _Thread()
+_lock = threading.Lock()
 
 
 def is_batch_invariant() -> bool:

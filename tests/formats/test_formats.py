@@ -215,6 +215,19 @@ def test_import_of_a_model_in_memory():
         fmoe_ext.import_model(make("mixtral", output_router_logits=True))
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
+def test_router_logits_are_refused_by_name(name):
+    model = fmoe_ext.import_model(make(name, **MODELS[name]))
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    for part in (model, model.base_model):
+        with pytest.raises(ValueError, match=r"keep no router logits.*gates.total_loss\(model\)"):
+            part(input_ids=ids, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="keep no router logits"):
+        model(input_ids=ids)
+    model(input_ids=ids, output_router_logits=False)
+
+
 def test_gradients_of_an_imported_model():
     """Transformers' and ours, without the balance loss: the same."""
     ids = torch.arange(3, 27).view(2, -1)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.balance import Choices, RoutingReplay
 from fmoe_ext.gates import (
     GATES,
@@ -14,6 +15,7 @@ from fmoe_ext.gates import (
     SigmoidGate,
     SoftmaxGate,
     SwitchGate,
+    ZeroGate,
 )
 
 D, E = 6, 4
@@ -111,7 +113,7 @@ def test_choices_on_the_cpu_are_played_by_a_gate_elsewhere():
     """As those of an inference engine or of a file: the gate's tensors are on the meta device here."""
     gate = SoftmaxGate(D, E, 1, 2).to("meta")
     replay = RoutingReplay(gate)
-    chosen = torch.zeros(3, 2, dtype=torch.int64, device="cpu")
+    chosen = torch.arange(2, device="cpu").expand(3, 2)
     replay.choices = {name: [Choices(chosen, chosen)] for name in replay.views}
     with replay.play():
         topk_idx, topk_weights = gate(torch.empty(3, D, device="meta"))
@@ -135,3 +137,19 @@ def test_rejects():
         expert_choice(tokens()[:5])
     with pytest.raises(ValueError, match="Linear has no gate"):
         RoutingReplay(nn.Linear(2, 2))
+
+
+def test_an_expert_twice_in_a_row_is_refused():
+    """Unless the gate itself had chosen it twice."""
+    layer, x = FMoETransformerMLP(4, 8, 16, gate="softmax"), torch.randn(3, 8)
+    replay = RoutingReplay(layer)
+    rows = torch.tensor([[0, 1], [2, -1], [3, 3]])
+    replay.choices = {"gate": [Choices(rows, rows)]}
+    with pytest.raises(ValueError, match=r"gate: token 2 chooses an expert twice, \[3, 3\]"), replay.play():
+        pass
+    layer = FMoETransformerMLP(4, 8, 16, gate=ZeroGate)
+    replay = RoutingReplay(layer)
+    with replay.record():
+        expected = layer(x)
+    with replay.play():
+        assert torch.equal(layer(x), expected)

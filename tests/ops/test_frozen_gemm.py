@@ -200,3 +200,18 @@ def test_backward_refuses():
         torch.ops.fmoe_ext.frozen_gemm_backward(grad[:, 1:], weight.rows(), offs, *packing)
     with pytest.raises(RuntimeError, match="offs must not exceed the number of rows 4"):
         torch.ops.fmoe_ext.frozen_gemm_backward(grad[1:], weight.rows(), offs, *packing)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_of_inference_mode_train(format):
+    """What a product in inference_mode keeps of the weight, a later backward may keep too."""
+    weight = packed(format, 2, 8, 256)
+    x = torch.randn(3, weight.shape[2])
+    offs = torch.tensor([1, 3], dtype=torch.int32)
+    with torch.inference_mode():
+        inferred = frozen_gemm(x, weight, offs)
+    leaf = x.clone().requires_grad_()
+    out = frozen_gemm(leaf, weight, offs)
+    out.sum().backward()
+    assert_close(out.detach(), inferred.clone())
+    assert_close(leaf.grad, torch.stack([weight.dequantize()[e].sum(0) for e in (0, 1, 1)]))

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,27 @@ def test_gate_and_up_are_two_matrices():
     Muon([{"params": [fused], "matrices": 2}]).step()
     Muon([apart]).step()
     assert torch.equal(fused.reshape(6, 4, 5), apart)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_layer_says_that_gate_and_up_are_two_matrices(copied):
+    torch.manual_seed(0)
+    layer = FMoETransformerMLP(3, 8, 4, "swiglu", bias=False)
+    layer = copy.deepcopy(layer) if copied else layer
+    up, down = layer.experts.htoh4.weight, layer.experts.h4toh.weight
+    gate_up = nn.Parameter(up.detach().clone())
+    up.grad, down.grad = torch.randn(3, 8, 8), torch.randn(3, 8, 4)
+    gate_up.grad = up.grad.clone()
+    Muon([up, down]).step()
+    Muon([{"params": [gate_up], "matrices": 2}]).step()
+    assert torch.equal(up, gate_up)
+    plain = FMoETransformerMLP(3, 8, 4, "gelu", bias=False).experts.htoh4.weight
+    whole = nn.Parameter(plain.detach().clone())
+    plain.grad = torch.randn_like(plain)
+    whole.grad = plain.grad.clone()
+    Muon([plain]).step()
+    Muon([whole], matrices=1).step()
+    assert torch.equal(plain, whole)
 
 
 def test_singular_values_come_near_one():
