@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, RoutingReplay, batch_invariant, ops, tokens, use_batch_invariant
+from fmoe_ext.adapters import Lora, given
 from fmoe_ext.gates import WholeBatch, all_forwards_first, total_loss
 from fmoe_ext.tokens import batch_is, current_batch, valid_tokens, with_valid
 from tests.forked import run_python
@@ -104,11 +105,22 @@ def whole_batch(layer, x):
     return found
 
 
+def adapted(layer, x):
+    """A weight with an adapter that belongs to this call, as lora.fuse() hands it over."""
+    generator = torch.Generator().manual_seed(len(x))
+    a, b = torch.randn(E, 2, D, generator=generator), torch.randn(E, 48, 2, generator=generator)
+    counts = torch.bincount(torch.arange(len(x)) % E, minlength=E)
+    with given(layer.experts.htoh4, "weight", Lora(a, b.requires_grad_())):
+        out = layer.experts.htoh4(x, counts)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [b])]
+
+
 ROLES = (
-    training, checkpointed, reentrant, evaluating, padded, recording, playing, invariant, whole_batch
+    adapted, training, checkpointed, reentrant, evaluating, padded, recording, playing, invariant, whole_batch
 )  # fmt: skip
 MIXES = [(role,) for role in ROLES] + [
     (checkpointed, evaluating),
+    (adapted, training),
     (training, playing),
     (checkpointed, reentrant, recording),
     (invariant, training),
