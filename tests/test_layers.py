@@ -553,7 +553,7 @@ CLASSES = (Scaled, Starred, Demanding, NamedAsByFastMoE)
 
 
 @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.SiLU(inplace=True)])
-def test_an_expert_may_begin_in_place(first):
+def test_expert_that_begins_in_place_trains(first):
     torch.manual_seed(0)
     plain = type(first)()
     layer = FMoE(num_expert=3, d_model=8, expert=lambda d: nn.Sequential(first, nn.Linear(d, d)))
@@ -577,6 +577,6 @@ def test_an_expert_may_begin_in_place(first):
         (lambda d: torch.zeros(d), "must make a module, but made a Tensor"),
     ],
 )
-def test_what_makes_no_expert_is_named(expert, text):
+def test_expert_maker_that_makes_no_expert_is_named(expert, text):
     with pytest.raises(TypeError, match=text):
         FMoE(num_expert=2, d_model=8, expert=expert)

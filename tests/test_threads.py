@@ -292,7 +292,7 @@ def test_mode_reaches_the_threads_of_a_kernel():
         torch.set_num_threads(before)
 
 
-def test_a_copy_of_a_gate_has_no_loss_of_threads():
+def test_gate_copied_after_a_forward_has_no_loss():
     layer = make_layer()
     layer(batch_of(0, 10))
     copied = copy.deepcopy(layer)

@@ -543,7 +543,7 @@ def dtensor(x):
     ],
     ids=["numpy", "dict", "packed", "jagged", "dtensor"],
 )
-def test_what_is_no_plain_tensor_is_named(make, text, one_process_group):
+def test_input_that_is_no_plain_tensor_is_named(make, text, one_process_group):
     with pytest.raises(TypeError, match=f"inp must be a plain tensor, but is .*{text}"):
         FMoETransformerMLP(2, 8)(make(torch.randn(5, 8)))
 
@@ -555,7 +555,7 @@ def test_tokens_on_another_device_are_named(gate):
         layer(torch.randn(5, 8, device="meta", requires_grad=True))
 
 
-def test_a_cast_of_tokens_is_said_once(monkeypatch):
+def test_cast_of_tokens_warns_once(monkeypatch):
     monkeypatch.setattr("fmoe_ext.linear._noted_casts", set())
     layer, x = FMoETransformerMLP(2, 8).bfloat16(), torch.randn(5, 8)
     text = r"tokens are torch.float32 and are cast to torch.bfloat16.*layer.to\(torch.float32\).*autocast"

@@ -249,7 +249,7 @@ class BaseGate(nn.Module):
 
     @property
     def tape(self) -> Any:
-        """What RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward, on this thread.
+        """Tape of this thread: of RoutingReplay while it records or plays, of FMoE while it repeats a forward.
 
         None where nobody does.
         """
@@ -304,7 +304,7 @@ class BaseGate(nn.Module):
 
 
 def _without_forwards() -> dict[str, Any]:
-    """What forwards leave in a gate, before the first one."""
+    """State that forwards leave in a gate, as it is before the first one."""
     return {"graph_loss": None, "_last_loss": None, "_losses": _Losses(), "_tapes": {}}
 
 

@@ -139,7 +139,7 @@ def test_rejects():
         RoutingReplay(nn.Linear(2, 2))
 
 
-def test_an_expert_twice_in_a_row_is_refused():
+def test_replay_of_an_expert_twice_in_a_row_is_refused():
     """Unless the gate itself had chosen it twice."""
     layer, x = FMoETransformerMLP(4, 8, 16, gate="softmax"), torch.randn(3, 8)
     replay = RoutingReplay(layer)

@@ -204,7 +204,7 @@ def test_backward_refuses():
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_of_inference_mode_train(format):
-    """What a product in inference_mode keeps of the weight, a later backward may keep too."""
+    """A backward may keep of a weight what a product in inference_mode has kept."""
     weight = packed(format, 2, 8, 256)
     x = torch.randn(3, weight.shape[2])
     offs = torch.tensor([1, 3], dtype=torch.int32)
