@@ -41,6 +41,10 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("topk_gate(Tensor logits, int top_k, int score=0, bool normalize=True, Tensor? bias=None, int num_groups=1, int topk_groups=1, float scale=1.0) -> (Tensor, Tensor)");
   m.def("topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, int score, bool normalize, float scale) -> Tensor");
 
+  // counts [E] int64: choices of each expert -> the loss, a scalar; see gates.balance_loss.
+  m.def("balance_loss(Tensor logits, Tensor counts, int score) -> Tensor");
+  m.def("balance_loss_backward(Tensor grad, Tensor logits, Tensor counts, int score) -> Tensor");
+
   m.def("grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias=None) -> Tensor");
   // needs: dx, dweight, dbias; an output that is not needed is empty.
   m.def("grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs) -> (Tensor, Tensor, Tensor)");

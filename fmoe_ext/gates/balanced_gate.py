@@ -6,7 +6,14 @@ import torch
 
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.gates.base_gate import OneRank, Ranks, probabilities_of
-from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
+from fmoe_ext.gates.losses import (
+    balance_loss,
+    balance_loss_of_logits,
+    balance_of_sums,
+    sequence_balance_loss,
+    sum_over_ranks,
+    z_loss,
+)
 from fmoe_ext.gates.naive_gate import GateOverRanks
 from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
 from fmoe_ext.step import add_counts, forward_of_layer, is_counted, run_or_replay
@@ -145,16 +152,20 @@ class BalancedGate(GateOverRanks):
     def _loss(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         parts = []
         if self.balance_losses:
-            probabilities, choices = self.probabilities(logits), self.balance_choices(logits, topk_idx)
-            values = {kind: self._balance(kind, probabilities, choices) for kind in self.balance_losses}
+            choices = self.balance_choices(logits, topk_idx)
+            values = {kind: self._balance(kind, logits, choices) for kind in self.balance_losses}
             if isinstance(self.balance_loss, Mapping):
                 self.balance_values = {kind: value.detach() for kind, value in values.items()}
-            parts = [v * (self.balance_losses[kind] * self.balance_weight) for kind, v in values.items()]
+            weights = {kind: weight * self.balance_weight for kind, weight in self.balance_losses.items()}
+            parts = [v if weights[kind] == 1 else v * weights[kind] for kind, v in values.items()]
         if self.z_weight != 0:
             parts.append(self.z_weight * z_loss(logits, self.ranks))
         return functools.reduce(torch.add, parts) if parts else logits.new_zeros(())
 
-    def _balance(self, kind: str, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    def _balance(self, kind: str, logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        if kind == "global" and type(self).probabilities is BalancedGate.probabilities:
+            return balance_loss_of_logits(logits, choices, self.score, self.ranks)
+        probabilities = self.probabilities(logits)
         if kind == "global":
             return balance_loss(probabilities, choices, self.ranks)
         if kind == "running":

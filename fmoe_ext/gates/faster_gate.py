@@ -6,7 +6,7 @@ import torch
 
 from fmoe_ext import _env, ops
 from fmoe_ext.gates.base_gate import Ranks, weights_of
-from fmoe_ext.gates.losses import balance_loss
+from fmoe_ext.gates.losses import balance_loss_of_logits
 from fmoe_ext.gates.naive_gate import GateOverRanks
 
 Gate = TypeVar("Gate", bound="FasterGate")
@@ -86,7 +86,7 @@ class FasterGate(GateOverRanks):
         best = ops.topk_gate(logits.detach(), self.top_k)[0]
         topk_idx = self.choose(lambda: self._stay_in_node(logits.detach(), best))
         topk_weights = weights_of(logits, topk_idx)
-        loss = balance_loss(logits.softmax(-1), best[:, :1], self.ranks)
+        loss = balance_loss_of_logits(logits, best[:, :1], ranks=self.ranks)
         self.set_loss(loss)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 

@@ -4,7 +4,7 @@ import torch
 
 from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.capacity import as_number, ceil, check_factors
-from fmoe_ext.gates.losses import balance_loss
+from fmoe_ext.gates.losses import balance_loss_of_logits
 from fmoe_ext.gates.naive_gate import GateOverRanks
 
 
@@ -69,7 +69,7 @@ class GShardGate(GateOverRanks):
         """As NaiveGate.forward, with -1 for dropped choices."""
         logits = self.logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k)
-        self.set_loss(balance_loss(logits.softmax(-1), chosen[:, :1], self.ranks))
+        self.set_loss(balance_loss_of_logits(logits, chosen[:, :1], ranks=self.ranks))
         topk_idx = self._drop_over_capacity(chosen)
         if self.random_routing and self.training:
             topk_idx = self._drop_at_random(topk_idx, topk_weights)
@@ -86,10 +86,10 @@ class GShardGate(GateOverRanks):
 
     @staticmethod
     def _drop_at_random(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        first, second = topk_idx.unbind(1)
         weight = topk_weights[:, 1].detach()
-        second = torch.where(2 * weight < torch.rand_like(weight), -1, second)
-        return torch.stack((first, second), dim=1)
+        second = topk_idx[:, 1]  # a view: topk_idx is fresh from apply_capacity, and nobody else has it
+        second.masked_fill_(2 * weight < torch.rand_like(weight), -1)
+        return topk_idx
 
 
 class DCGate(GShardGate):

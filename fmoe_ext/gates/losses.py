@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext import ops
 from fmoe_ext.gates.accumulation import spans_calls
-from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of, probabilities_of
+from fmoe_ext.ops.balance_loss import SCORES
 from fmoe_ext.step import count_choices
 
 ONE_RANK = OneRank()
@@ -33,6 +35,18 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ON
         tensor(1.)
     """
     return balance_of_sums(*sum_over_ranks(scores, topk_idx, ranks))
+
+
+def balance_loss_of_logits(
+    logits: torch.Tensor, topk_idx: torch.Tensor, score: str = "softmax", ranks: Ranks = ONE_RANK
+) -> torch.Tensor:
+    """balance_loss of the probabilities of logits [T, E], by one operator where the tokens are on one rank.
+
+    Equivalent to: balance_loss(probabilities_of(logits, score), topk_idx, ranks).
+    """
+    if type(ranks) is OneRank and score in SCORES:
+        return ops.balance_loss(logits, count_choices(topk_idx, logits.shape[1]), score)
+    return balance_loss(probabilities_of(logits, score), topk_idx, ranks)
 
 
 def balance_of_sums(

@@ -57,9 +57,9 @@ class NaiveGate(BaseGate):
         another shape.
         Equivalent to: weights, idx = F.linear(inp, weight, bias).topk(top_k); idx, weights.softmax(-1).
         """
-        linear = None if return_all_scores else self._linear_of_one_node(inp)
+        linear = None if return_all_scores or type(self) is not NaiveGate else self.linear_of_one_node(inp)
         if linear is not None:
-            topk_idx, topk_weights = topk_gate_of_linear(inp, *linear, self.top_k, self.normalize)
+            topk_idx, topk_weights, _ = topk_gate_of_linear(inp, *linear, self.top_k, self.normalize)
             self.set_loss(topk_weights.new_zeros(1), constant=True)
             return self.choose(lambda: topk_idx), topk_weights
         logits = self.logits(inp)
@@ -67,15 +67,10 @@ class NaiveGate(BaseGate):
         self.set_loss(logits.new_zeros(1), constant=True)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
-    def _linear_of_one_node(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias; None where logits are computed otherwise or a repetition keeps tensors."""
+    def linear_of_one_node(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias for topk_gate_of_linear; None where logits come otherwise or a repetition keeps tensors."""
         step = current_step()  # None while compiling
-        if (
-            step is None
-            or step.forward is not None
-            or type(self) is not NaiveGate
-            or not torch.is_grad_enabled()
-        ):
+        if step is None or step.forward is not None or not torch.is_grad_enabled():
             return None
         linear = self.gate
         if type(linear) is not WideLinear or linear.must_be_called or not self.weighs_while_choosing:

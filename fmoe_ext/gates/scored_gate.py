@@ -7,10 +7,11 @@ from torch import nn
 from typing_extensions import Unpack
 
 from fmoe_ext.gates.balanced_gate import BalancedGate, BalanceOptions
-from fmoe_ext.gates.base_gate import weights_of
+from fmoe_ext.gates.base_gate import OneRank, weights_of
 from fmoe_ext.gates.capacity import check_capacity, drop_over_capacity, expert_capacity
 from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.naive_gate import with_noise
+from fmoe_ext.ops.topk_gate import topk_gate_of_linear
 
 
 class ScoredGate(BalancedGate):
@@ -184,6 +185,35 @@ class SoftmaxGate(ScoredGate):
     """
 
     score = "softmax"
+
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
+        """As NaiveGate.forward, with -1 for choices over the capacity."""
+        linear = None if return_all_scores or not self._has_usual_options() else self.linear_of_one_node(inp)
+        if linear is None:
+            return super().forward(inp, return_all_scores)
+        topk_idx, topk_weights, loss = topk_gate_of_linear(
+            inp, *linear, self.top_k, self.normalize, with_loss=True
+        )
+        assert loss is not None
+        self.set_loss(loss)
+        return self.choose(lambda: topk_idx), topk_weights
+
+    def _has_usual_options(self) -> bool:
+        """True if this gate is a linear layer, a softmax and the balance loss of one rank, and nothing else."""
+        return (
+            type(self) is SoftmaxGate
+            and self.balance_losses == {"global": 1.0}
+            and self.balance_loss == "global"
+            and self.balance_weight == 1
+            and self.z_weight == 0
+            and self.scale == 1
+            and (not self.normalize or self.norm_eps == 0)
+            and self.topk_groups == self.num_groups
+            and (self.jitter == 0 or not self.training)
+            and not self.random_logits
+            and self.capacity_factor is None
+            and type(self.ranks) is OneRank
+        )
 
 
 class NormedGate(SoftmaxGate):

@@ -4,7 +4,7 @@ import torch
 
 from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.capacity import check_factors, expert_capacity
-from fmoe_ext.gates.losses import balance_loss, sum_over_ranks
+from fmoe_ext.gates.losses import balance_loss_of_logits, sum_over_ranks
 from fmoe_ext.gates.naive_gate import GateOverRanks, noise_like, with_noise
 
 
@@ -61,11 +61,10 @@ class SwitchGate(GateOverRanks):
         logits = self._noisy_logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k, normalize=False)
         topk_idx = self._drop_over_capacity(chosen)
-        probabilities = logits.softmax(-1)
         if self.fastmoe_loss:
-            self.set_loss(self._fastmoe_loss(probabilities, topk_idx))
+            self.set_loss(self._fastmoe_loss(logits.softmax(-1), topk_idx))
         else:
-            self.set_loss(balance_loss(probabilities, chosen, self.ranks))
+            self.set_loss(balance_loss_of_logits(logits, chosen, ranks=self.ranks))
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _noisy_logits(self, inp: torch.Tensor) -> torch.Tensor:

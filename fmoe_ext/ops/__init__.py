@@ -68,6 +68,7 @@ cuda_module_missing = _load_cuda_module()
 
 from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
 from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
+from fmoe_ext.ops.balance_loss import balance_loss, balance_loss_ref  # noqa: E402
 from fmoe_ext.ops.batch_invariant import (  # noqa: E402
     batch_invariant,
     is_batch_invariant,
@@ -110,6 +111,8 @@ __all__ = [
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",
+    "balance_loss",
+    "balance_loss_ref",
     "batch_invariant",
     "build_info",
     "clamped_glu",

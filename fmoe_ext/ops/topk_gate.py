@@ -14,8 +14,8 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_second_derivative,
 )
-
-SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
+from fmoe_ext.ops.balance_loss import SCORES, balance_loss
+from fmoe_ext.ops.count_tokens import count_tokens
 
 
 def topk_gate(
@@ -63,19 +63,28 @@ def topk_gate(
 
 
 def topk_gate_of_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    normalize: bool = True,
+    with_loss: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
 
     x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
-    compiled graphs -> topk_idx, topk_weights [T, K]. It saves other tensors than the
-    two separate calls. Use those under activation checkpointing.
-    Equivalent to: topk_gate(F.linear(x, weight, bias), top_k, normalize=normalize).
+    compiled graphs -> topk_idx, topk_weights [T, K], and with_loss the balance loss of these choices, else None. It
+    saves other tensors than the separate calls. Use those under activation checkpointing.
+    Equivalent to: logits = F.linear(x, weight, bias); topk_gate(logits, top_k, normalize=normalize), and
+    balance_loss(logits, count_tokens(topk_idx, E)).
     """
     if is_transformed(x, weight, bias):
-        return topk_gate(F.linear(x, weight, bias), top_k, normalize=normalize)
-    topk_idx, topk_weights = _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize)
-    return topk_idx, topk_weights
+        logits = F.linear(x, weight, bias)
+        topk_idx, topk_weights = topk_gate(logits, top_k, normalize=normalize)
+        loss = balance_loss(logits, count_tokens(topk_idx, logits.shape[1])) if with_loss else None
+        return topk_idx, topk_weights, loss
+    topk_idx, topk_weights, loss = _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize, with_loss)
+    return topk_idx, topk_weights, loss
 
 
 def topk_gate_again(
@@ -214,29 +223,44 @@ class _TopkGateOfLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         top_k: int,
         normalize: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with_loss: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         logits = F.linear(x, weight, bias)
         topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
+        counts = loss = None
+        if with_loss:
+            counts = torch.ops.fmoe_ext.count_tokens(topk_idx, logits.shape[1])
+            loss = below(torch.ops.fmoe_ext.balance_loss, logits, counts, 0)
         ctx.mark_non_differentiable(topk_idx)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, logits, topk_idx, topk_weights)
+        ctx.save_for_backward(x, weight, bias, logits, topk_idx, topk_weights, counts)
         ctx.normalize = normalize
-        return topk_idx, topk_weights
+        return topk_idx, topk_weights, loss
 
     @staticmethod
-    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if grad_weights is None:
-            return None, None, None, None, None
-        x, weight, bias, logits, topk_idx, topk_weights = ctx.saved_tensors
+    def backward(
+        ctx: Any, _: None, grad_weights: torch.Tensor | None, grad_loss: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if grad_weights is None and grad_loss is None:
+            return None, None, None, None, None, None
+        x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
             logits = F.linear(x, weight, bias)
-        options = (0, ctx.normalize, 1.0)
-        grad = call("fmoe_ext::topk_gate_backward", grad_weights, logits, topk_idx, topk_weights, *options)
-        of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
+        grad = None
+        if grad_weights is not None:
+            options = (0, ctx.normalize, 1.0)
+            grad = call(
+                "fmoe_ext::topk_gate_backward", grad_weights, logits, topk_idx, topk_weights, *options
+            )
+        if grad_loss is not None:
+            of_loss = call("fmoe_ext::balance_loss_backward", grad_loss, logits, counts, 0)
+            grad = of_loss if grad is None else grad + of_loss
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
             grad.mm(weight) if of_x else None,
             grad.t().mm(x) if of_weight else None,
             grad.sum(0) if of_bias else None,
+            None,
             None,
             None,
         )

@@ -1,12 +1,15 @@
-"""NaiveGate's linear layer and choice as one node of autograd: the bits of the two steps, and where these are taken."""
+"""A gate's linear layer, choice and loss as one node of autograd: the bits of the steps, and where it is taken."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoETransformerMLP, batch_invariant
-from fmoe_ext.gates import NaiveGate
+from fmoe_ext.gates import NaiveGate, SoftmaxGate
 
 T, D, H, E, K = 37, 24, 20, 12, 3
 
@@ -20,7 +23,7 @@ def results(layer, x, wrap=lambda f, x: f(x)):
     layer.zero_grad()
     x = x.detach().clone().requires_grad_(x.requires_grad)
     out = wrap(layer, x)
-    out.square().sum().backward()
+    (out.square().sum() + 0.3 * layer.gate.get_loss(clear=False).sum()).backward()
     return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
@@ -54,11 +57,12 @@ def tokens(num_tokens=T, requires_grad=True):
 @pytest.mark.parametrize("num_tokens", [T, 1, 0])
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("gate_bias", [True, False])
-def test_one_node_has_the_bits_of_two(num_tokens, requires_grad, gate_bias):
-    ours, theirs = (make(gate_bias=gate_bias) for _ in range(2))
+@pytest.mark.parametrize("gate", ["naive", "softmax"])
+def test_one_node_has_the_bits_of_two(num_tokens, requires_grad, gate_bias, gate):
+    ours, theirs = (make(gate_bias=gate_bias, gate=gate) for _ in range(2))
     theirs.gate.gate.register_forward_hook(lambda *_: None)  # has to be called
     x = tokens(num_tokens, requires_grad)
-    assert any("TopkGateOfLinear" in name for name in nodes_of(make(gate_bias=gate_bias), x))
+    assert any("TopkGateOfLinear" in name for name in nodes_of(make(gate_bias=gate_bias, gate=gate), x))
     assert_same_bits(results(ours, x), results(theirs, x))
     assert (ours.gate.get_loss() == theirs.gate.get_loss()).all()
 
@@ -72,18 +76,74 @@ def test_frozen_gate_and_frozen_tokens():
         assert_same_bits(results(ours, tokens()), results(theirs, tokens()))
 
 
+# Options of SoftmaxGate that change its logits, choices, weights or loss.
+OTHER_OPTIONS = (
+    {"balance_weight": 2.0},
+    {"balance_loss": None},
+    {"balance_loss": {"global": 1.0}},
+    {"balance_loss": "running"},
+    {"z_weight": 0.1},
+    {"scale": 2.0},
+    {"norm_eps": 0.1},
+    {"num_groups": 2, "topk_groups": 1},
+    {"jitter": 0.1},
+    {"random_logits": True},
+    {"capacity_factor": 1.0},
+)
+
+
+@pytest.mark.parametrize("options", OTHER_OPTIONS, ids=lambda options: next(iter(options)))
+def test_gate_with_other_options_is_several_nodes(options):
+    layer = make(gate=partial(SoftmaxGate, **options))
+    assert not any("OfLinear" in name for name in nodes_of(layer, tokens()))
+
+
+def test_loss_alone_has_a_gradient():
+    ours, theirs = make(gate="softmax"), make(gate="softmax")
+    theirs.gate.gate.register_forward_hook(lambda *_: None)
+    for layer in (ours, theirs):
+        layer(tokens())
+        layer.gate.get_loss().backward()
+    assert_same_bits(*([p.grad for p in layer.gate.parameters()] for layer in (ours, theirs)))
+    assert ours.gate.gate.weight.grad.abs().sum() > 0
+
+
+def count_dispatches(layer, x):
+    class Counted(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.total += 1
+            return function(*args, **(kwargs or {}))
+
+    layer(x)
+    with Counted() as counted:
+        layer(x)
+    return counted.total
+
+
+@pytest.mark.parametrize(
+    ("gate", "most"), [("naive", 8), ("softmax", 9), ("sigmoid", 10), ("switch", 16), ("gshard", 19)]
+)
+def test_forward_dispatches_few_operators(gate, most):
+    """The host's time of a small layer is that of its operators; the balance loss alone was eleven of them."""
+    layer = FMoETransformerMLP(4, 16, 16, top_k=1 if gate == "switch" else 2, gate=gate)
+    assert count_dispatches(layer, torch.randn(8, 16)) <= most
+
+
 def second_derivatives(layer, x):
     x = x.detach().requires_grad_()
     params, found = [x, *layer.gate.parameters()], []
     layer.gate.register_forward_hook(lambda module, inputs, output: found.append(output[1]))
     layer(x)
-    loss = (found[0] * torch.arange(1.0, K + 1)).square().sum()
+    loss = (found[0] * torch.arange(1.0, K + 1)).square().sum() + layer.gate.get_loss().sum() ** 2
     grads = torch.autograd.grad(loss, params, create_graph=True)
     return torch.autograd.grad(sum(g.square().sum() for g in grads), params)
 
 
-def test_second_derivative_goes_through_the_logits():
-    ours, theirs = make(), make()
+@pytest.mark.parametrize("gate", ["naive", "softmax"])
+def test_second_derivative_goes_through_the_logits(gate):
+    ours, theirs = make(gate=gate), make(gate=gate)
     theirs.gate.gate.register_forward_hook(lambda *_: None)
     for a, b in zip(second_derivatives(ours, tokens()), second_derivatives(theirs, tokens()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

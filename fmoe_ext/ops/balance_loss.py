@@ -1,0 +1,112 @@
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fmoe_ext.ops._autograd import (
+    below,
+    call,
+    call_functional,
+    is_transformed,
+    no_forward_mode,
+    register_autograd,
+    register_fake,
+    register_second_derivative,
+)
+
+SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
+
+
+def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softmax") -> torch.Tensor:
+    """E * sum_e f_e * p_e: f_e the share of the choices of expert e, p_e the mean over tokens of its probability.
+
+    logits [T, E]; counts [E] int64, the choices of each expert, without gradient -> scalar of the dtype of logits, 1
+    where experts are chosen equally often. A probability is the score, softmax(logits) or sigmoid(logits), divided by
+    the sum of the token's scores. Shazeer et al. 2017, the Switch Transformer (2021).
+    On the CPU, in float32 and float64, this is one operator, which keeps nothing but the logits for the backward.
+    Raises RuntimeError for another score or for counts of another shape or dtype.
+    Equivalent to: E * (counts / counts.sum() * logits.softmax(-1).mean(0)).sum().
+
+    Example:
+
+        >>> balance_loss(torch.zeros(4, 2), torch.tensor([2, 2]))
+        tensor(1.)
+    """
+    if score not in SCORES:
+        raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')
+    is_plain = type(logits) is torch.Tensor and logits.dtype in (torch.float32, torch.float64)
+    if not is_plain or logits.device.type != "cpu":
+        return balance_loss_ref(logits, counts, score)
+    number = SCORES.index(score)
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
+        return torch.ops.fmoe_ext.balance_loss(logits, counts, number)
+    if is_transformed(logits, counts):
+        loss: torch.Tensor = call_functional("fmoe_ext::balance_loss", logits, counts, number)
+        return loss
+    return _BalanceLoss.apply(logits, counts, number)
+
+
+def balance_loss_ref(logits: torch.Tensor, counts: torch.Tensor, score: str = "softmax") -> torch.Tensor:
+    """The oracle of balance_loss: the same in plain PyTorch."""
+    num_tokens, num_experts = logits.shape
+    # softmax(log(sigmoid)) = sigmoid / sum(sigmoid), where every sigmoid underflows too
+    probabilities = (logits if score == "softmax" else F.logsigmoid(logits)).softmax(-1)
+    share = counts.to(logits.dtype) / counts.sum().clamp(min=1)
+    return num_experts * (share * probabilities.sum(0) / max(num_tokens, 1)).sum()
+
+
+@register_fake("fmoe_ext::balance_loss", logits=2, counts=1)
+def _(logits: torch.Tensor, counts: torch.Tensor, score: int) -> torch.Tensor:
+    return logits.new_empty(())
+
+
+@register_fake("fmoe_ext::balance_loss_backward", grad=0, logits=2, counts=1)
+def _(grad: torch.Tensor, logits: torch.Tensor, counts: torch.Tensor, score: int) -> torch.Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    logits, counts, ctx.score = inputs
+    ctx.save_for_backward(logits, counts)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return call("fmoe_ext::balance_loss_backward", grad, *ctx.saved_tensors, ctx.score), None, None
+
+
+class _BalanceLoss(torch.autograd.Function):
+    """The operator with its gradient, in less time than torch.library's."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = below(torch.ops.fmoe_ext.balance_loss, *inputs)
+        _setup(ctx, inputs, loss)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _backward(ctx, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise no_forward_mode("balance_loss")
+
+
+def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.score = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, ...]:
+    """Rare, so in plain PyTorch."""
+    grad, logits, counts = ctx.saved_tensors
+    with torch.enable_grad():
+        grad, logits = grad.detach().requires_grad_(), logits.detach().requires_grad_()
+        loss = balance_loss_ref(logits, counts, SCORES[ctx.score])
+        (grad_logits,) = torch.autograd.grad(loss, logits, grad, create_graph=True)
+        of_grad, of_logits = torch.autograd.grad(grad_logits, (grad, logits), grad_grad_logits)
+    return of_grad, of_logits, None, None
+
+
+register_autograd("fmoe_ext::balance_loss", _backward, _setup, places=(0,))
+register_second_derivative("fmoe_ext::balance_loss_backward", _backward_backward, _backward_setup)
