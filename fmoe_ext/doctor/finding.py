@@ -169,7 +169,8 @@ def _routers(owner: str, module: nn.Module, size: int, own: set[int]) -> dict[st
     for name, p in module.named_parameters():
         words = name.lower().replace(".", "_").split("_")
         named = any(word.startswith(ROUTER_NAMES) for word in words)
-        if id(p) not in own and p.ndim == 2 and size in p.shape and named and "lora" not in name:
+        bias = words[-1] == "bias"  # rows of an expert's "gate_up_proj_bias"
+        if id(p) not in own and p.ndim == 2 and size in p.shape and named and "lora" not in name and not bias:
             found[f"{owner}.{name}".lstrip(".")] = p
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -260,12 +261,32 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     yield verdict("balance-in-loss", "", wrong_size or dead, numbers)
     if wrong_size or dead or not routers:
         return
+    own = _balance_of_each(case)
     for layer in case.layers:
-        own = [n for n in layer.routers if n in grads and n in case.grads]
-        if own:
-            size = norm([grads[n] - case.grads[n] for n in own])
-            text = f"its gradient of this router {size:.1e}, of all {by_balance:.1e}"
-            yield verdict("balance-in-loss", own[0], size <= TINY * by_balance, text)
+        size = norm([own[n] for n in layer.routers if n in own])
+        text = f"its gradient of this layer's router {size:.1e}"
+        if any(p.requires_grad for p in layer.routers.values()):
+            dead = size <= TINY * max(norm([g]) for g in own.values())
+            yield verdict("balance-in-loss", next(iter(layer.routers)), dead, text)
+
+
+def _balance_of_each(case: Case) -> dict[str, torch.Tensor]:
+    """Gradients of the balance loss where no layer gets one through the output of an earlier layer."""
+    model = case.copy()
+    assert case.subject.parts is not None
+
+    def cut(module: torch.nn.Module, args: object, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return output.detach()
+        if type(output) is tuple and output and isinstance(output[0], torch.Tensor):
+            return (output[0].detach(), *output[1:])
+        return None
+
+    for layer in layers_of(model):
+        layer.module.register_forward_hook(cut)
+    torch.manual_seed(0)
+    case.subject.parts(model, case.subject.batch)[1].backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 COST_BOUND = 0.8  # of the cost of a collapse; a softmax of a softmax leaves less
@@ -303,7 +324,7 @@ def balance_cost(case: Case) -> Iterator[Finding]:
     length = first.shape[1] if first.ndim > 1 else len(first)  # a loss of each sequence is less even
     expected = min(min(x.num_experts / k, float(length)) for x, k in zip(layers, ks, strict=True))
     text = f"even scores {costs[0]:.4g}, a collapse {costs[1]:.4g}, E / K {expected:.3g}"
-    if len(seen) < len(case.layers) or expected < 1.5:
+    if len(seen) < len(case.layers) or expected < 1.5 or costs == [0, 0]:
         yield verdict(
             "balance-cost", "", None, f"scores are not visible, or almost all experts are chosen: {text}"
         )

@@ -25,7 +25,7 @@ from fmoe_ext.doctor.subject import copied
 MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
 MOST_MEASURED = 16  # a run for each; of more experts the MANY that were chosen most often
 MANY = 8
-ZERO = 1e-9  # of the largest move: float64 leaves 1e-16
+ZERO = 1e-12  # of the largest move: what an expert does not compute does not move at all
 
 
 class Probe:
@@ -99,8 +99,29 @@ class Probe:
         """Rows [T, D] that the layer returns.
 
         moved: all experts have the values of the first one, and these are moved. of: all values of experts times this.
+        record: note scores and choices.
         """
-        module = copied(self._module).eval()
+        rows, watch = self._run(change, moved, of, inputs, training=None)
+        if record:
+            self.scores = watch.scores.get(self.layer.name)
+            self.choices = watch.choices.get(self.layer.name)
+            self.over_tokens = self.layer.name in watch.over_tokens
+        return rows
+
+    def train(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and choices of the layer in training."""
+        rows, watch = self._run(None, None, None, None, training=seed)
+        return rows, watch.choices.get(self.layer.name)
+
+    def _run(
+        self,
+        change: ChangeScores | None,
+        moved: list[int] | None,
+        of: float | None,
+        inputs: Any,
+        training: int | None,
+    ) -> tuple[torch.Tensor, Watch]:
+        module = copied(self._module).train(training is not None)
         prefix = f"{self.layer.name}." if self.layer.name else ""
         own = {f"{prefix}{n}": p for n, p in module.named_parameters(remove_duplicate=False)}
         layer = replace(
@@ -117,14 +138,9 @@ class Probe:
                 for p in layer.parameters().values():
                     p.mul_(of)
             args, kwargs = copy.deepcopy(self._inputs if inputs is None else inputs)
-            torch.manual_seed(0)
+            torch.manual_seed(training or 0)
             with Watch([layer], change).forward() as watch:
-                rows = _rows(module(*args, **kwargs))
-        if record:
-            self.scores = watch.scores.get(layer.name)
-            self.choices = watch.choices.get(layer.name)
-            self.over_tokens = layer.name in watch.over_tokens
-        return rows
+                return _rows(module(*args, **kwargs)), watch
 
     def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:
         """What a move of each expert adds to each row [T, M, D], if all experts have the same values."""

@@ -18,18 +18,22 @@ from fmoe_ext.doctor.finding import Layer
 from fmoe_ext.doctor.probe import Probe, active
 from fmoe_ext.doctor.report import Finding
 
-FAR, NEAR = 20.0, 0.1  # changes of a score: one that decides the choice, one that moves weights
+FAR, NEAR = 10.0, 0.1  # changes of a score: one that decides the choice, one that moves weights
 ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
 WEIGHT_BOUND = 1e-4
 SOME = 0.1  # of the tokens
 TRIED = 3  # experts, tokens
-TOP_K = re.compile(
-    r"(moe_?|router_?|num_)?(top_?k|k)(_experts)?|(num_)?(experts|activated_experts|selected_experts)_per_tok(en)?"
-    r"|n_activated_experts|num_(activated|active|selected)_experts"
+# Options of the number of experts of a token; where one of the second kind stands, the first may mean something else.
+TOP_K = (
+    re.compile(r"(moe_?|router_?|num_)?(top_?k|k)(_experts)?|num_selected(_experts)?"),
+    re.compile(
+        r"(num_|n_)?(activated_|active_|selected_|routed_)?experts_per_tok(en)?|n(um)?_activ(at)?ed?_experts"
+    ),
 )
+SCORES = r"(top_?k|prob|weight|gate|rout|expert|score)"
+NORM = r"(re)?norm(ali[sz]e)?d?"
 NORMALISED = re.compile(
-    r"(?!.*layer)(?!.*rms)(.*(re)?norm(ali[sz]e)?d?_.*(top_?k|prob|weight|gate|rout|expert|score).*"
-    r"|.*(top_?k|prob|weight|gate|rout|expert|score).*_(re)?norm(ali[sz]e)?d?|(moe_)?renormali[sz]e|normali[sz]e)"
+    rf"(?!.*(layer|rms|post|pre|qk))(.*{NORM}_.*{SCORES}.*|.*{SCORES}.*_{NORM}|(moe_)?renormali[sz]e|normali[sz]e)"
 )
 
 
@@ -42,12 +46,17 @@ def routing(case: Case) -> Iterator[Finding]:
         parts = probe.parts()
         used = active(parts)
         shared = by_design(probe, used)
+        yield _as_in_training(probe, shared)
         yield from _rows(probe, shared)
         if not used.any():
             yield verdict("choice", layer.name, None, "no expert that is measured adds to the output")
             continue
-        yield from _choice(probe, used, shared)
-        yield from _weights(probe, parts, used, shared)
+        yield from _used_as_chosen(probe, used, shared)
+        if probe.scores is None or shared is not None:
+            why = shared or "the product with the router's weight is not visible"
+            yield verdict("choice", layer.name, None, why)
+        else:
+            yield from _weights(probe, parts, used)
         yield from _top_k(probe, used, shared)
 
 
@@ -60,6 +69,26 @@ def by_design(probe: Probe, used: torch.Tensor) -> str | None:
     if probe.choices is None and bool(used.all()):
         return "nobody is chosen: all experts compute all tokens, or mixtures of them"
     return None
+
+
+def _as_in_training(probe: Probe, shared: str | None) -> Finding:
+    """The same choices have the same output in training and in evaluation."""
+    (rows, choices), (again, _) = probe.train(1), probe.train(2)
+    scale = float(probe.rows.abs().max())
+    if not rows.equal(again):
+        return verdict("evaluation", probe.layer.name, None, "training draws random numbers")
+    if choices is None or probe.choices is None or choices.shape != probe.choices.shape or shared:
+        return verdict("evaluation", probe.layer.name, None, shared or "choices are not visible")
+    if not choices.sort().values.equal(probe.choices.sort().values):
+        return verdict(
+            "evaluation", probe.layer.name, None, "training chooses others, as balanced assignments do"
+        )
+    gap = float((rows - probe.rows).abs().max()) / scale if scale else 0.0
+    bad: bool | None = gap > WEIGHT_BOUND
+    text = f"the same choices and input, outputs differ by {gap:.1e} of the largest"
+    if bad and any("running_mean" in n for n, _ in probe.layer.module.named_buffers()):
+        bad, text = None, f"{text}: a norm has statistics of the batch"
+    return verdict("evaluation", probe.layer.name, bad, text)
 
 
 def _only(row: int | None, column: int | None, amount: float) -> ChangeScores:
@@ -120,67 +149,33 @@ def _some(rows: list[int]) -> str:
     return ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
 
 
-def _choice(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
-    """The experts that were chosen compute, and a higher score takes an expert nothing."""
+def _used_as_chosen(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
+    """The experts that were chosen compute, each once, and no others."""
     layer = probe.layer
-    if probe.choices is not None and shared is None:
-        chosen = torch.zeros(len(used), layer.num_scores + 1, dtype=torch.bool, device=used.device)
-        chosen.scatter_(1, probe.choices.clamp(-1, layer.num_scores - 1) % (layer.num_scores + 1), True)
-        chosen = chosen[:, probe.measured]
-        strange = int((used & ~chosen).sum())
-        twice = probe.choices.sort().values
-        doubled = int(((twice[:, 1:] == twice[:, :-1]) & (twice[:, 1:] >= 0)).any(-1).sum())
-        text = f"{strange} of {int(used.sum())} experts compute a token that did not choose them"
-        if doubled:
-            text = f"{doubled} of {len(used)} tokens choose an expert twice"
-        dense = bool(used.all())  # choices that are counted alone
-        yield verdict("choice", layer.name, None if dense and not doubled else strange + doubled > 0, text)
-        lost = int((chosen & ~used).sum())
-        text = f"{lost} of {int(chosen.sum())} choices add nothing to their token"
-        yield verdict("drops", layer.name, lost > 0, text)
-    if probe.scores is None or shared is not None:
-        yield verdict(
-            "choice", layer.name, None, shared or "the product with the router's weight is not visible"
-        )
+    if probe.choices is None or shared is not None:
         return
-    far = FAR + 2 * float(probe.scores.abs().max())
-    tried = [probe.measured.index(e) for e in _most(probe, used)]
-    lost = gained = new = same = 0
-    for place in tried:
-        expert = probe.measured[place]
-        before = used[:, place]
-        high, low = (active(probe.parts(_only(None, expert, s * far), [expert]))[:, 0] for s in (1, -1))
-        # A part of a zero is active nowhere, but its ratio to itself is: compare with what all tokens have.
-        lost += int((before & ~high).sum())
-        gained += int((~before & low).sum())
-        new += int((~before & high).sum()) + int((before & ~low).sum())
-        same += int(bool((before == high).all() and (before == low).all()))
-    text = f"a higher score takes {lost} tokens away from {len(tried)} experts, a lower one brings {gained}"
-    bad: bool | None = lost + gained > 0
-    if bad and _sinks(probe, used, tried):
-        bad, text = False, f"{text}: lower scores weigh more, too"
-    if not bad and not new and not bool(used.all()):
-        bad = True if probe.choices is not None else None
-        text = "no score changes who is chosen" + ("" if bad else ", as in layers that choose by a table")
-    yield verdict("choice", layer.name, bad, text)
+    none = layer.num_scores  # the column of choices of nobody
+    chosen = torch.zeros(len(used), none + 1, dtype=torch.bool, device=used.device)
+    chosen.scatter_(1, torch.where(probe.choices < 0, none, probe.choices), True)
+    chosen = chosen[:, probe.measured]
+    strange = int((used & ~chosen).sum())
+    ordered = probe.choices.sort().values
+    doubled = int(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1).sum())
+    text = f"{strange} of {int(used.sum())} experts compute a token that did not choose them"
+    if doubled:
+        text = f"{doubled} of {len(used)} tokens choose an expert twice"
+    dense = bool(used.all())  # choices that are counted alone
+    yield verdict("choice", layer.name, None if dense and not doubled else strange + doubled > 0, text)
+    lost = int((chosen & ~used).sum())
+    text = f"{lost} of {int(chosen.sum())} choices add nothing to their token"
+    sorted_all = probe.choices.shape[1] == layer.num_experts  # and cut at a share of the probability
+    yield verdict("drops", layer.name, None if lost and sorted_all else lost > 0, text)
 
 
 def _most(probe: Probe, used: torch.Tensor) -> list[int]:
-    """Measured experts with the most tokens, the busiest first."""
+    """Places of the measured experts with the most tokens, the busiest first."""
     counts = used.sum(0)
-    order = counts.argsort(descending=True)[:TRIED].tolist()
-    return [probe.measured[i] for i in order if counts[i]]
-
-
-def _sinks(probe: Probe, used: torch.Tensor, tried: list[int]) -> bool:
-    """True if a higher score lowers an expert's weight: scores are distances, consistently."""
-    for place in tried:
-        expert = [probe.measured[place]]
-        ratio = _ratio(probe.parts(_only(None, expert[0], NEAR), expert), probe.parts(None, expert))[:, 0]
-        ratio = ratio[used[:, place] & ratio.isfinite()]
-        if not len(ratio) or float((ratio < 1 - WEIGHT_BOUND).double().mean()) < 1 - SOME:
-            return False
-    return bool(tried)
+    return [i for i in counts.argsort(descending=True)[:TRIED].tolist() if counts[i]]
 
 
 def _ratio(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -188,14 +183,20 @@ def _ratio(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return (after * before).sum(-1) / (before * before).sum(-1)
 
 
-def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
-    """A higher score raises its own weight and no other one's, and reaches the output through weights only."""
-    layer = probe.layer
-    if probe.scores is None or shared is not None:
-        yield verdict(
-            "weights", layer.name, None, shared or "the product with the router's weight is not visible"
-        )
-        return
+def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor) -> Iterator[Finding]:
+    """A higher score takes no token away from its expert, raises its weight and no other one's.
+
+    Where scores are distances all of it is the other way round. Scores reach the output through weights only.
+    """
+    layer, tried = probe.layer, _most(probe, used)
+    assert probe.scores is not None
+    far = FAR + 2 * float(probe.scores.abs().max())
+    up = down = 0  # tokens whose choice follows the score, and runs against it
+    for place in tried:
+        expert, before = probe.measured[place], used[:, place]
+        high, low = (active(probe.parts(_only(None, expert, s * far), [expert]))[:, 0] for s in (1, -1))
+        up += int((high & ~before).sum() + (before & ~low).sum())
+        down += int((before & ~high).sum() + (low & ~before).sum())
     whole = probe.whole()
     if len(probe.measured) == layer.num_experts:
         gap = (parts.sum(1) - whole).norm(dim=-1)
@@ -203,31 +204,41 @@ def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor, shared: str 
             yield verdict("weights", layer.name, None, "the output is not a sum over experts")
             return
     share = (parts * whole[:, None]).sum(-1) / (whole * whole).sum(-1)[:, None]
-    lower = higher = asked = still = 0
+    asked = still = 0
+    moves = torch.zeros(2, 2, dtype=torch.int64)  # tokens: [own weight, another one's] x [lower, higher]
     acts = False
-    for expert in _most(probe, used):
-        place = probe.measured.index(expert)
-        change = _only(None, expert, NEAR)
+    for place in tried:
+        change = _only(None, probe.measured[place], NEAR)
         after = probe.parts(change)
         same = (active(after) == used).all(-1) & used[:, place]
-        ratio = _ratio(after, parts)
-        own = ratio[same, place]
-        rest = used[same] & (torch.arange(len(probe.measured), device=used.device) != place)
+        ratio = torch.where(used, _ratio(after, parts), 1.0)[same]
+        own = ratio[:, place].clone()
+        ratio[:, place] = 1.0
         asked += len(own)
-        lower += int((own < 1 - WEIGHT_BOUND).sum())
-        higher += int(((ratio[same] > 1 + WEIGHT_BOUND) & rest).any(-1).sum())
-        still += int((((ratio[same] - 1).abs() < WEIGHT_BOUND) | ~used[same]).all(-1).sum())
+        for row, values in enumerate((own[:, None], ratio)):
+            moves[row, 0] += int((values < 1 - WEIGHT_BOUND).any(-1).sum())
+            moves[row, 1] += int((values > 1 + WEIGHT_BOUND).any(-1).sum())
+        still += int(
+            ((own - 1).abs() < WEIGHT_BOUND).logical_and(((ratio - 1).abs() < WEIGHT_BOUND).all(-1)).sum()
+        )
         moved = (probe.run(change) - probe.rows)[same].abs().amax(-1)
         acts |= bool((moved > WEIGHT_BOUND * NEAR * float(probe.rows.abs().max())).any())
+    (own_lower, own_higher), (other_lower, other_higher) = moves.tolist()
+    distances = down > up and own_lower > (1 - SOME) * asked > 0
+    text = f"a higher score brings its expert {up} tokens and takes {down} away"
+    bad: bool | None = not distances and down > 0
+    if not up + down and not bool(used.all()):
+        bad = True if probe.choices is not None else None
+        text = "no score changes who is chosen" + ("" if bad else ", as in layers that choose by a table")
+    yield verdict("choice", layer.name, bad, text)
     if not asked:
         yield verdict("weights", layer.name, None, "every small change of a score changes choices")
         return
+    lower, higher = (own_higher, other_lower) if distances else (own_lower, other_higher)
     text = f"a higher score lowers its own weight for {lower} of {asked} tokens, raises another one's for {higher}"
+    if distances:
+        text = f"scores are distances: a higher one raises its own weight for {lower} of {asked} tokens"
     bad = max(lower, higher) > SOME * asked
-    if lower > (1 - SOME) * asked and _sinks(
-        probe, used, [probe.measured.index(e) for e in _most(probe, used)]
-    ):
-        bad = False  # distances
     if not bad and still == asked and acts:
         bad, text = True, "scores reach the output and do not weigh the experts"
     if not bad and bool((share[used] < -0.01).any()):
@@ -251,16 +262,16 @@ def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
     t, a, b = (torch.tensor(column, device=scores.device) for column in zip(*pairs, strict=True))
     weights = share.double()[t, a].log() - share.double()[t, b].log()
     all_scores = probe.scores.double().softmax(-1)[:, probe.measured] if probe.scores is not None else scores
-    kinds = {
-        "weights are those of a softmax, squared": 2 * scores,
-        "weights are those of a sigmoid, squared": 2 * F.logsigmoid(scores),
-        "weights are a softmax of a softmax": all_scores,
-    }
-    for text, logs in kinds.items():
-        expected = logs[t, a] - logs[t, b]
-        if float((weights - expected).abs().max()) < 0.02 * float(expected.abs().max()):
-            return text
-    return None
+    once = {"softmax": scores, "sigmoid": F.logsigmoid(scores)}
+    twice = {f"weights are those of a {name}, squared": 2 * logs for name, logs in once.items()}
+    twice["weights are a softmax of a softmax"] = all_scores
+
+    def gap(logs: torch.Tensor) -> float:
+        return float((weights - (logs[t, a] - logs[t, b])).abs().max())
+
+    nearest = min(map(gap, once.values()))  # scores near 0: a sigmoid's square is almost a softmax
+    found = min(twice, key=lambda text: gap(twice[text]))
+    return found if gap(twice[found]) < min(0.02 * float(weights.abs().max()), 0.1 * nearest) else None
 
 
 def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterator[Finding]:
@@ -293,11 +304,9 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
 
 def _top_k(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
     """As many experts compute a token as an option says."""
-    said = {
-        n: v
-        for n, v in options_of(probe.layer).items()
-        if isinstance(v, int) and not isinstance(v, bool) and v > 0 and TOP_K.fullmatch(n)
-    }
+    numbers = {n: v for n, v in options_of(probe.layer).items() if type(v) is int and v > 0}
+    weak, strong = ({n: v for n, v in numbers.items() if kind.fullmatch(n)} for kind in TOP_K)
+    said = strong or weak
     if not said or len(probe.measured) != probe.layer.num_experts or shared is not None:
         return
     counts = used.sum(-1)
