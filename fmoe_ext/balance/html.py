@@ -99,7 +99,7 @@ def figure(
 ) -> str:
     """relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
 
-    up, along: names of all lines and columns. Some stand beside the middle of their line, and below that of their column.
+    up, along: names of all lines and columns. Some stand beside the middle of their line or below that of their column.
     """
     data = base64.b64encode(png(_colours(relative))).decode()
     caption = html.escape(caption)

@@ -176,7 +176,8 @@ def bias_once(case: Case) -> Iterator[Finding]:
     halves = parts_of(case.subject.batch)
     start = _state(case.model)
     if not start or halves is None:
-        yield verdict("bias-once", "", None, "no state for each expert, or the batch cannot be halved")
+        why = "no layer has a state of each expert" if not start else "the batch has one sample"
+        yield verdict("bias-once", "", None, why)
         return
     ends = [_state(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
     moving = {_of_any_layer(n) for n, v in start.items() if n in ends[0] and not ends[0][n].equal(v)}

@@ -192,6 +192,7 @@ class Watch(TorchFunctionMode):
         self.choices: dict[str, torch.Tensor] = {}
         self.scores: dict[str, torch.Tensor] = {}
         self.over_tokens: set[str] = set()
+        self.ranked: set[str] = set()  # layers whose choices are a rank of scores by experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -239,6 +240,7 @@ class Watch(TorchFunctionMode):
         indices = result if isinstance(result, torch.Tensor) else result[1]
         if name in ("argmax", "max"):
             indices = indices.unsqueeze(-1)
+        self.ranked.add(layer.name)
         if name not in ("sort", "argsort"):
             self._keep(layer, indices)
 

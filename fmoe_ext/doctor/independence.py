@@ -14,7 +14,7 @@ from torch import nn
 
 from fmoe_ext.doctor.behaviour import declared_capacity, draws_numbers
 from fmoe_ext.doctor.case import Case, mapped, samples_of, verdict
-from fmoe_ext.doctor.finding import Watch, layers_of
+from fmoe_ext.doctor.finding import Layer, Watch, layers_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import Batch
 
@@ -99,6 +99,19 @@ def _by_design(case: Case, watch: Watch) -> str | None:
             return f"{layer.name or 'the layer'} declares a capacity"
         if layer.name in watch.over_tokens:
             return f"experts of {layer.name or 'the layer'} choose tokens"
+
+    def others(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(6)
+        return scores + 5 * torch.randn(scores.shape, generator=generator, device="cpu").to(scores)
+
+    with torch.no_grad():
+        _, changed = case.run(case.copy().eval(), case.subject.batch, case.subject.task, others)
+    for name, scores in watch.scores.items():
+        choices = watch.choices.get(name)
+        if choices is None or name in watch.ranked or len(scores) != len(choices):
+            continue
+        if choices.equal(changed.choices.get(name, choices)):
+            return f"{name or 'the layer'} chooses by a token's place or a table, not by scores"
     return None
 
 

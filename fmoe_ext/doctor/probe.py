@@ -31,8 +31,10 @@ ZERO = 1e-12  # of the largest move: what an expert does not compute does not mo
 class Probe:
     """One layer of the model in evaluation, run alone on the input that it had in the model's first forward.
 
-    cannot: why it cannot be run so; None if it can. scores [T, E]: of the router, None where its product is not seen.
-    choices [T, K]: None where they are not visible. measured: numbers of the experts that are measured.
+    cannot: why it cannot be run so; None if it can.
+    scores [T, E]: of the router; None where its product is not seen, or is of groups of tokens (of_groups).
+    choices [T, K]: None where they are not visible; ranked: a rank of scores was seen.
+    measured: numbers of the experts that are measured.
     """
 
     def __init__(self, case: Case, layer: Layer) -> None:
@@ -40,7 +42,7 @@ class Probe:
         self.cannot: str | None = None
         self.scores: torch.Tensor | None = None
         self.choices: torch.Tensor | None = None
-        self.over_tokens = False
+        self.over_tokens = self.ranked = False
         self.measured: list[int] = []
         self._inputs: Any = None
         expected = self._run_model(case)
@@ -54,6 +56,7 @@ class Probe:
             return
         if self.rows.shape != expected.shape or not torch.allclose(self.rows, expected, rtol=1e-4, atol=1e-6):
             self.cannot = "alone it has another output than in the model"
+        self.of_groups = self.scores is not None and len(self.scores) < len(self.rows)
         if self.scores is not None and len(self.scores) != len(self.rows):
             self.scores = None
         if self.choices is not None and len(self.choices) != len(self.rows):
@@ -106,6 +109,7 @@ class Probe:
             self.scores = watch.scores.get(self.layer.name)
             self.choices = watch.choices.get(self.layer.name)
             self.over_tokens = self.layer.name in watch.over_tokens
+            self.ranked = self.layer.name in watch.ranked
         return rows
 
     def train(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:

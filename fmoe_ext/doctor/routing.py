@@ -66,6 +66,8 @@ def by_design(probe: Probe, used: torch.Tensor) -> str | None:
         return "a capacity is declared, so that other tokens decide who is dropped"
     if probe.over_tokens:
         return "experts choose tokens, so that other tokens decide"
+    if probe.of_groups:
+        return "the router chooses for several tokens at once"
     if probe.choices is None and bool(used.all()):
         return "nobody is chosen: all experts compute all tokens, or mixtures of them"
     return None
@@ -228,8 +230,10 @@ def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor) -> Iterator[
     text = f"a higher score brings its expert {up} tokens and takes {down} away"
     bad: bool | None = not distances and down > 0
     if not up + down and not bool(used.all()):
-        bad = True if probe.choices is not None else None
-        text = "no score changes who is chosen" + ("" if bad else ", as in layers that choose by a table")
+        bad = True if probe.ranked else None
+        text = "no score changes who is chosen" + (
+            "" if bad else ", as in layers that choose by a table or a place"
+        )
     yield verdict("choice", layer.name, bad, text)
     if not asked:
         yield verdict("weights", layer.name, None, "every small change of a score changes choices")
