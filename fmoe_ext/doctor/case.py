@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ class Case:
     """One model under examination; gradients and choices of one training forward are computed once."""
 
     subject: Subject
+    probes: dict[str, Any] = field(default_factory=dict)  # layer: its Probe
 
     def __post_init__(self) -> None:
         s = self.subject

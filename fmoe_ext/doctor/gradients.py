@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.doctor.behaviour import draws_numbers
+from fmoe_ext.doctor.behaviour import declared_capacity, draws_numbers
 from fmoe_ext.doctor.case import TINY, Case, mapped, off, tensors, verdict
 from fmoe_ext.doctor.finding import Layer, Watch, layers_of
 from fmoe_ext.doctor.report import Finding
@@ -220,7 +220,13 @@ def balance(case: Case) -> Iterator[Finding]:
         return
     twice = mapped(s.batch, lambda v: torch.cat([v, v]))
     numbers = {"batch twice": float(s.parts(case.copy(), twice)[1].detach())}
-    bad = any(off(balance, n) > 1e-3 for n in numbers.values())
+    bad: bool | None = any(off(balance, n) > 1e-3 for n in numbers.values())
+    if (
+        bad
+        and any(declared_capacity(layer) for layer in case.layers)
+        and off(balance, numbers["batch twice"]) < 0.1
+    ):
+        bad = None  # other tokens are dropped, so that later layers have other inputs
     text = ", ".join(f"{name} {n:.5g}" for name, n in numbers.items())
     yield verdict("balance-size", "", bad, f"{balance:.5g}; {text}")
     if s.with_top_k is not None:
@@ -257,9 +263,13 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     by_balance = norm([grads[n] - case.grads[n] for n in routers])
     wrong_size = balance == 0 or off(added, expected) > 1e-2
     dead = by_balance <= TINY * norm([grads[n] for n in routers]) if routers else None
+    if dead and any(
+        case.choices[x.name].shape[1] == x.num_experts for x in case.layers if x.name in case.choices
+    ):
+        dead = None  # all experts are chosen: the load is even
     numbers = f"adds {added:.4g}, weight x balance {expected:.4g}, gradient of routers {by_balance:.1e}"
     yield verdict("balance-in-loss", "", wrong_size or dead, numbers)
-    if wrong_size or dead or not routers:
+    if wrong_size or dead is not False:
         return
     own = _balance_of_each(case)
     for layer in case.layers:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.behaviour import declared_capacity, draws_numbers
+from fmoe_ext.doctor.behaviour import draws_numbers
 from fmoe_ext.doctor.case import Case, mapped, samples_of, verdict
 from fmoe_ext.doctor.finding import Layer, Watch, layers_of
+from fmoe_ext.doctor.probe import probe_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import Batch
 
@@ -95,10 +96,9 @@ def _floating(output: Any) -> Iterator[torch.Tensor]:
 
 def _by_design(case: Case, watch: Watch) -> str | None:
     for layer in case.layers:
-        if declared_capacity(layer):
-            return f"{layer.name or 'the layer'} declares a capacity"
-        if layer.name in watch.over_tokens:
-            return f"experts of {layer.name or 'the layer'} choose tokens"
+        reason = probe_of(case, layer).by_design
+        if reason is not None:
+            return f"in {layer.name or 'the layer'} {reason}"
 
     def others(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator("cpu").manual_seed(6)

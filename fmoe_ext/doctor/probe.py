@@ -12,17 +12,20 @@ Shapes: T tokens, E experts, M of them measured, D the width of the output.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from fmoe_ext.doctor.behaviour import declared_capacity
 from fmoe_ext.doctor.case import Case, ChangeScores
 from fmoe_ext.doctor.finding import Layer, Watch
 from fmoe_ext.doctor.subject import copied
 
 MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
+NEAR = 0.1  # a change of a score that moves weights and few choices
 MOST_MEASURED = 16  # a run for each; of more experts the MANY that were chosen most often
 MANY = 8
 ZERO = 1e-12  # of the largest move: what an expert does not compute does not move at all
@@ -156,6 +159,43 @@ class Probe:
         """What the same move of all experts adds to each row [T, D]: a token's weights all together."""
         return self.run(change, list(range(self.layer.num_experts))) - self.run(change, [])
 
+    @functools.cached_property
+    def base(self) -> torch.Tensor:
+        """parts() of the scores as they are."""
+        return self.parts()
+
+    @functools.cached_property
+    def used(self) -> torch.Tensor:
+        """bool [T, M]: the experts that add to a token."""
+        return active(self.base)
+
+    @functools.cached_property
+    def by_design(self) -> str | None:
+        """Why a token's experts depend on other tokens by the layer's design; None if nothing says so."""
+        if declared_capacity(self.layer):
+            return "a capacity is declared, so that other tokens decide who is dropped"
+        if self.cannot is not None:
+            return None
+        if self.over_tokens:
+            return "experts choose tokens, so that other tokens decide"
+        if self.of_groups:
+            return "the router chooses for several tokens at once"
+        if self.choices is None and bool(self.used.all()):
+            return "nobody is chosen: all experts compute all tokens, or mixtures of them"
+        return None
+
+    @functools.cached_property
+    def weighs_inputs(self) -> bool:
+        """True if scores change what an expert computes, not only how much it counts, as weights on its input do."""
+        if self.cannot is not None or self.scores is None or not self.used.any():
+            return False
+        place = int(self.used.sum(0).argmax())
+        before = self.base[:, place]
+        after = self.parts(only(None, self.measured[place], NEAR), [self.measured[place]])[:, 0]
+        both = self.used[:, place] & (after.norm(dim=-1) > 0)
+        cosine = torch.nn.functional.cosine_similarity(after[both], before[both], dim=-1)
+        return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
+
     def with_input(self, row: int) -> Any:
         """The layer's input with one token changed; None if no input has a row for each token."""
         args, kwargs = copy.deepcopy(self._inputs)
@@ -169,6 +209,34 @@ class Probe:
                 rows[row] += noise.to(rows)
                 return args, kwargs
         return None
+
+
+def probe_of(case: Case, layer: Layer) -> Probe:
+    """The Probe of a layer, made once for all checks."""
+    if layer.name not in case.probes:
+        case.probes[layer.name] = Probe(case, layer)
+    probe: Probe = case.probes[layer.name]
+    return probe
+
+
+def ratio_of(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Of two measurements [T, M, D] the ratio of the weights [T, M]; NaN where an expert adds nothing."""
+    return (after * before).sum(-1) / (before * before).sum(-1)
+
+
+def only(row: int | None, column: int | None, amount: float) -> ChangeScores:
+    """Raise a column of the scores, or draw changes for a whole row."""
+
+    def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+        delta = torch.zeros_like(scores)
+        if column is not None:
+            delta[:, column] = amount
+        elif row is not None and row < len(scores):
+            generator = torch.Generator("cpu").manual_seed(row)
+            delta[row] = amount * torch.randn(scores.shape[-1], generator=generator, device="cpu").to(delta)
+        return scores + delta
+
+    return change
 
 
 def active(parts: torch.Tensor) -> torch.Tensor:

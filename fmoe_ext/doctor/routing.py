@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.doctor.behaviour import declared_capacity, options_of
-from fmoe_ext.doctor.case import Case, ChangeScores, verdict
+from fmoe_ext.doctor.behaviour import options_of
+from fmoe_ext.doctor.case import Case, verdict
 from fmoe_ext.doctor.finding import Layer
-from fmoe_ext.doctor.probe import Probe, active
+from fmoe_ext.doctor.probe import NEAR, Probe, active, only, probe_of, ratio_of
 from fmoe_ext.doctor.report import Finding
 
-FAR, NEAR = 10.0, 0.1  # changes of a score: one that decides the choice, one that moves weights
+FAR = 10.0  # a change of a score that decides the choice
 ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
 WEIGHT_BOUND = 1e-4
 SOME = 0.1  # of the tokens
@@ -39,13 +39,11 @@ NORMALISED = re.compile(
 
 def routing(case: Case) -> Iterator[Finding]:
     for layer in case.layers:
-        probe = Probe(case, layer)
+        probe = probe_of(case, layer)
         if probe.cannot is not None:
             yield verdict("choice", layer.name, None, f"the layer is not examined alone: {probe.cannot}")
             continue
-        parts = probe.parts()
-        used = active(parts)
-        shared = by_design(probe, used)
+        used, shared = probe.used, probe.by_design
         yield _as_in_training(probe, shared)
         yield from _rows(probe, shared)
         if not used.any():
@@ -56,21 +54,8 @@ def routing(case: Case) -> Iterator[Finding]:
             why = shared or "the product with the router's weight is not visible"
             yield verdict("choice", layer.name, None, why)
         else:
-            yield from _weights(probe, parts, used)
+            yield from _weights(probe, used)
         yield from _top_k(probe, used, shared)
-
-
-def by_design(probe: Probe, used: torch.Tensor) -> str | None:
-    """Why a token's experts depend on other tokens by the layer's design; None if nothing says so."""
-    if declared_capacity(probe.layer):
-        return "a capacity is declared, so that other tokens decide who is dropped"
-    if probe.over_tokens:
-        return "experts choose tokens, so that other tokens decide"
-    if probe.of_groups:
-        return "the router chooses for several tokens at once"
-    if probe.choices is None and bool(used.all()):
-        return "nobody is chosen: all experts compute all tokens, or mixtures of them"
-    return None
 
 
 def _as_in_training(probe: Probe, shared: str | None) -> Finding:
@@ -93,21 +78,6 @@ def _as_in_training(probe: Probe, shared: str | None) -> Finding:
     return verdict("evaluation", probe.layer.name, bad, text)
 
 
-def _only(row: int | None, column: int | None, amount: float) -> ChangeScores:
-    """Raise a column of the scores, or draw changes for a whole row."""
-
-    def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
-        delta = torch.zeros_like(scores)
-        if column is not None:
-            delta[:, column] = amount
-        elif row is not None and row < len(scores):
-            generator = torch.Generator("cpu").manual_seed(row)
-            delta[row] = amount * torch.randn(scores.shape[-1], generator=generator, device="cpu").to(delta)
-        return scores + delta
-
-    return change
-
-
 def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
     """Scores and input of one token move its row and no other one."""
     name, size = probe.layer.name, len(probe.rows)
@@ -122,7 +92,7 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
         return [row for row in rows if row != token]
 
     if probe.scores is not None:
-        wrong = {t: o for t in tokens if (o := others(probe.run(_only(t, None, 3.0)), t, probe.rows))}
+        wrong = {t: o for t in tokens if (o := others(probe.run(only(t, None, 3.0)), t, probe.rows))}
         text = "a token's scores move its own row alone"
         if wrong:
             token, rows = next(iter(wrong.items()))
@@ -180,23 +150,18 @@ def _most(probe: Probe, used: torch.Tensor) -> list[int]:
     return [i for i in counts.argsort(descending=True)[:TRIED].tolist() if counts[i]]
 
 
-def _ratio(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Of two measurements [T, M, D] the ratio of the weights [T, M]; NaN where an expert adds nothing."""
-    return (after * before).sum(-1) / (before * before).sum(-1)
-
-
-def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor) -> Iterator[Finding]:
+def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
     """A higher score takes no token away from its expert, raises its weight and no other one's.
 
     Where scores are distances all of it is the other way round. Scores reach the output through weights only.
     """
-    layer, tried = probe.layer, _most(probe, used)
+    layer, tried, parts = probe.layer, _most(probe, used), probe.base
     assert probe.scores is not None
     far = FAR + 2 * float(probe.scores.abs().max())
     up = down = 0  # tokens whose choice follows the score, and runs against it
     for place in tried:
         expert, before = probe.measured[place], used[:, place]
-        high, low = (active(probe.parts(_only(None, expert, s * far), [expert]))[:, 0] for s in (1, -1))
+        high, low = (active(probe.parts(only(None, expert, s * far), [expert]))[:, 0] for s in (1, -1))
         up += int((high & ~before).sum() + (before & ~low).sum())
         down += int((before & ~high).sum() + (low & ~before).sum())
     whole = probe.whole()
@@ -210,10 +175,10 @@ def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor) -> Iterator[
     moves = torch.zeros(2, 2, dtype=torch.int64)  # tokens: [own weight, another one's] x [lower, higher]
     acts = False
     for place in tried:
-        change = _only(None, probe.measured[place], NEAR)
+        change = only(None, probe.measured[place], NEAR)
         after = probe.parts(change)
         same = (active(after) == used).all(-1) & used[:, place]
-        ratio = torch.where(used, _ratio(after, parts), 1.0)[same]
+        ratio = torch.where(used, ratio_of(after, parts), 1.0)[same]
         own = ratio[:, place].clone()
         ratio[:, place] = 1.0
         asked += len(own)
@@ -237,6 +202,11 @@ def _weights(probe: Probe, parts: torch.Tensor, used: torch.Tensor) -> Iterator[
     yield verdict("choice", layer.name, bad, text)
     if not asked:
         yield verdict("weights", layer.name, None, "every small change of a score changes choices")
+        return
+    if probe.weighs_inputs:
+        yield verdict(
+            "weights", layer.name, None, "scores change what an expert computes: they weigh its input"
+        )
         return
     lower, higher = (own_higher, other_lower) if distances else (own_lower, other_higher)
     text = f"a higher score lowers its own weight for {lower} of {asked} tokens, raises another one's for {higher}"

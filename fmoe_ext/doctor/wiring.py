@@ -12,6 +12,7 @@ from torch import nn
 from fmoe_ext.doctor.case import TINY, Case, off, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward
+from fmoe_ext.doctor.probe import probe_of
 from fmoe_ext.doctor.report import Finding
 
 SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
@@ -155,7 +156,13 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
         router = norm([case.grads[n] for n in layer.routers if n in case.grads])
         chosen = case.choices.get(layer.name)
         plain = _outputs(case, layer, {})
-        if chosen is None or chosen.shape[1] < 2 or not router or plain is None:
+        if (
+            chosen is None
+            or chosen.shape[1] < 2
+            or not router
+            or plain is None
+            or probe_of(case, layer).weighs_inputs
+        ):
             continue
         for name, p in experts.items():
             if "bias" not in name or p.shape[-1] != plain.shape[-1] or p.ndim > 2:
