@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.doctor.behaviour import draws_numbers
-from fmoe_ext.doctor.case import Case, mapped, samples_of, verdict
+from fmoe_ext.doctor.case import Case, mapped, off, samples_of, verdict
 from fmoe_ext.doctor.finding import Layer, Watch, layers_of
 from fmoe_ext.doctor.probe import probe_of
 from fmoe_ext.doctor.report import Finding
@@ -38,7 +38,7 @@ def outputs(case: Case) -> Iterator[Finding]:
     half = torch.arange(count // 2)
     alone, _ = _output(case, _samples(s.batch, count, half), count // 2)
     yield _compared("batch", alone, plain[half], why, "the other samples are absent")
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.arange(count - 1).roll(1)])
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.arange(count - 1) // 2])
     others = _behind(_samples(s.batch, count, first), count, 0, from_sample=1)
     if others is not None:
         changed, _ = _output(case, others, count)
@@ -170,9 +170,11 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
 
 def _history(case: Case, count: int) -> Iterator[Finding]:
     """A forward after that of another batch equals the first forward of a model."""
-    other = _behind(_samples(case.subject.batch, count, torch.arange(count).roll(1)), count, 0)
-    if other is None:
-        other = _samples(case.subject.batch, count, torch.arange(count).roll(1))
+    some = _samples(
+        case.subject.batch, count, torch.arange(count) // 2
+    )  # not the same tokens in another order
+    changed = _behind(some, count, 0)
+    other = some if changed is None else changed
     for training in (False, True):
         fresh, second = case.copy().train(training), case.copy().train(training)
         expected, watch = _output(case, case.subject.batch, count, fresh)
@@ -186,12 +188,27 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
         when = "training" if training else "evaluation"
         text = f"outputs in {when} move by {moved:.1e} of the largest after a forward of another batch"
         bad: bool | None = moved > BOUND
-        if bad and training and (moves or draws_numbers(case)):
-            bad, text = None, f"{text}: {moves[0] if moves else 'random numbers'} changed"
+        excuse = training and (moves[0] if moves else "random numbers" if draws_numbers(case) else None)
+        if bad and excuse:
+            bad, text = None, f"{text}: {excuse} changed"
         yield verdict("history", "", bad, text)
+        if training and case.subject.parts is not None and not excuse:
+            yield _balance_history(case, other)
+
+
+def _balance_history(case: Case, other: Batch) -> Finding:
+    """The balance loss is of this batch."""
+    parts = case.subject.parts
+    assert parts is not None
+    fresh, second = case.copy(), case.copy()
+    expected = float(parts(fresh, case.subject.batch)[1].detach())
+    parts(second, other)
+    found = float(parts(second, case.subject.batch)[1].detach())
+    text = f"balance loss {expected:.6g}, after a forward of another batch {found:.6g}"
+    return verdict("history", "balance loss", off(expected, found) > BOUND, text)
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: v.clone() for n, v in model.named_buffers()} | {
-        n: v.clone() for layer in layers_of(model) for n, v in layer.state().items()
-    }
+    """Buffers and biases of choices: what may change a later forward by design."""
+    biases = {n: v for layer in layers_of(model) for n, v in layer.state().items() if "bias" in n}
+    return {n: v.clone() for n, v in (dict(model.named_buffers()) | biases).items()}

@@ -46,6 +46,7 @@ class Probe:
         self.scores: torch.Tensor | None = None
         self.choices: torch.Tensor | None = None
         self.over_tokens = self.ranked = False
+        self.input_kept = True
         self.measured: list[int] = []
         self._inputs: Any = None
         expected = self._run_model(case)
@@ -146,8 +147,12 @@ class Probe:
                     p.mul_(of)
             args, kwargs = copy.deepcopy(self._inputs if inputs is None else inputs)
             torch.manual_seed(training or 0)
+            before = [v.clone() for v in _floating((args, kwargs))]
             with Watch([layer], change).forward() as watch:
-                return _rows(module(*args, **kwargs)), watch
+                rows = _rows(module(*args, **kwargs))
+            after = _floating((args, kwargs))
+            self.input_kept = all(a.equal(b) for a, b in zip(before, after, strict=False))
+            return rows, watch
 
     def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:
         """What a move of each expert adds to each row [T, M, D], if all experts have the same values."""
@@ -275,6 +280,11 @@ def _rows(output: Any) -> torch.Tensor:
     while isinstance(output, tuple | list):
         output = output[0]
     return output.detach().reshape(-1, output.shape[-1]).clone()
+
+
+def _floating(inputs: Any) -> list[torch.Tensor]:
+    args, kwargs = inputs
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
 
 def _detached(value: Any) -> Any:

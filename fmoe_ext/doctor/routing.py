@@ -43,6 +43,12 @@ def routing(case: Case) -> Iterator[Finding]:
         if probe.cannot is not None:
             yield verdict("choice", layer.name, None, f"the layer is not examined alone: {probe.cannot}")
             continue
+        kept = (
+            "the layer leaves its input as it is"
+            if probe.input_kept
+            else "the layer writes into its own input"
+        )
+        yield verdict("own-row", layer.name, not probe.input_kept, kept)
         used, shared = probe.used, probe.by_design
         yield _as_in_training(probe, shared)
         yield from _rows(probe, shared)

@@ -251,7 +251,7 @@ def bias_direction(case: Case) -> Iterator[Finding]:
                 continue
             along = float((move * load).sum() / (move.norm() * load.norm())) * acts
             text = f"a step moves it by {along:.2f} along the load of its experts (-1 to 1)"
-            yield verdict("bias-direction", name, along > 0.1, text)
+            yield verdict("bias-direction", name, along > -0.1, text)
 
 
 def _answer(case: Case, layer: Layer, name: str) -> int | None:
