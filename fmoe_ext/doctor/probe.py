@@ -1,4 +1,4 @@
-"""What each expert adds to each token of one layer, measured from outside.
+"""Measure from outside what each expert adds to each token of one layer.
 
 A MoE layer returns the sum over a token's experts of weight times output. Which experts computed a token and with which
 weights can be seen without reading the layer's code. Give all experts the same values, then move those of expert e a
@@ -155,13 +155,13 @@ class Probe:
             return rows, watch
 
     def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:
-        """What a move of each expert adds to each row [T, M, D], if all experts have the same values."""
+        """Measure what a move of each expert adds to each row [T, M, D], if all experts have the same values."""
         base = self.run(change, [])
         moves = [self.run(change, [e]) - base for e in (self.measured if experts is None else experts)]
         return torch.stack(moves, 1)
 
     def whole(self, change: ChangeScores | None = None) -> torch.Tensor:
-        """What the same move of all experts adds to each row [T, D]: a token's weights all together."""
+        """Measure what the same move of all experts adds to each row [T, D]: a token's weights all together."""
         return self.run(change, list(range(self.layer.num_experts))) - self.run(change, [])
 
     @functools.cached_property

@@ -230,7 +230,7 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
 
 
 def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
-    """What was applied twice, if ratios of a token's weights say so."""
+    """Name what was applied twice, if ratios of a token's weights say so."""
     scores = probe.scores
     if scores is None or scores.shape[-1] != probe.layer.num_experts:
         return None
