@@ -32,13 +32,15 @@ def outputs(case: Case) -> Iterator[Finding]:
         yield verdict("batch", "", None, "no output of the model has a row for each sample")
         return
     why = _by_design(case, watch)
-    order = torch.arange(count).flip(0)
+    order = torch.arange(count, device="cpu").flip(0)
     turned, _ = _output(case, _samples(s.batch, count, order), count)
     yield _compared("batch", turned, plain[order], why, "the samples are in another order")
-    half = torch.arange(count // 2)
+    half = torch.arange(count // 2, device="cpu")
     alone, _ = _output(case, _samples(s.batch, count, half), count // 2)
     yield _compared("batch", alone, plain[half], why, "the other samples are absent")
-    first = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.arange(count - 1) // 2])
+    first = torch.cat(
+        [torch.zeros(1, dtype=torch.int64, device="cpu"), 1 + torch.arange(count - 1, device="cpu") // 2]
+    )
     others = _behind(_samples(s.batch, count, first), count, 0, from_sample=1)
     if others is not None:
         changed, _ = _output(case, others, count)
@@ -171,7 +173,7 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
 def _history(case: Case, count: int) -> Iterator[Finding]:
     """A forward after that of another batch equals the first forward of a model."""
     some = _samples(
-        case.subject.batch, count, torch.arange(count) // 2
+        case.subject.batch, count, torch.arange(count, device="cpu") // 2
     )  # not the same tokens in another order
     changed = _behind(some, count, 0)
     other = some if changed is None else changed

@@ -68,7 +68,7 @@ class Probe:
         self.measured = list(range(layer.num_experts))
         if layer.num_experts > MOST_MEASURED:
             chosen = (
-                torch.arange(layer.num_experts)
+                torch.arange(layer.num_experts, device=self.rows.device)
                 if self.choices is None
                 else self.choices[(self.choices >= 0) & (self.choices < layer.num_experts)]
             )

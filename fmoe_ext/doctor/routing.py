@@ -178,7 +178,9 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
             return
     share = (parts * whole[:, None]).sum(-1) / (whole * whole).sum(-1)[:, None]
     asked = still = 0
-    moves = torch.zeros(2, 2, dtype=torch.int64)  # tokens: [own weight, another one's] x [lower, higher]
+    moves = torch.zeros(
+        2, 2, dtype=torch.int64, device="cpu"
+    )  # tokens: [own weight, another one's] x [lower, higher]
     acts = False
     for place in tried:
         change = only(None, probe.measured[place], NEAR)
