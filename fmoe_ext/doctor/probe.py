@@ -49,6 +49,8 @@ class Probe:
         self.input_kept = True
         self.measured: list[int] = []
         self._inputs: Any = None
+        self.rows: torch.Tensor = torch.empty(0, device="cpu")
+        self.of_groups = False
         expected = self._run_model(case)
         if self._inputs is None or expected is None:
             self.cannot = "its input and output are not visible"
