@@ -1,20 +1,24 @@
 """The log of a run's choices, and the report that is made of it."""
 
+import base64
 import html.parser
+import itertools
 import json
 import re
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE, FMoETransformerMLP, balance
+from fmoe_ext.balance.choices import Gate
 from fmoe_ext.balance.cli import main
-from fmoe_ext.balance.html import png
+from fmoe_ext.balance.html import figure, png
 from fmoe_ext.balance.page import render
-from fmoe_ext.balance.report import summarize_logs
+from fmoe_ext.balance.report import GateSummary, Summary, summarize_logs
 from fmoe_ext.gates import ExpertChoiceGate, SwitchGate, UniformGate
 from tests.forked import run_python
 
@@ -273,8 +277,10 @@ def test_page_stands_alone(tmp_path):
         assert expected in words, f"{expected!r} is missing"
     assert "bits a choice" not in "".join(re.findall(r'class="tile">.*?</div>', text))
     along = re.findall(r'<div class="along">(.*?)</div>', text)
-    experts, steps = re.findall(r"\d+", along[-1]), re.findall(r"step (\d+)", along[0])
-    assert experts[0] == steps[0] == "0" and len(steps) >= 2, "no numbers beside the pictures"
+    experts, steps = (re.findall(r">(\d+)<", labels) for labels in (along[-1], along[0]))
+    assert experts == ["0", "1", "2", "3"] and steps == ["0", "2", "4", "6"], (
+        "other numbers beside the pictures"
+    )
     assert 'class="square"' in text and text.count('class="scale"') == 2
 
 
@@ -283,6 +289,43 @@ def test_pictures():
     data = png(pixels)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert zlib.decompress(data[data.index(b"IDAT") + 4 : -16]) == bytes([0, *range(1, 9)])
+
+
+@pytest.mark.parametrize("count", range(2, 65))
+def test_labels_stand_beside_the_middle_of_their_lines(count):
+    names = [f"{i}" for i in range(count)]
+    page = figure(torch.ones(count, count + 1), "gate", names, [f"{i}" for i in range(count + 1)])
+    height = int(re.search(r'style="height:(\d+)px"', page)[1])
+    for side, size, apart in (("top", count, 18 / height), ("left", count + 1, 0.15)):
+        labels = re.findall(rf'<span style="{side}:([\d.]+)%">(\d+)</span>', page)
+        shares = [float(share) / 100 for share, _ in labels]
+        assert shares == pytest.approx([(int(number) + 0.5) / size for _, number in labels], abs=1e-5)
+        assert labels[0][1] == "0" and 2 <= len(labels) <= 5
+        assert all(b - a >= apart for a, b in itertools.pairwise(shares)), "labels touch each other"
+
+
+def colours_of(page):
+    """The pixels of the last picture of a page [lines, columns, 4]."""
+    data = base64.b64decode(re.findall(r"base64,([^\"]*)", page)[-1])
+    columns, lines = struct.unpack(">II", data[16:24])
+    rows = torch.frombuffer(
+        bytearray(zlib.decompress(data[data.index(b"IDAT") + 4 : -16])), dtype=torch.uint8
+    )
+    return rows.view(lines, -1)[:, 1:].view(lines, columns, 4)
+
+
+def test_pairs_of_a_dead_expert_have_another_colour_than_expected_ones():
+    together = torch.full((4, 4), 50)
+    together[3], together[:, 3] = 0, 0
+    load = torch.tensor([[100, 100, 100, 0]])
+    gate = GateSummary(
+        Gate("gate", 4, 2), load, torch.zeros(1), torch.full((1,), 150), together.fill_diagonal_(0)
+    )
+    page = render(Summary([Path("log")], [0], [0], [gate], 8, False))
+    pixels = colours_of(page)
+    assert pixels[0, 1].tolist()[3] == 0, "a pair that is as expected has a colour"
+    assert pixels[0, 3].tolist() == pixels[3, 2].tolist() == [128, 128, 128, 110]
+    assert "as of a dead expert" in page
 
 
 def test_report_names_unreadable_files(tmp_path, capsys):

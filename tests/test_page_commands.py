@@ -65,7 +65,8 @@ def shell_blocks(path):
 def test_page_runs_from_an_empty_folder(page, clean_state):
     """A block that begins with "# name.py" is that file; a comment says the exit code that is not 0."""
     path = ROOT / "docs" / f"{page}.md"
-    clean_state.joinpath("examples").symlink_to(ROOT / "examples")
+    if page != "doctor":  # which gives all that its commands need
+        clean_state.joinpath("examples").symlink_to(ROOT / "examples")
     names, ran = {"__name__": "__main__"}, 0
     for language, code, line in blocks(path):
         file = re.match(r"# (\w+\.py)\n", code)

@@ -6,11 +6,14 @@ import base64
 import html
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 ABOVE, BELOW = (214, 96, 30), (38, 110, 190)  # more and less than an even share
+UNKNOWN = (128, 128, 128, 110)
+LEAST, MOST = 64, 360  # pixels of a picture's height
+LINE, LABEL = 8, 20  # pixels of a line, and of a line's label with the space around it
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1a; --soft: #66645f; --line: #dedcd6; --page: #fbfaf8; --card: #fff;
@@ -33,13 +36,16 @@ th { color: var(--soft); font-weight: 500; font-size: 13px; } .left { text-align
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 12px; }
 figure { margin: 0; } figcaption { overflow-wrap: anywhere; }
 img { display: block; width: 100%; height: 100%; image-rendering: pixelated; border: 1px solid var(--line); }
-.map { display: grid; grid-template-columns: auto 1fr; gap: 2px 6px; margin-top: 6px; }
-.map .up, .map .along { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; }
-.map .up { flex-direction: column; text-align: right; } .map .along { grid-column: 2; }
+.map { display: grid; grid-template-columns: auto 1fr; gap: 2px 6px; margin-top: 6px; padding-right: 12px; }
+.map .up, .map .along { position: relative; color: var(--soft); font-size: 12px; line-height: 18px; }
+.map .up span { position: absolute; right: 0; transform: translateY(-50%); }
+.map .along { grid-column: 2; height: 18px; } .map .along span { position: absolute; transform: translateX(-50%); }
 .stack { display: grid; gap: 12px; }
 .square { aspect-ratio: 1; }
 .scale { display: inline-block; width: 160px; height: 11px; border: 1px solid var(--line); vertical-align: -1px;
   margin: 0 6px; background: linear-gradient(to right, var(--below), transparent, var(--above)); }
+.unknown { display: inline-block; width: 22px; height: 11px; vertical-align: -1px; margin: 0 6px;
+  background: rgb(128 128 128 / 43%); border: 1px solid var(--line); }
 .chip { display: inline-block; border: 1px solid var(--line); border-radius: 5px; padding: 0 6px; margin: 1px 3px 1px 0;
   font: 13px ui-monospace, monospace; }
 svg { display: block; margin-left: auto; }
@@ -63,15 +69,16 @@ def tiles(facts: Mapping[str, str]) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def scale(low: str, middle: str, high: str) -> str:
-    """The colours, with what their ends and their middle stand for."""
-    return f'{low}<span class="scale" role="img" aria-label="{middle} in the middle"></span>{high}; no colour: {middle}'
+def scale(low: str, middle: str, high: str, unknown: str = "") -> str:
+    """The colours, with what their ends, their middle and, where it occurs, grey stand for."""
+    colours = f'{low}<span class="scale" role="img" aria-label="{middle} in the middle"></span>{high}'
+    grey = f'; <span class="unknown" role="img" aria-label="grey"></span>{unknown}' if unknown else ""
+    return f"{colours}; no colour: {middle}{grey}"
 
 
-def places(count: int) -> list[int]:
-    """At most five of 0 .. count - 1, evenly spread, both ends among them."""
-    ends = max(1, min(4, count - 1))
-    return sorted({round(i * (count - 1) / ends) for i in range(ends + 1)})
+def places(count: int) -> range:
+    """At most five of 0 .. count - 1, from 0 on, all equally far from the next."""
+    return range(0, count, max(1, -(-(count - 1) // 4)))
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int, ...]) -> str:
@@ -88,27 +95,41 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int,
 
 
 def figure(
-    relative: torch.Tensor, caption: str, up: list[str], along: list[str], style: str, shape: str = ""
+    relative: torch.Tensor, caption: str, up: Sequence[str], along: Sequence[str], square: bool = False
 ) -> str:
-    """relative [lines, columns], 1 where nothing is to be seen. up, along: texts beside lines, below columns."""
+    """relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
+
+    up, along: names of all lines and columns. Some stand beside the middle of their line or below that of their column.
+    """
     data = base64.b64encode(png(_colours(relative))).decode()
     caption = html.escape(caption)
-    sides = ("".join(f"<span>{text}</span>" for text in texts) for texts in (up, along))
+    height = max(LEAST, min(MOST, LINE * len(up)), LABEL * len(places(len(up))))
+    shape = 'class="square"' if square else f'style="height:{height}px"'
+    width = max(len(up[i]) for i in places(len(up)))
     return (
         f'<figure class="card"><figcaption>{caption}</figcaption><div class="map">'
-        f'<div class="up">{next(sides)}</div>'
-        f'<div class="{shape}" style="{style}"><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
-        f'<div class="along">{next(sides)}</div></div></figure>'
+        f'<div class="up" style="width:{width}ch">{_labels(up, "top")}</div>'
+        f'<div {shape}><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
+        f'<div class="along">{_labels(along, "left")}</div></div></figure>'
+    )
+
+
+def _labels(names: Sequence[str], side: str) -> str:
+    return "".join(
+        f'<span style="{side}:{100 * (i + 0.5) / len(names):.3f}%">{names[i]}</span>'
+        for i in places(len(names))
     )
 
 
 def _colours(relative: torch.Tensor) -> torch.Tensor:
-    """uint8 [lines, columns, 4]: the further from 1, the less transparent."""
+    """uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
     above = relative >= 1
     high, low = (torch.tensor(rgb, device=relative.device) for rgb in (ABOVE, BELOW))
     rgb = torch.where(above[..., None], high, low)
-    alpha = (relative - 1).abs().clamp(max=1) * 255
-    return torch.cat((rgb, alpha[..., None].round().long()), -1).to(torch.uint8)
+    alpha = (relative - 1).nan_to_num(0).abs().clamp(max=1) * 255
+    colours = torch.cat((rgb, alpha[..., None].round().long()), -1)
+    unknown = torch.tensor(UNKNOWN, device=relative.device)
+    return torch.where(relative.isnan()[..., None], unknown, colours).to(torch.uint8)
 
 
 def png(pixels: torch.Tensor) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fmoe_ext.balance.html import document, figure, places, scale, table, tiles
+from fmoe_ext.balance.html import document, figure, scale, table, tiles
 from fmoe_ext.balance.load import summarize
 from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 
@@ -92,8 +92,7 @@ def _over_steps(summary: Summary) -> str:
             _relative(gate.load).t(),
             gate.gate.name,
             _numbers(gate.gate.num_experts),
-            [f"step {summary.bins[i]:,}" for i in places(len(summary.bins))],
-            f"height:{max(64, min(360, 8 * gate.gate.num_experts))}px",
+            [f"{step:,}" for step in summary.bins],
         )
         for gate in summary.gates
     ]
@@ -136,12 +135,13 @@ def _together(summary: Summary) -> str:
         lift = _lift(gate)
         pairs = _top_pairs(gate, lift)
         numbers = _numbers(gate.gate.num_experts)
-        figures.append(figure(lift, f"{gate.gate.name}: {pairs}", numbers, numbers, "", "square"))
+        figures.append(figure(lift, gate.gate.name + (pairs and f": {pairs}"), numbers, numbers, square=True))
     if not figures:
         return ""
+    unknown = f"fewer than {_MIN_EXPECTED} tokens expected, as of a dead expert, or an expert with itself"
     return (
         "<h2>Experts chosen together</h2><p>By one token, over what their loads alone would give. Numbers of experts "
-        f"on both sides.</p><p>{scale('never', 'as expected', 'twice or more')}</p>"
+        f"on both sides.</p><p>{scale('never', 'as expected', 'twice or more', unknown)}</p>"
         f'<div class="cards">{"".join(figures)}</div>'
     )
 
@@ -149,7 +149,7 @@ def _together(summary: Summary) -> str:
 def _lift(gate: GateSummary) -> torch.Tensor:
     """Frequency of two experts sharing a token, over what is expected of pairs drawn by their loads [E, E].
 
-    1 for the diagonal, and where fewer than _MIN_EXPECTED tokens are expected, which say nothing.
+    NaN for the diagonal, and where fewer than _MIN_EXPECTED tokens are expected, which say nothing.
     """
     assert gate.together is not None
     together = gate.together.double()
@@ -157,12 +157,12 @@ def _lift(gate: GateSummary) -> torch.Tensor:
     expected = share[:, None] * share[None, :]
     expected.fill_diagonal_(0)
     expected *= together.sum() / expected.sum().clamp(min=1e-12)
-    lift = torch.where(expected < _MIN_EXPECTED, 1.0, together / expected.clamp(min=_MIN_EXPECTED))
-    return lift.fill_diagonal_(1)
+    lift = torch.where(expected < _MIN_EXPECTED, torch.nan, together / expected.clamp(min=_MIN_EXPECTED))
+    return lift.fill_diagonal_(torch.nan)
 
 
 def _top_pairs(gate: GateSummary, lift: torch.Tensor) -> str:
-    best = lift.triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
+    best = lift.nan_to_num(0).triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
     size = lift.shape[0]
     named = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return ", ".join(
@@ -181,7 +181,7 @@ def _text(token: int, vocabulary: Mapping[int, str]) -> str:
 
 
 def _numbers(count: int) -> list[str]:
-    return [str(i) for i in places(count)]
+    return [str(i) for i in range(count)]
 
 
 def _curve(values: list[float]) -> str:

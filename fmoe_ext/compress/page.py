@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.balance.html import document, figure, places, scale, table, tiles
+from fmoe_ext.balance.html import document, figure, scale, table, tiles
 
 _MOST_CHIPS = 12  # experts of a layer that are named
 
@@ -43,12 +43,9 @@ def _scores(report: Mapping[str, Any]) -> str:
     values = torch.tensor([layer["scores"] for layer in layers.values()], dtype=torch.float64, device="cpu")
     relative = values / values.mean(1, keepdim=True).clamp(min=1e-30)
     order = relative.sort(1, descending=True).values
-    up = [str(i) for i in places(len(layers))]
-    along = [str(i) for i in places(values.shape[1])]
-    height = max(20 * len(up), 6 * len(layers))  # a label takes 18 pixels
-    picture = figure(
-        order, f"stayed: columns 0 to {report['experts_after'] - 1}", up, along, f"height:{height}px"
-    )
+    layer_numbers, ranks = ([str(i) for i in range(size)] for size in order.shape)
+    caption = f"stayed: columns 0 to {report['experts_after'] - 1}"
+    picture = figure(order, caption, layer_numbers, ranks)
     return (
         "<h2>Scores</h2><p>Layers on the left; experts in the order of their scores below. The colour is the score "
         f"over the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>{picture}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.case import TINY, Case, off, parts_of, tensors, verdict
+from fmoe_ext.doctor.case import TINY, Case, off, parts_of, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import copied
@@ -38,7 +38,7 @@ def evaluation(case: Case) -> Iterator[Finding]:
 
 
 def _as_in_training(case: Case) -> Iterator[Finding]:
-    random = _random_forward(case)
+    random = draws_numbers(case)
     _, watch = case.run(case.copy().eval(), case.subject.batch, case.subject.task)
     for name, choices in case.choices.items():
         other = watch.choices.get(name)
@@ -53,7 +53,8 @@ def _as_in_training(case: Case) -> Iterator[Finding]:
         )
 
 
-def _random_forward(case: Case) -> bool:
+def draws_numbers(case: Case) -> bool:
+    """True if a forward in training depends on the generator's state."""
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -65,52 +66,23 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: v for layer in layers_of(model) for n, v in layer.state().items()}
 
 
-def batch(case: Case) -> Iterator[Finding]:
-    """A sample alone chooses the experts that it chooses in the batch."""
-    halves = parts_of(case.subject.batch)
-    if halves is None:
-        yield verdict("batch", "", None, "the batch cannot be halved")
-        return
-    samples = len(next(tensors(case.subject.batch)))
-    whole = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[1]
-    first = case.run(case.copy().eval(), halves[0], case.subject.task)[1]
-    for layer in case.layers:
-        a, b = whole.choices.get(layer.name), first.choices.get(layer.name)
-        if (
-            a is None
-            or b is None
-            or layer.name in whole.over_tokens
-            or _capacity(layer)
-            or a.shape[0] != 2 * b.shape[0]
-        ):
-            yield verdict(
-                "batch",
-                layer.name,
-                None,
-                "choices are not visible, or a capacity or the tokens' rank decides",
-            )
-            continue
-        orders = [a[: len(b)]]  # tokens in the order [B, S], or [S, B] as in Megatron
-        if len(a) % samples == 0:
-            orders.append(a.view(-1, samples, a.shape[1])[:, : samples // 2].reshape(b.shape))
-        same = max(float((rows == b).double().mean()) for rows in orders)
-        yield verdict(
-            "batch", layer.name, same < 0.99, f"{100 * same:.1f} % of the choices are those of the half batch"
-        )
+def declared_capacity(layer: Layer) -> bool:
+    """True if an option speaks of a capacity or of drops."""
+    return any(
+        any(word in name.lower() for word in CAPACITY) and "dropout" not in name
+        for name, value in options_of(layer).items()
+        if not isinstance(value, str | None) and value is not False
+    )
 
 
-def _capacity(layer: Layer) -> bool:
+def options_of(layer: Layer) -> dict[str, Any]:
+    """Attributes of a layer's modules and of their configurations."""
+    found: dict[str, Any] = {}
     for module in layer.module.modules():
-        holders = [vars(module), vars(getattr(module, "config", None) or object.__new__(_Nothing))]
-        for name, value in ((n, v) for holder in holders for n, v in holder.items()):
-            said = not isinstance(value, str | None) and value is not False and "dropout" not in name
-            if said and any(word in name.lower() for word in CAPACITY):
-                return True
-    return False
-
-
-class _Nothing:
-    """A configuration without options."""
+        found |= getattr(getattr(module, "config", None), "__dict__", {})
+    for module in layer.module.modules():
+        found |= vars(module)
+    return found
 
 
 def drops(case: Case) -> Iterator[Finding]:
@@ -136,11 +108,11 @@ def drops(case: Case) -> Iterator[Finding]:
             chosen = int((choices < layer.num_experts).sum())
             lost = chosen - computed[layer.name]
             if lost > 0:
-                declared = None if _capacity(layer) else True
+                declared = None if declared_capacity(layer) else True
                 text = f"{lost} of {chosen} choices are computed by no expert"
                 yield verdict("drops", layer.name, declared, text)
                 continue
-        if layer.name not in outputs or _capacity(layer):
+        if layer.name not in outputs or declared_capacity(layer):
             yield verdict("drops", layer.name, None, "a capacity is declared, or the output is not visible")
             continue
         zero = int((outputs[layer.name] == 0).all(-1).sum())
@@ -204,7 +176,8 @@ def bias_once(case: Case) -> Iterator[Finding]:
     halves = parts_of(case.subject.batch)
     start = _state(case.model)
     if not start or halves is None:
-        yield verdict("bias-once", "", None, "no state for each expert, or the batch cannot be halved")
+        why = "no layer has a state of each expert" if not start else "the batch has one sample"
+        yield verdict("bias-once", "", None, why)
         return
     ends = [_state(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
     moving = {_of_any_layer(n) for n, v in start.items() if n in ends[0] and not ends[0][n].equal(v)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from fmoe_ext.doctor.finding import Layer, Watch, layers_of
 from fmoe_ext.doctor.report import OK, UNDECIDED, WRONG, Finding
 from fmoe_ext.doctor.subject import Batch, Loss, Subject, copied, double
 
+ChangeScores: TypeAlias = Callable[[Layer, torch.Tensor], torch.Tensor]
 TINY = 1e-9  # relative: float64 leaves 1e-16, a gradient of a used router 1e-4
 
 
@@ -22,6 +23,7 @@ class Case:
     """One model under examination; gradients and choices of one training forward are computed once."""
 
     subject: Subject
+    probes: dict[str, Any] = field(default_factory=dict)  # layer: its Probe
 
     def __post_init__(self) -> None:
         s = self.subject
@@ -45,10 +47,12 @@ class Case:
             built: nn.Module = double(make())
             return built
 
-    def run(self, model: nn.Module, batch: Batch, loss: Loss) -> tuple[torch.Tensor, Watch]:
-        """Loss of a forward with fixed random numbers, and the choices in it."""
+    def run(
+        self, model: nn.Module, batch: Batch, loss: Loss, change: ChangeScores | None = None
+    ) -> tuple[torch.Tensor, Watch]:
+        """Loss of a forward with fixed random numbers, and the choices in it; change: as of Watch."""
         torch.manual_seed(0)
-        with Watch(layers_of(model)).forward() as watch:
+        with Watch(layers_of(model), change).forward() as watch:
             value = loss(model, batch)
         return value, watch
 
@@ -106,11 +110,20 @@ def _outputs(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def parts_of(batch: Batch) -> list[Batch] | None:
-    """The two halves of a batch along its first dimension; None if it cannot be halved."""
-    sizes = {v.shape[0] for v in tensors(batch)}
-    if len(sizes) != 1 or (size := sizes.pop()) < 2 or size % 2:
+    """A batch in two along its first dimension, the first part not the larger one; None if it is of one sample."""
+    size = samples_of(batch)
+    if size is None or size < 2:
         return None
-    return [mapped(batch, lambda v: v[: size // 2]), mapped(batch, lambda v: v[size // 2 :])]
+    return [
+        mapped(batch, lambda v: v[: size // 2] if len(v) == size else v),
+        mapped(batch, lambda v: v[size // 2 :] if len(v) == size else v),
+    ]
+
+
+def samples_of(batch: Batch) -> int | None:
+    """The size of the first dimension that most tensors of a batch have; None without tensors."""
+    sizes = [len(v) for v in tensors(batch)]
+    return max(sizes, key=sizes.count) if sizes else None
 
 
 def tensors(batch: Batch) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.audit.cases import AuditError
-from fmoe_ext.doctor import adapters, behaviour, gradients, wiring
+from fmoe_ext.doctor import adapters, behaviour, gradients, independence, routing, wiring
 from fmoe_ext.doctor.case import Case, verdict
 from fmoe_ext.doctor.finding import repeated, unregistered
 from fmoe_ext.doctor.report import Finding, Report
@@ -26,15 +26,19 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("input-gradient", wiring.input_gradient),
     ("weighted", wiring.weighted_biases),
     ("choice-bias", wiring.choice_bias),
+    ("bias-direction", wiring.bias_direction),
     ("experts-differ", gradients.experts_differ),
     ("frozen", wiring.half_frozen),
     ("frozen", wiring.frozen_choice),
     ("cleared", wiring.grows),
     ("optimizer", gradients.optimizer_steps),
     ("clip-norm", gradients.clipping),
+    ("accumulation", gradients.accumulation),
     ("balance-size", gradients.balance),
+    ("balance-cost", gradients.balance_cost),
     ("evaluation", behaviour.evaluation),
-    ("batch", behaviour.batch),
+    ("batch", independence.outputs),
+    ("own-row", routing.routing),
     ("drops", behaviour.drops),
     ("recomputation", behaviour.recomputation),
     ("bias-once", behaviour.bias_once),

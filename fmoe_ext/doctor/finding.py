@@ -13,6 +13,20 @@ from torch.overrides import TorchFunctionMode
 
 ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
 CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))
+PRODUCTS = frozenset(
+    (
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "einsum",
+        "wide_linear",
+    )
+)
 
 
 @dataclass
@@ -155,30 +169,64 @@ def _routers(owner: str, module: nn.Module, size: int, own: set[int]) -> dict[st
     for name, p in module.named_parameters():
         words = name.lower().replace(".", "_").split("_")
         named = any(word.startswith(ROUTER_NAMES) for word in words)
-        if id(p) not in own and p.ndim == 2 and size in p.shape and named and "lora" not in name:
+        bias = words[-1] == "bias"  # rows of an expert's "gate_up_proj_bias"
+        if id(p) not in own and p.ndim == 2 and size in p.shape and named and "lora" not in name and not bias:
             found[f"{owner}.{name}".lstrip(".")] = p
     return found
 
 
 class Watch(TorchFunctionMode):
-    """Record, for each layer, the expert choices of its last forward: int64 [tokens, K]."""
+    """Record, for each layer, the expert choices and the router's scores of its last forward, and change the scores.
 
-    def __init__(self, layers: list[Layer]) -> None:
+    choices: int64 [tokens, K]. scores: what the product with the router's weight returned [tokens, E], before
+    change(layer, scores) put others in their place.
+    """
+
+    def __init__(
+        self, layers: list[Layer], change: Callable[[Layer, torch.Tensor], torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.layers = layers
+        self.change = change
         self.inside: list[Layer] = []
         self.choices: dict[str, torch.Tensor] = {}
+        self.scores: dict[str, torch.Tensor] = {}
         self.over_tokens: set[str] = set()
+        self.ranked: set[str] = set()  # layers whose choices are a rank of scores by experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.inside and getattr(func, "__name__", "") in CHOOSE and isinstance(args[0], torch.Tensor):
-            self._record(func.__name__, args, kwargs or {}, result)
+        name = getattr(func, "__name__", "")
+        if self.inside and name in CHOOSE:
+            scores = args[0] if args else (kwargs or {}).get("input")
+            if isinstance(scores, torch.Tensor):
+                self._record(name, scores, args, kwargs or {}, result)
+        if self.inside and name in PRODUCTS and self._is_of_router(args, kwargs or {}, result):
+            layer = self.inside[-1]
+            rows = result.reshape(-1, result.shape[-1])
+            self.scores[layer.name] = rows.detach().clone()
+            if self.change is not None:
+                result = self.change(layer, rows).to(result.dtype).view_as(result)
         return result
 
-    def _record(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _is_of_router(self, args: Any, kwargs: Any, result: Any) -> bool:
+        """True for the product with a router's weight, cast and transposed as it may be."""
+        layer = self.inside[-1]
+        if not isinstance(result, torch.Tensor) or result.ndim < 2 or result.shape[-1] != layer.num_scores:
+            return False
+        factors = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list | tuple) else [a])]
+        for weight in layer.routers.values():
+            for v in factors:
+                if not isinstance(v, torch.Tensor) or v.ndim != 2 or not v.is_floating_point():
+                    continue
+                for w in (v, v.t()):
+                    if w.shape == weight.shape and torch.allclose(w.to(weight), weight, rtol=1e-2, atol=1e-6):
+                        return True
+        return False
+
+    def _record(self, name: str, scores: torch.Tensor, args: Any, kwargs: Any, result: Any) -> None:
         layer: Layer = self.inside[-1]
-        scores, size = args[0], layer.num_scores
+        size = layer.num_scores
         place = 2 if name == "topk" else 1
         dim = kwargs.get(
             "dim", args[place] if len(args) > place else (-1 if name in ("topk", "sort") else None)
@@ -192,6 +240,7 @@ class Watch(TorchFunctionMode):
         indices = result if isinstance(result, torch.Tensor) else result[1]
         if name in ("argmax", "max"):
             indices = indices.unsqueeze(-1)
+        self.ranked.add(layer.name)
         if name not in ("sort", "argsort"):
             self._keep(layer, indices)
 

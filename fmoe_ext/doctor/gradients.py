@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
-from fmoe_ext.doctor.case import TINY, Case, mapped, off, verdict
-from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.behaviour import declared_capacity, draws_numbers
+from fmoe_ext.doctor.case import TINY, Case, mapped, off, tensors, verdict
+from fmoe_ext.doctor.finding import Layer, Watch, layers_of
 from fmoe_ext.doctor.report import Finding
 
 SLOPE_STEP, SLOPE_BOUND = 1e-3, 0.05
@@ -218,7 +220,13 @@ def balance(case: Case) -> Iterator[Finding]:
         return
     twice = mapped(s.batch, lambda v: torch.cat([v, v]))
     numbers = {"batch twice": float(s.parts(case.copy(), twice)[1].detach())}
-    bad = any(off(balance, n) > 1e-3 for n in numbers.values())
+    bad: bool | None = any(off(balance, n) > 1e-3 for n in numbers.values())
+    if (
+        bad
+        and any(declared_capacity(layer) for layer in case.layers)
+        and off(balance, numbers["batch twice"]) < 0.1
+    ):
+        bad = None  # other tokens are dropped, so that later layers have other inputs
     text = ", ".join(f"{name} {n:.5g}" for name, n in numbers.items())
     yield verdict("balance-size", "", bad, f"{balance:.5g}; {text}")
     if s.with_top_k is not None:
@@ -255,5 +263,121 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     by_balance = norm([grads[n] - case.grads[n] for n in routers])
     wrong_size = balance == 0 or off(added, expected) > 1e-2
     dead = by_balance <= TINY * norm([grads[n] for n in routers]) if routers else None
+    if dead and any(
+        case.choices[x.name].shape[1] == x.num_experts for x in case.layers if x.name in case.choices
+    ):
+        dead = None  # all experts are chosen: the load is even
     numbers = f"adds {added:.4g}, weight x balance {expected:.4g}, gradient of routers {by_balance:.1e}"
     yield verdict("balance-in-loss", "", wrong_size or dead, numbers)
+    if wrong_size or dead is not False:
+        return
+    own = _balance_of_each(case)
+    for layer in case.layers:
+        size = norm([own[n] for n in layer.routers if n in own])
+        text = f"its gradient of this layer's router {size:.1e}"
+        if any(p.requires_grad for p in layer.routers.values()):
+            dead = size <= TINY * max(norm([g]) for g in own.values())
+            yield verdict("balance-in-loss", next(iter(layer.routers)), dead, text)
+
+
+def _balance_of_each(case: Case) -> dict[str, torch.Tensor]:
+    """Gradients of the balance loss where no layer gets one through the output of an earlier layer."""
+    model = case.copy()
+    assert case.subject.parts is not None
+
+    def cut(module: torch.nn.Module, args: object, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return output.detach()
+        if type(output) is tuple and output and isinstance(output[0], torch.Tensor):
+            return (output[0].detach(), *output[1:])
+        return None
+
+    for layer in layers_of(model):
+        layer.module.register_forward_hook(cut)
+    torch.manual_seed(0)
+    case.subject.parts(model, case.subject.batch)[1].backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+COST_BOUND = 0.8  # of the cost of a collapse; a softmax of a softmax leaves less
+LOW = 40.0  # below the chosen experts' scores, which are 0: sigmoids and squares of log-sums stay tame
+
+
+def balance_cost(case: Case) -> Iterator[Finding]:
+    """A router that sends all tokens to the same experts costs E / K times what an even one costs, or more."""
+    s = case.subject
+    if s.parts is None:
+        return
+    rows = {n: len(c) for n, c in case.choices.items()}
+    layers = [layer for layer in case.layers if layer.name in rows]
+    if not layers or len(layers) < len(case.layers):
+        yield verdict("balance-cost", "", None, "choices are not visible")
+        return
+    seen: set[str] = set()
+
+    def scores(layer: Layer, old: torch.Tensor, even: bool) -> torch.Tensor:
+        seen.add(layer.name)
+        k, size = case.choices[layer.name].shape[1], layer.num_experts
+        token = torch.arange(len(old), device=old.device)[:, None] if even else 0
+        place = (torch.arange(k, device=old.device) + token * k) % size
+        new = torch.full_like(old, -LOW)
+        return new.scatter(1, place.expand(len(old), k), 0.0)
+
+    costs = []
+    for even in (True, False):
+        model = case.copy()
+        torch.manual_seed(0)
+        with Watch(layers_of(model), partial(scores, even=even)).forward():
+            costs.append(float(s.parts(model, s.batch)[1].detach()))
+    ks = [case.choices[layer.name].shape[1] for layer in layers]
+    first = next(tensors(s.batch))
+    length = first.shape[1] if first.ndim > 1 else len(first)  # a loss of each sequence is less even
+    expected = min(min(x.num_experts / k, float(length)) for x, k in zip(layers, ks, strict=True))
+    text = f"even scores {costs[0]:.4g}, a collapse {costs[1]:.4g}, E / K {expected:.3g}"
+    if len(seen) < len(case.layers) or expected < 1.5 or costs == [0, 0]:
+        yield verdict(
+            "balance-cost", "", None, f"scores are not visible, or almost all experts are chosen: {text}"
+        )
+        return
+    enough = costs[1] >= COST_BOUND * expected * costs[0] if costs[0] > 0 else costs[1] > costs[0]
+    yield verdict("balance-cost", "", not enough, text)
+
+
+def accumulation(case: Case) -> Iterator[Finding]:
+    """A step of two equal microbatches has the gradients of a step of one."""
+    s = case.subject
+    if draws_numbers(case):
+        yield verdict("accumulation", "", None, "training draws random numbers")
+        return
+    found, ends = [], []
+    for batches in ([s.batch], [s.batch, s.batch]):
+        model = case.copy()
+        optimizer = case.optimizer(model)
+        noted: dict[str, torch.Tensor] = {}
+
+        def note(*_: object, model: torch.nn.Module = model, noted: dict[str, torch.Tensor] = noted) -> None:
+            noted |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(note)
+        torch.manual_seed(0)
+        s.step(model, optimizer, batches, s.loss)
+        if not noted:
+            note()
+        found.append(noted)
+        ends.append({n: v for layer in layers_of(model) for n, v in layer.state().items()})
+    scale = max((float(g.abs().max()) for g in found[0].values()), default=0.0)
+    if scale == 0 or found[0].keys() != found[1].keys():
+        yield verdict("accumulation", "", None, "gradients are not visible when the optimizer steps")
+        return
+    moved = next((n for n, v in ends[0].items() if "bias" in n and not v.equal(ends[1][n])), None)
+    gaps = {
+        n: float((found[1][n] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * scale)
+        for n, g in found[0].items()
+    }
+    worst = max(gaps, key=lambda n: gaps[n])
+    bad: bool | None = gaps[worst] > 1e-3
+    text = f"gradients of two equal microbatches differ from those of one by {gaps[worst]:.1e}"
+    if bad and moved:
+        bad, text = None, f"{text}: {moved} moves otherwise, too"
+    yield verdict("accumulation", worst, bad, text)

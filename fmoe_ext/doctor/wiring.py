@@ -12,6 +12,7 @@ from torch import nn
 from fmoe_ext.doctor.case import TINY, Case, off, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward
+from fmoe_ext.doctor.probe import probe_of
 from fmoe_ext.doctor.report import Finding
 
 SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
@@ -155,7 +156,13 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
         router = norm([case.grads[n] for n in layer.routers if n in case.grads])
         chosen = case.choices.get(layer.name)
         plain = _outputs(case, layer, {})
-        if chosen is None or chosen.shape[1] < 2 or not router or plain is None:
+        if (
+            chosen is None
+            or chosen.shape[1] < 2
+            or not router
+            or plain is None
+            or probe_of(case, layer).weighs_inputs
+        ):
             continue
         for name, p in experts.items():
             if "bias" not in name or p.shape[-1] != plain.shape[-1] or p.ndim > 2:
@@ -212,6 +219,54 @@ def choice_bias(case: Case) -> Iterator[Finding]:
             losses = f"{float(base.detach()):.12g} and {float(moved.detach()):.12g}"
             text = f"losses {losses} with two biases and the same choices"
             yield verdict("choice-bias", name, bad if same else None, text)
+
+
+def bias_direction(case: Case) -> Iterator[Finding]:
+    """A bias of the choice changes choices, and a step moves it against the load: down for the busy experts."""
+    if not any(_biases(layer) for layer in case.layers):
+        return
+    after = {x.name: _biases(x) for x in layers_of(case.stepped([case.subject.batch])[0])}
+    for layer in case.layers:
+        for name, start in _biases(layer).items():
+            acts = _answer(case, layer, name)
+            move = (after[layer.name][name] - start).detach().double()
+            if not acts and not move.any():
+                yield verdict(
+                    "bias-direction", name, None, "it changes no output and does not move: unused, maybe"
+                )
+                continue
+            if acts is None or layer.name not in case.choices:
+                yield verdict("bias-direction", name, None, "choices are not visible")
+                continue
+            if acts == 0:
+                yield verdict("bias-direction", name, True, "it moves in a step and changes no choice")
+                continue
+            chosen = case.choices[layer.name].flatten()
+            counts = chosen[(chosen >= 0) & (chosen < layer.num_experts)].bincount(
+                minlength=layer.num_experts
+            )
+            load = counts.double() - counts.double().mean()
+            if not move.any() or not load.any():
+                yield verdict("bias-direction", name, None, "it does not move, or the load is even")
+                continue
+            along = float((move * load).sum() / (move.norm() * load.norm())) * acts
+            text = f"a step moves it by {along:.2f} along the load of its experts (-1 to 1)"
+            yield verdict("bias-direction", name, along > -0.1, text)
+
+
+def _answer(case: Case, layer: Layer, name: str) -> int | None:
+    """1 if a higher bias brings an expert tokens, -1 if it takes them, 0 if it does nothing; None if not visible."""
+    chosen, number = [], 0
+    for amount in (-100.0, 100.0):
+        model = case.copy()
+        (twin,) = [other for other in layers_of(model) if other.name == layer.name]
+        with torch.no_grad():
+            _biases(twin)[name][number] += amount
+        _, watch = case.run(model, case.subject.batch, case.subject.task)
+        if layer.name not in watch.choices:
+            return None
+        chosen.append(int((watch.choices[layer.name] == number).sum()))
+    return (chosen[1] > chosen[0]) - (chosen[1] < chosen[0])
 
 
 def _biases(layer: Layer) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from tests.doctor.museum import EXHIBITS, subject
 from tests.doctor.museum_finetune import healthy_finetuning
 from tests.doctor.museum_wiring import healthy_models
 from tests.doctor.plain import Model
+from tests.pages import ROOT, blocks
 
 ALARMS = MappingProxyType(  # defects of the architectures: docs/doctor.md has the lines
     {"Llama4ForCausalLM": {"balance-in-loss"}, "LongcatFlashForCausalLM": {"expert-gradient"}}
@@ -115,8 +116,14 @@ def test_model_without_experts_is_refused():
 
 
 @pytest.mark.parametrize(("make", "status"), [("healthy", 0), ("dead_router", 1)])
-def test_command_reports_the_example(make, status, capsys):
-    assert main([f"examples/doctor/two_routers.py:{make}", "--json"]) == status
+def test_command_reports_the_file_of_the_page(make, status, capsys, tmp_path, monkeypatch):
+    """The page gives the file whole, so that its commands run in an empty folder."""
+    code = next(code for _, code, _ in blocks(ROOT / "docs/doctor.md") if code.startswith("# two_routers.py"))
+    example = code.split("\n", 1)[1]
+    assert example == (ROOT / "examples/doctor/two_routers.py").read_text()
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("two_routers.py").write_text(example)
+    assert main([f"two_routers.py:{make}", "--json"]) == status
     report = json.loads(capsys.readouterr().out)
     wrong = {finding["invariant"] for finding in report["findings"] if finding["verdict"] == "wrong"}
     assert wrong == ({"router-gradient"} if status else set())

@@ -1,0 +1,216 @@
+"""Invariants of a sample's output: it is its own, whatever stands beside, behind or before it.
+
+Outputs of the whole model are compared, sample by sample: with other samples beside, in another order of the batch,
+with other tokens behind, and after a forward of another batch. Choices may be right where rows return to other places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.doctor.behaviour import draws_numbers
+from fmoe_ext.doctor.case import Case, mapped, off, samples_of, verdict
+from fmoe_ext.doctor.finding import Layer, Watch, layers_of
+from fmoe_ext.doctor.probe import probe_of
+from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.subject import Batch
+
+BOUND = 1e-4  # of the largest output: parts in float32 round otherwise in another batch
+
+
+def outputs(case: Case) -> Iterator[Finding]:
+    s, count = case.subject, samples_of(case.subject.batch)
+    if count is None or count < 2:
+        yield verdict("batch", "", None, "the batch has one sample")
+        return
+    plain, watch = _output(case, s.batch, count)
+    if plain is None:
+        yield verdict("batch", "", None, "no output of the model has a row for each sample")
+        return
+    why = _by_design(case, watch)
+    order = torch.arange(count, device="cpu").flip(0)
+    turned, _ = _output(case, _samples(s.batch, count, order), count)
+    yield _compared("batch", turned, plain[order], why, "the samples are in another order")
+    half = torch.arange(count // 2, device="cpu")
+    alone, _ = _output(case, _samples(s.batch, count, half), count // 2)
+    yield _compared("batch", alone, plain[half], why, "the other samples are absent")
+    first = torch.cat(
+        [torch.zeros(1, dtype=torch.int64, device="cpu"), 1 + torch.arange(count - 1, device="cpu") // 2]
+    )
+    others = _behind(_samples(s.batch, count, first), count, 0, from_sample=1)
+    if others is not None:
+        changed, _ = _output(case, others, count)
+        of_first = None if changed is None else changed[:1]
+        yield _compared("batch", of_first, plain[:1], why, "the other samples have other values")
+    yield from _causal(case, plain, count, why)
+    yield from _history(case, count)
+
+
+def _compared(
+    name: str, found: torch.Tensor | None, expected: torch.Tensor, why: str | None, when: str
+) -> Finding:
+    if found is None or found.shape != expected.shape:
+        return verdict(name, "", None, f"the model has another output if {when}")
+    moved = _distance(found, expected)
+    text = f"outputs move by {moved:.1e} of the largest if {when}"
+    bad = moved > BOUND
+    return verdict(name, "", None if bad and why else bad, f"{text}: {why}" if bad and why else text)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-300)
+
+
+def _output(
+    case: Case, batch: Batch, count: int, model: nn.Module | None = None
+) -> tuple[torch.Tensor | None, Watch]:
+    """The model's first floating-point output with a dimension of the samples [samples, ...], and the choices."""
+    model = case.copy().eval() if model is None else model
+    found: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        found.extend(v.detach() for v in _floating(output) if v.ndim > 1 and count in v.shape[:2])
+
+    hook = model.register_forward_hook(keep)
+    with torch.no_grad():
+        _, watch = case.run(model, batch, case.subject.task)
+    hook.remove()
+    if not found:
+        return None, watch
+    return found[0] if found[0].shape[0] == count else found[0].transpose(0, 1), watch
+
+
+def _floating(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif hasattr(output, "values"):
+        for value in output.values():
+            yield from _floating(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _floating(value)
+
+
+def _by_design(case: Case, watch: Watch) -> str | None:
+    for layer in case.layers:
+        reason = probe_of(case, layer).by_design
+        if reason is not None:
+            return f"in {layer.name or 'the layer'} {reason}"
+
+    def others(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(6)
+        return scores + 5 * torch.randn(scores.shape, generator=generator, device="cpu").to(scores)
+
+    with torch.no_grad():
+        _, changed = case.run(case.copy().eval(), case.subject.batch, case.subject.task, others)
+    for name, scores in watch.scores.items():
+        choices = watch.choices.get(name)
+        if choices is None or name in watch.ranked or len(scores) != len(choices):
+            continue
+        if choices.equal(changed.choices.get(name, choices)):
+            return f"{name or 'the layer'} chooses by a token's place or a table, not by scores"
+    return None
+
+
+def _samples(batch: Batch, count: int, numbers: torch.Tensor) -> Batch:
+    return mapped(batch, lambda v: v[numbers.to(v.device)] if len(v) == count else v)
+
+
+def _behind(batch: Batch, count: int, position: int, from_sample: int = 0) -> Batch | None:
+    """The batch with other values from a position on, in all samples from a number on; None if it has no positions."""
+    changed = False
+
+    def change(v: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        sequence = v.ndim > 2 or (v.ndim == 2 and not v.is_floating_point() and v.dtype != torch.bool)
+        if len(v) != count or not sequence or v.shape[1] < 2:
+            return v
+        part = v[from_sample:, position:]
+        other = part.flip(1).roll(1, 0)
+        changed |= not other.equal(part)
+        return torch.cat([v[:from_sample], torch.cat([v[from_sample:, :position], other], 1)])
+
+    made = mapped(batch, change)
+    return made if changed else None
+
+
+def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Iterator[Finding]:
+    """Later tokens move no earlier output, unless they do without the experts too."""
+    length = plain.shape[1] if plain.ndim > 2 else 0
+    if length < 2:
+        return
+    position = length // 2
+    batch = _behind(case.subject.batch, count, position)
+    if batch is None:
+        return
+    changed, _ = _output(case, batch, count)
+    if changed is None or changed.shape != plain.shape:
+        return
+    moved = _distance(changed[:, :position], plain[:, :position])
+    text = f"outputs before a change of later tokens move by {moved:.1e} of the largest"
+    bad: bool | None = moved > BOUND
+    if bad:
+        pair = []
+        for other in (case.subject.batch, batch):
+            model = case.copy().eval()
+            with torch.no_grad():
+                for p in (p for layer in layers_of(model) for p in layer.parameters().values()):
+                    p.zero_()
+            pair.append(_output(case, other, count, model)[0])
+        without = _distance(pair[1][:, :position], pair[0][:, :position])  # type: ignore[index]
+        if without > BOUND:
+            bad, text = None, "the model without its experts is not causal"
+        elif why:
+            bad, text = None, f"{text}: {why}"
+    yield verdict("causality", "", bad, text)
+
+
+def _history(case: Case, count: int) -> Iterator[Finding]:
+    """A forward after that of another batch equals the first forward of a model."""
+    some = _samples(
+        case.subject.batch, count, torch.arange(count, device="cpu") // 2
+    )  # not the same tokens in another order
+    changed = _behind(some, count, 0)
+    other = some if changed is None else changed
+    for training in (False, True):
+        fresh, second = case.copy().train(training), case.copy().train(training)
+        expected, watch = _output(case, case.subject.batch, count, fresh)
+        start = _states(second)
+        _output(case, other, count, second)
+        moves = [n for n, v in _states(second).items() if n in start and not v.equal(start[n])]
+        found, again = _output(case, case.subject.batch, count, second)
+        if expected is None or found is None:
+            return
+        moved = _distance(found, expected)
+        when = "training" if training else "evaluation"
+        text = f"outputs in {when} move by {moved:.1e} of the largest after a forward of another batch"
+        bad: bool | None = moved > BOUND
+        excuse = training and (moves[0] if moves else "random numbers" if draws_numbers(case) else None)
+        if bad and excuse:
+            bad, text = None, f"{text}: {excuse} changed"
+        yield verdict("history", "", bad, text)
+        if training and case.subject.parts is not None and not excuse:
+            yield _balance_history(case, other)
+
+
+def _balance_history(case: Case, other: Batch) -> Finding:
+    """The balance loss is of this batch."""
+    parts = case.subject.parts
+    assert parts is not None
+    fresh, second = case.copy(), case.copy()
+    expected = float(parts(fresh, case.subject.batch)[1].detach())
+    parts(second, other)
+    found = float(parts(second, case.subject.batch)[1].detach())
+    text = f"balance loss {expected:.6g}, after a forward of another batch {found:.6g}"
+    return verdict("history", "balance loss", off(expected, found) > BOUND, text)
+
+
+def _states(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers and biases of choices: what may change a later forward by design."""
+    biases = {n: v for layer in layers_of(model) for n, v in layer.state().items() if "bias" in n}
+    return {n: v.clone() for n, v in (dict(model.named_buffers()) | biases).items()}

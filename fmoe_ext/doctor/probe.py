@@ -1,0 +1,299 @@
+"""Measure from outside what each expert adds to each token of one layer.
+
+A MoE layer returns the sum over a token's experts of weight times output. Which experts computed a token and with which
+weights can be seen without reading the layer's code. Give all experts the same values, then move those of expert e a
+little: row t of the output moves by w[t, e] times the change of one function at x[t]. The rows that move tell which
+tokens e computed; the ratios of the moves are the ratios of the weights. The router's scores can be changed between
+the router's product and the choice (Watch), so that what a score does is measured, too.
+
+Shapes: T tokens, E experts, M of them measured, D the width of the output.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.doctor.behaviour import declared_capacity
+from fmoe_ext.doctor.case import Case, ChangeScores
+from fmoe_ext.doctor.finding import Layer, Watch
+from fmoe_ext.doctor.subject import copied
+
+MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
+NEAR = 0.1  # a change of a score that moves weights and few choices
+MOST_MEASURED = 16  # a run for each; of more experts the MANY that were chosen most often
+MANY = 8
+ZERO = 1e-12  # of the largest move: what an expert does not compute does not move at all
+
+
+class Probe:
+    """One layer of the model in evaluation, run alone on the input that it had in the model's first forward.
+
+    cannot: why it cannot be run so; None if it can.
+    scores [T, E]: of the router; None where its product is not seen, or is of groups of tokens (of_groups).
+    choices [T, K]: None where they are not visible; ranked: a rank of scores was seen.
+    measured: numbers of the experts that are measured.
+    """
+
+    def __init__(self, case: Case, layer: Layer) -> None:
+        self.layer = layer
+        self.cannot: str | None = None
+        self.scores: torch.Tensor | None = None
+        self.choices: torch.Tensor | None = None
+        self.over_tokens = self.ranked = False
+        self.input_kept = True
+        self.measured: list[int] = []
+        self._inputs: Any = None
+        self.rows: torch.Tensor = torch.empty(0, device="cpu")
+        self.of_groups = False
+        expected = self._run_model(case)
+        if self._inputs is None or expected is None:
+            self.cannot = "its input and output are not visible"
+            return
+        try:
+            self.rows = self.run(record=True)
+        except Exception as error:  # of the model
+            self.cannot = f"it does not run alone: {type(error).__name__}"
+            return
+        if self.rows.shape != expected.shape or not torch.allclose(self.rows, expected, rtol=1e-4, atol=1e-6):
+            self.cannot = "alone it has another output than in the model"
+        self.of_groups = self.scores is not None and len(self.scores) < len(self.rows)
+        if self.scores is not None and len(self.scores) != len(self.rows):
+            self.scores = None
+        if self.choices is not None and len(self.choices) != len(self.rows):
+            self.choices = None
+        self.measured = list(range(layer.num_experts))
+        if layer.num_experts > MOST_MEASURED:
+            chosen = (
+                torch.arange(layer.num_experts, device=self.rows.device)
+                if self.choices is None
+                else self.choices[(self.choices >= 0) & (self.choices < layer.num_experts)]
+            )
+            counts = chosen.flatten().bincount(minlength=layer.num_experts)
+            self.measured = counts.topk(MANY).indices.sort().values.tolist()
+
+    def _run_model(self, case: Case) -> torch.Tensor | None:
+        """Note the layer's input and output in a forward of the model."""
+        model = case.copy().eval()
+        found: list[torch.Tensor] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._inputs is None:
+                self._inputs = _detached((args, kwargs))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            found.append(_rows(output))
+
+        module = model.get_submodule(self.layer.name)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        with torch.no_grad():
+            case.run(model, case.subject.batch, case.subject.task)
+        self._module = case.model.get_submodule(self.layer.name)
+        return found[0] if found else None
+
+    def run(
+        self,
+        change: ChangeScores | None = None,
+        moved: list[int] | None = None,
+        of: float | None = None,
+        inputs: Any = None,
+        record: bool = False,
+    ) -> torch.Tensor:
+        """Rows [T, D] that the layer returns.
+
+        moved: all experts have the values of the first one, and these are moved. of: all values of experts times this.
+        record: note scores and choices.
+        """
+        rows, watch = self._run(change, moved, of, inputs, training=None)
+        if record:
+            self.scores = watch.scores.get(self.layer.name)
+            self.choices = watch.choices.get(self.layer.name)
+            self.over_tokens = self.layer.name in watch.over_tokens
+            self.ranked = self.layer.name in watch.ranked
+        return rows
+
+    def train(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and choices of the layer in training."""
+        rows, watch = self._run(None, None, None, None, training=seed)
+        return rows, watch.choices.get(self.layer.name)
+
+    def _run(
+        self,
+        change: ChangeScores | None,
+        moved: list[int] | None,
+        of: float | None,
+        inputs: Any,
+        training: int | None,
+    ) -> tuple[torch.Tensor, Watch]:
+        module = copied(self._module).train(training is not None)
+        prefix = f"{self.layer.name}." if self.layer.name else ""
+        own = {f"{prefix}{n}": p for n, p in module.named_parameters(remove_duplicate=False)}
+        layer = replace(
+            self.layer,
+            module=module,
+            stacked={n: own[n] for n in self.layer.stacked},
+            separate=[{n: own[n] for n in expert} for expert in self.layer.separate],
+            routers={n: own[n] for n in self.layer.routers},
+        )
+        with torch.no_grad():
+            if moved is not None:
+                _make_equal(layer, own, moved)
+            if of is not None:
+                for p in layer.parameters().values():
+                    p.mul_(of)
+            args, kwargs = copy.deepcopy(self._inputs if inputs is None else inputs)
+            torch.manual_seed(training or 0)
+            before = [v.clone() for v in _floating((args, kwargs))]
+            with Watch([layer], change).forward() as watch:
+                rows = _rows(module(*args, **kwargs))
+            after = _floating((args, kwargs))
+            self.input_kept = all(a.equal(b) for a, b in zip(before, after, strict=False))
+            return rows, watch
+
+    def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:
+        """Measure what a move of each expert adds to each row [T, M, D], if all experts have the same values."""
+        base = self.run(change, [])
+        moves = [self.run(change, [e]) - base for e in (self.measured if experts is None else experts)]
+        return torch.stack(moves, 1)
+
+    def whole(self, change: ChangeScores | None = None) -> torch.Tensor:
+        """Measure what the same move of all experts adds to each row [T, D]: a token's weights all together."""
+        return self.run(change, list(range(self.layer.num_experts))) - self.run(change, [])
+
+    @functools.cached_property
+    def base(self) -> torch.Tensor:
+        """parts() of the scores as they are."""
+        return self.parts()
+
+    @functools.cached_property
+    def used(self) -> torch.Tensor:
+        """bool [T, M]: the experts that add to a token."""
+        return active(self.base)
+
+    @functools.cached_property
+    def by_design(self) -> str | None:
+        """Why a token's experts depend on other tokens by the layer's design; None if nothing says so."""
+        if declared_capacity(self.layer):
+            return "a capacity is declared, so that other tokens decide who is dropped"
+        if self.cannot is not None:
+            return None
+        if self.over_tokens:
+            return "experts choose tokens, so that other tokens decide"
+        if self.of_groups:
+            return "the router chooses for several tokens at once"
+        if self.choices is None and bool(self.used.all()):
+            return "nobody is chosen: all experts compute all tokens, or mixtures of them"
+        return None
+
+    @functools.cached_property
+    def weighs_inputs(self) -> bool:
+        """True if scores change what an expert computes, not only how much it counts, as weights on its input do."""
+        if self.cannot is not None or self.scores is None or not self.used.any():
+            return False
+        place = int(self.used.sum(0).argmax())
+        before = self.base[:, place]
+        after = self.parts(only(None, self.measured[place], NEAR), [self.measured[place]])[:, 0]
+        both = self.used[:, place] & (after.norm(dim=-1) > 0)
+        cosine = torch.nn.functional.cosine_similarity(after[both], before[both], dim=-1)
+        return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
+
+    def with_input(self, row: int) -> Any:
+        """The layer's input with one token changed; None if no input has a row for each token."""
+        args, kwargs = copy.deepcopy(self._inputs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
+                rows = value.view(-1, value.shape[-1])
+                if len(rows) != len(self.rows):
+                    return None
+                generator = torch.Generator("cpu").manual_seed(row)
+                noise = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
+                rows[row] += noise.to(rows)
+                return args, kwargs
+        return None
+
+
+def probe_of(case: Case, layer: Layer) -> Probe:
+    """The Probe of a layer, made once for all checks."""
+    if layer.name not in case.probes:
+        case.probes[layer.name] = Probe(case, layer)
+    probe: Probe = case.probes[layer.name]
+    return probe
+
+
+def ratio_of(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Of two measurements [T, M, D] the ratio of the weights [T, M]; NaN where an expert adds nothing."""
+    return (after * before).sum(-1) / (before * before).sum(-1)
+
+
+def only(row: int | None, column: int | None, amount: float) -> ChangeScores:
+    """Raise a column of the scores, or draw changes for a whole row."""
+
+    def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+        delta = torch.zeros_like(scores)
+        if column is not None:
+            delta[:, column] = amount
+        elif row is not None and row < len(scores):
+            generator = torch.Generator("cpu").manual_seed(row)
+            delta[row] = amount * torch.randn(scores.shape[-1], generator=generator, device="cpu").to(delta)
+        return scores + delta
+
+    return change
+
+
+def active(parts: torch.Tensor) -> torch.Tensor:
+    """bool [T, M]: the experts that add to a token."""
+    sizes = parts.norm(dim=-1)
+    return sizes > ZERO * sizes.max().clamp(min=1e-300)
+
+
+def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int]) -> None:
+    """Give all experts the values of the first one, and move some of them, all in the same way."""
+    generator = torch.Generator("cpu").manual_seed(9)
+
+    def give(first: torch.Tensor, others: list[torch.Tensor]) -> None:
+        first = first.clone()
+        noise = torch.randn(first.shape, generator=generator, dtype=torch.float64, device="cpu")
+        size = float(first.abs().mean()) or 0.02
+        for e, value in enumerate(others):
+            value.copy_(first)
+            if e in moved:
+                value.add_(noise.to(first), alpha=MOVE * size)
+
+    if layer.separate:
+        for tensors in zip(*(expert.values() for expert in layer.separate), strict=True):
+            give(tensors[0], list(tensors))
+    beside = {n.rpartition(".")[0] for n in layer.stacked}
+    stacks = dict(layer.stacked)
+    for name, p in own.items():  # rows of biases beside stacked matrices
+        if name.rpartition(".")[0] in beside and p.ndim == 2 and len(p) == layer.num_experts:
+            stacks.setdefault(name, p)
+    for name, p in stacks.items():
+        if name not in layer.routers:
+            give(p[0], list(p.unbind(0)))
+
+
+def _rows(output: Any) -> torch.Tensor:
+    while isinstance(output, tuple | list):
+        output = output[0]
+    return output.detach().reshape(-1, output.shape[-1]).clone()
+
+
+def _floating(inputs: Any) -> list[torch.Tensor]:
+    args, kwargs = inputs
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(_detached(v) for v in value)
+    if isinstance(value, dict):
+        return {n: _detached(v) for n, v in value.items()}
+    return value

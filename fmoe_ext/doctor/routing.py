@@ -1,0 +1,300 @@
+"""Invariants of one layer's routing, whatever its code: rows, choices and weights, measured by a Probe.
+
+A token's row depends on its own input and scores. A higher score never costs an expert its token, and never lowers
+its weight or raises that of another one. Shapes are those of probe.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from fmoe_ext.doctor.behaviour import options_of
+from fmoe_ext.doctor.case import Case, verdict
+from fmoe_ext.doctor.finding import Layer
+from fmoe_ext.doctor.probe import NEAR, Probe, active, only, probe_of, ratio_of
+from fmoe_ext.doctor.report import Finding
+
+FAR = 10.0  # a change of a score that decides the choice
+ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
+WEIGHT_BOUND = 1e-4
+SOME = 0.1  # of the tokens
+TRIED = 3  # experts, tokens
+# Options of the number of experts of a token; where one of the second kind stands, the first may mean something else.
+TOP_K = (
+    re.compile(r"(moe_?|router_?|num_)?(top_?k|k)(_experts)?|num_selected(_experts)?"),
+    re.compile(
+        r"(num_|n_)?(activated_|active_|selected_|routed_)?experts_per_tok(en)?|n(um)?_activ(at)?ed?_experts"
+    ),
+)
+SCORES = r"(top_?k|prob|weight|gate|rout|expert|score)"
+NORM = r"(re)?norm(ali[sz]e)?d?"
+NORMALISED = re.compile(
+    rf"(?!.*(layer|rms|post|pre|qk))(.*{NORM}_.*{SCORES}.*|.*{SCORES}.*_{NORM}|(moe_)?renormali[sz]e|normali[sz]e)"
+)
+
+
+def routing(case: Case) -> Iterator[Finding]:
+    for layer in case.layers:
+        probe = probe_of(case, layer)
+        if probe.cannot is not None:
+            yield verdict("choice", layer.name, None, f"the layer is not examined alone: {probe.cannot}")
+            continue
+        kept = (
+            "the layer leaves its input as it is"
+            if probe.input_kept
+            else "the layer writes into its own input"
+        )
+        yield verdict("own-row", layer.name, not probe.input_kept, kept)
+        used, shared = probe.used, probe.by_design
+        yield _as_in_training(probe, shared)
+        yield from _rows(probe, shared)
+        if not used.any():
+            yield verdict("choice", layer.name, None, "no expert that is measured adds to the output")
+            continue
+        yield from _used_as_chosen(probe, used, shared)
+        if probe.scores is None or shared is not None:
+            why = shared or "the product with the router's weight is not visible"
+            yield verdict("choice", layer.name, None, why)
+        else:
+            yield from _weights(probe, used)
+        yield from _top_k(probe, used, shared)
+
+
+def _as_in_training(probe: Probe, shared: str | None) -> Finding:
+    """The same choices have the same output in training and in evaluation."""
+    (rows, choices), (again, _) = probe.train(1), probe.train(2)
+    scale = float(probe.rows.abs().max())
+    if not rows.equal(again):
+        return verdict("evaluation", probe.layer.name, None, "training draws random numbers")
+    if choices is None or probe.choices is None or choices.shape != probe.choices.shape or shared:
+        return verdict("evaluation", probe.layer.name, None, shared or "choices are not visible")
+    if not choices.sort().values.equal(probe.choices.sort().values):
+        return verdict(
+            "evaluation", probe.layer.name, None, "training chooses others, as balanced assignments do"
+        )
+    gap = float((rows - probe.rows).abs().max()) / scale if scale else 0.0
+    bad: bool | None = gap > WEIGHT_BOUND
+    text = f"the same choices and input, outputs differ by {gap:.1e} of the largest"
+    if bad and any("running_mean" in n for n, _ in probe.layer.module.named_buffers()):
+        bad, text = None, f"{text}: a norm has statistics of the batch"
+    return verdict("evaluation", probe.layer.name, bad, text)
+
+
+def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
+    """Scores and input of one token move its row and no other one."""
+    name, size = probe.layer.name, len(probe.rows)
+    scale = float(probe.rows.abs().max())
+    tokens = sorted({0, size // 2, size - 1})
+    if size < 2:
+        yield verdict("own-row", name, None, "the batch has one token")
+        return
+
+    def others(moved: torch.Tensor, token: int, base: torch.Tensor) -> list[int]:
+        rows = ((moved - base).abs().amax(-1) > ROW_BOUND * scale).nonzero().flatten().tolist()
+        return [row for row in rows if row != token]
+
+    if probe.scores is not None:
+        wrong = {t: o for t in tokens if (o := others(probe.run(only(t, None, 3.0)), t, probe.rows))}
+        text = "a token's scores move its own row alone"
+        if wrong:
+            token, rows = next(iter(wrong.items()))
+            text = f"scores of token {token} move the rows {_some(rows)}"
+            text += f": {shared}" if shared else ""
+        yield verdict("own-row", name, None if wrong and shared else bool(wrong), text)
+    inputs = {t: probe.with_input(t) for t in tokens}
+    if any(made is None for made in inputs.values()):
+        yield verdict("own-row", name, None, "no input has a row for each token")
+        return
+    wrong = {t: o for t, made in inputs.items() if (o := others(probe.run(inputs=made), t, probe.rows))}
+    text = "a token's input moves its own row alone"
+    bad: bool | None = bool(wrong)
+    if wrong:
+        token, rows = next(iter(wrong.items()))
+        text = f"the input of token {token} moves the rows {_some(rows)}"
+        nothing = probe.run(of=0.0)  # the rest of the layer, such as attention beside the experts
+        if any(others(probe.run(of=0.0, inputs=inputs[t]), t, nothing) for t in wrong):
+            bad, text = None, f"{text}, also without the experts"
+        elif shared:
+            bad, text = None, f"{text}: {shared}"
+    yield verdict("own-row", name, bad, text)
+
+
+def _some(rows: list[int]) -> str:
+    return ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
+
+
+def _used_as_chosen(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
+    """The experts that were chosen compute, each once, and no others."""
+    layer = probe.layer
+    if probe.choices is None or shared is not None:
+        return
+    none = layer.num_scores  # the column of choices of nobody
+    chosen = torch.zeros(len(used), none + 1, dtype=torch.bool, device=used.device)
+    chosen.scatter_(1, torch.where(probe.choices < 0, none, probe.choices), True)
+    chosen = chosen[:, probe.measured]
+    strange = int((used & ~chosen).sum())
+    ordered = probe.choices.sort().values
+    doubled = int(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1).sum())
+    text = f"{strange} of {int(used.sum())} experts compute a token that did not choose them"
+    if doubled:
+        text = f"{doubled} of {len(used)} tokens choose an expert twice"
+    dense = bool(used.all())  # choices that are counted alone
+    yield verdict("choice", layer.name, None if dense and not doubled else strange + doubled > 0, text)
+    lost = int((chosen & ~used).sum())
+    text = f"{lost} of {int(chosen.sum())} choices add nothing to their token"
+    sorted_all = probe.choices.shape[1] == layer.num_experts  # and cut at a share of the probability
+    yield verdict("drops", layer.name, None if lost and sorted_all else lost > 0, text)
+
+
+def _most(probe: Probe, used: torch.Tensor) -> list[int]:
+    """Places of the measured experts with the most tokens, the busiest first."""
+    counts = used.sum(0)
+    return [i for i in counts.argsort(descending=True)[:TRIED].tolist() if counts[i]]
+
+
+def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
+    """A higher score takes no token away from its expert, raises its weight and no other one's.
+
+    Where scores are distances all of it is the other way round. Scores reach the output through weights only.
+    """
+    layer, tried, parts = probe.layer, _most(probe, used), probe.base
+    assert probe.scores is not None
+    far = FAR + 2 * float(probe.scores.abs().max())
+    up = down = 0  # tokens whose choice follows the score, and runs against it
+    for place in tried:
+        expert, before = probe.measured[place], used[:, place]
+        high, low = (active(probe.parts(only(None, expert, s * far), [expert]))[:, 0] for s in (1, -1))
+        up += int((high & ~before).sum() + (before & ~low).sum())
+        down += int((before & ~high).sum() + (low & ~before).sum())
+    whole = probe.whole()
+    if len(probe.measured) == layer.num_experts:
+        gap = (parts.sum(1) - whole).norm(dim=-1)
+        if bool((gap > 0.1 * whole.norm(dim=-1).max()).any()):
+            yield verdict("weights", layer.name, None, "the output is not a sum over experts")
+            return
+    share = (parts * whole[:, None]).sum(-1) / (whole * whole).sum(-1)[:, None]
+    asked = still = 0
+    moves = torch.zeros(
+        2, 2, dtype=torch.int64, device="cpu"
+    )  # tokens: [own weight, another one's] x [lower, higher]
+    acts = False
+    for place in tried:
+        change = only(None, probe.measured[place], NEAR)
+        after = probe.parts(change)
+        same = (active(after) == used).all(-1) & used[:, place]
+        ratio = torch.where(used, ratio_of(after, parts), 1.0)[same]
+        own = ratio[:, place].clone()
+        ratio[:, place] = 1.0
+        asked += len(own)
+        for row, values in enumerate((own[:, None], ratio)):
+            moves[row, 0] += int((values < 1 - WEIGHT_BOUND).any(-1).sum())
+            moves[row, 1] += int((values > 1 + WEIGHT_BOUND).any(-1).sum())
+        still += int(
+            ((own - 1).abs() < WEIGHT_BOUND).logical_and(((ratio - 1).abs() < WEIGHT_BOUND).all(-1)).sum()
+        )
+        moved = (probe.run(change) - probe.rows)[same].abs().amax(-1)
+        acts |= bool((moved > WEIGHT_BOUND * NEAR * float(probe.rows.abs().max())).any())
+    (own_lower, own_higher), (other_lower, other_higher) = moves.tolist()
+    distances = down > up and own_lower > (1 - SOME) * asked > 0
+    text = f"a higher score brings its expert {up} tokens and takes {down} away"
+    bad: bool | None = not distances and down > 0
+    if not up + down and not bool(used.all()):
+        bad = True if probe.ranked else None
+        text = "no score changes who is chosen" + (
+            "" if bad else ", as in layers that choose by a table or a place"
+        )
+    yield verdict("choice", layer.name, bad, text)
+    if not asked:
+        yield verdict("weights", layer.name, None, "every small change of a score changes choices")
+        return
+    if probe.weighs_inputs:
+        yield verdict(
+            "weights", layer.name, None, "scores change what an expert computes: they weigh its input"
+        )
+        return
+    lower, higher = (own_higher, other_lower) if distances else (own_lower, other_higher)
+    text = f"a higher score lowers its own weight for {lower} of {asked} tokens, raises another one's for {higher}"
+    if distances:
+        text = f"scores are distances: a higher one raises its own weight for {lower} of {asked} tokens"
+    bad = max(lower, higher) > SOME * asked
+    if not bad and still == asked and acts:
+        bad, text = True, "scores reach the output and do not weigh the experts"
+    if not bad and bool((share[used] < -0.01).any()):
+        bad, text = True, f"{int((share[used] < -0.01).sum())} of {int(used.sum())} weights are negative"
+    if not bad and (twice := _twice(probe, share, used)):
+        bad, text = True, twice
+    yield verdict("weights", layer.name, bad, text)
+    yield from _normalised(probe, whole, used)
+
+
+def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
+    """Name what was applied twice, if ratios of a token's weights say so."""
+    scores = probe.scores
+    if scores is None or scores.shape[-1] != probe.layer.num_experts:
+        return None
+    scores = scores.double()[:, probe.measured]
+    rows = (used.sum(-1) > 1) & (used & (share <= 0)).any(-1).logical_not()
+    if int(rows.sum()) < 4:
+        return None
+    pairs = [(t, *used[t].nonzero().flatten()[:2].tolist()) for t in rows.nonzero().flatten().tolist()]
+    t, a, b = (torch.tensor(column, device=scores.device) for column in zip(*pairs, strict=True))
+    weights = share.double()[t, a].log() - share.double()[t, b].log()
+    all_scores = probe.scores.double().softmax(-1)[:, probe.measured] if probe.scores is not None else scores
+    once = {"softmax": scores, "sigmoid": F.logsigmoid(scores)}
+    twice = {f"weights are those of a {name}, squared": 2 * logs for name, logs in once.items()}
+    twice["weights are a softmax of a softmax"] = all_scores
+
+    def gap(logs: torch.Tensor) -> float:
+        return float((weights - (logs[t, a] - logs[t, b])).abs().max())
+
+    nearest = min(map(gap, once.values()))  # scores near 0: a sigmoid's square is almost a softmax
+    found = min(twice, key=lambda text: gap(twice[text]))
+    return found if gap(twice[found]) < min(0.02 * float(weights.abs().max()), 0.1 * nearest) else None
+
+
+def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterator[Finding]:
+    """A token's weights have one sum, whatever its scores, where an option says so.
+
+    Where it denies it they may have one too: a softmax over the chosen scores has.
+    """
+    said = {
+        n: v for n, v in options_of(probe.layer).items() if isinstance(v, bool) and NORMALISED.fullmatch(n)
+    }
+    if not said or int(used.sum(-1).max()) < 2:
+        return
+
+    def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(4)
+        return scores + torch.randn(scores.shape, generator=generator, device="cpu").to(scores)
+
+    ratio = (probe.whole(change) * whole).sum(-1) / (whole * whole).sum(-1)
+    spread = float((ratio - 1).abs().max())
+    one_sum = spread < 1e-2
+    name, value = next(iter(said.items()))
+    text = f"{name}={value}, and other scores change the sum of a token's weights by {spread:.1e}"
+    if len(set(said.values())) > 1:
+        yield verdict("normalised", probe.layer.name, None, f"{' and '.join(said)} differ")
+        return
+    yield verdict(
+        "normalised", probe.layer.name, (not one_sum) if value else None if one_sum else False, text
+    )
+
+
+def _top_k(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
+    """As many experts compute a token as an option says."""
+    numbers = {n: v for n, v in options_of(probe.layer).items() if type(v) is int and v > 0}
+    weak, strong = ({n: v for n, v in numbers.items() if kind.fullmatch(n)} for kind in TOP_K)
+    said = strong or weak
+    if not said or len(probe.measured) != probe.layer.num_experts or shared is not None:
+        return
+    counts = used.sum(-1)
+    options = ", ".join(f"{n}={v}" for n, v in said.items())
+    text = f"{options}; {int(counts.min())} to {int(counts.max())} experts add to a token"
+    bad: bool | None = None
+    if bool((counts == counts[0]).all()):
+        bad = int(counts[0]) not in said.values()
+    yield verdict("top-k", probe.layer.name, bad, text)

@@ -1,0 +1,67 @@
+"""The doctor measures outputs, choices and weights, whatever the code of a layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fmoe_ext import doctor
+from fmoe_ext.doctor.case import Case
+from fmoe_ext.doctor.probe import Probe
+from tests.doctor.museum import subject
+from tests.doctor.museum_outputs import HEALTHY, MISTAKES
+from tests.doctor.plain import EXPERTS
+from tests.sweeps import rest_is_long
+
+# The others are long: a check of a model takes most of a second.
+QUICK_MISTAKES = (
+    "rows_in_another_order",
+    "mean_of_the_sequence_is_added",
+    "routing_of_the_previous_batch",
+    "worst_experts",
+    "weights_of_the_other_choice",
+    "bias_moves_with_the_load",
+    "balance_loss_is_not_divided_in_accumulation",
+    "softmax_twice_in_the_balance_loss",
+)
+QUICK_HEALTHY = ("three_samples", "experts_choose_tokens", "scores_are_distances", "soft_mixture")
+
+
+@pytest.mark.parametrize("name", rest_is_long(MISTAKES, QUICK_MISTAKES))
+def test_mistake_is_named(name):
+    invariants, make = MISTAKES[name]
+    report = doctor.check(make())
+    assert invariants & report.named(), str(report)
+
+
+@pytest.mark.parametrize("name", rest_is_long(HEALTHY, QUICK_HEALTHY))
+def test_model_without_a_mistake_raises_no_alarm(name):
+    report = doctor.check(HEALTHY[name]())
+    assert report.ok, str(report)
+
+
+def test_dependence_by_design_is_told_with_its_reason():
+    report = doctor.check(HEALTHY["declared_capacity"]())
+    told = [
+        f.numbers for f in report.findings if f.invariant in ("batch", "own-row") and f.verdict == "undecided"
+    ]
+    assert any("a capacity is declared" in numbers for numbers in told), str(report)
+
+
+def test_three_samples_are_compared():
+    report = doctor.check(HEALTHY["three_samples"]())
+    lines = [finding for finding in report.findings if finding.invariant in ("batch", "bias-once", "history")]
+    assert sum(finding.verdict == "ok" for finding in lines) >= 4, str(report)
+    assert "halved" not in str(report)
+
+
+def test_probe_measures_the_weights_of_the_router():
+    case = Case(replace(subject(), padded=None))
+    probe = Probe(case, case.layers[0])
+    whole = probe.whole()
+    share = (probe.parts() * whole[:, None]).sum(-1) / whole.square().sum(-1, keepdim=True)
+    weights = probe.scores.softmax(-1)
+    chosen = torch.zeros_like(weights).scatter(1, weights.topk(2).indices, 1.0)
+    expected = weights * chosen / (weights * chosen).sum(-1, keepdim=True)
+    assert probe.scores.shape == (48, EXPERTS)
+    torch.testing.assert_close(share, expected, rtol=0, atol=1e-6)
