@@ -232,7 +232,7 @@ MODULE_STATE = {
     "distributed/groups.py": {"_of_reductions"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "remote/loop.py": {"_LOOPS"},  # of a process and its forked children
-    "ep/home.py": {"_of_nodes"},  # per process group, weak
+    "ep/placement.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "huggingface/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
