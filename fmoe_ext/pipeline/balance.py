@@ -14,19 +14,16 @@ def balance_cost(costs: Iterable[float], partitions: int) -> list[int]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
+    # best[n]: (greatest sum, lengths) of the first n costs in so many parts, from those in one part fewer
     best: list[tuple[float, list[int]]] = [(total[n], [n]) for n in range(len(costs) + 1)]
     for parts in range(2, partitions + 1):
         best = [
             min(
                 ((max(best[m][0], total[n] - total[m]), [*best[m][1], n - m]) for m in range(parts - 1, n)),
-                key=_greatest,
+                key=lambda candidate: candidate[0],
             )
             if n >= parts
             else (float("inf"), [])
             for n in range(len(costs) + 1)
         ]
     return best[-1][1]
-
-
-def _greatest(candidate: tuple[float, list[int]]) -> float:
-    return candidate[0]
