@@ -36,7 +36,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a training; their number is pp * dp * ep."""
+    """A division of pp * dp * ep ranks."""
 
     pp: int  # ranks of a pipeline
     dp: int  # replicas of the experts
@@ -68,7 +68,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _ScheduleCost:
-    """What a schedule takes, as functions of p ranks and m microbatches."""
+    """Costs of a schedule, as functions of p ranks and m microbatches."""
 
     stages: int  # of a rank
     in_flight: Callable[

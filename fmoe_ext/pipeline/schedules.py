@@ -44,7 +44,9 @@ class Kind:
     make: Callable[..., Any]  # torch's class
     takes_list: bool  # of several stages a rank
     is_v: bool  # stages are placed in a V
-    microbatches: Callable[[int, int, int], int]  # (chunks, ranks, stages) -> the least number that it takes
+    microbatches: Callable[
+        [int, int, int], int
+    ]  # (chunks, ranks, stages) -> how many it runs, at least chunks
     overlaps: bool = False  # a forward and a backward are one action
 
     def places(self, ranks: int, stages: int) -> list[list[int]]:
