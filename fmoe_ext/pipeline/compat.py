@@ -1,1 +1,1 @@
-raise ImportError("fmoe_ext.pipeline.compat is fmoe_ext.compat.torch_pipe now")
+raise ImportError(f"{__name__} is fmoe_ext.compat.torch_pipe now")
