@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from fmoe_ext import ops
 from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_way
+from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_route
 from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
@@ -188,7 +188,7 @@ class FMoE(SpreadLayer):
             return experts
         check_wrappers(self)
         max_chunks = self.num_local_experts if experts.can_be_divided else 1
-        return experts.divided(self.expert_parallel.choose_way(max_chunks, step).chunk_ends)
+        return experts.divided(self.expert_parallel.choose_route(max_chunks, step).chunk_ends)
 
     def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
@@ -270,7 +270,7 @@ def _read_options(
 def _expert_parallel(layout: ParallelLayout, num_local_experts: int) -> ExpertParallel | None:
     way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
     if not layout.is_spread:
-        check_way(layout.overlap_degree, layout.exchange)
+        check_route(layout.overlap_degree, layout.exchange)
         return None
     found = ExpertParallel(layout.moe_group, num_local_experts, *way)
     if found.size != layout.num_ranks:

@@ -10,9 +10,10 @@ import fmoe_ext
 from fmoe_ext import FMoE, FMoETransformerMLP, balance, checkpoint, doctor, fmoefy, frozen, gates
 from fmoe_ext.balance.page import render
 from fmoe_ext.balance.report import summarize_logs
+from fmoe_ext.compat.fairscale import DeferredBatchNorm
 from fmoe_ext.frozen import rounding
 from fmoe_ext.optim import Muon
-from fmoe_ext.pipeline import DeferredBatchNorm, split
+from fmoe_ext.pipeline import split
 from fmoe_ext.planning import placement
 from fmoe_ext.planning.simulate import draw_loads
 from fmoe_ext.remote import StaticList, Training, loop

@@ -260,7 +260,7 @@ WITH_EXAMPLES = (
     "optim.Muon",
     "packed_sequences",
     "ParallelLayout",
-    "pipeline.Pipe",
+    "compat.fairscale.Pipe",
     "pipeline.split",
     "RoutingReplay",
     "SigmoidGate",

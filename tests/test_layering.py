@@ -54,7 +54,7 @@ ROOMS = {
     "audit": ("checkpoint", "testing"),
     "balance": (),
     "checkpoint": ("frozen", "planning"),
-    "compat": (),
+    "compat": ("pipeline",),  # FairScale's Pipe cuts and measures as split() does
     "compress": ("balance", "checkpoint", "finetune"),
     "cpu": (),
     "doctor": ("audit",),
@@ -65,7 +65,7 @@ ROOMS = {
     "huggingface": ("balance", "checkpoint", "frozen"),
     "info": ("gpu",),
     "lora": ("finetune",),
-    "megatron": ("compat",),  # its public names
+    "megatron": (),
     "pipeline": (),
     "planning": (),
     "remote": (),
@@ -232,12 +232,11 @@ MODULE_STATE = {
     "distributed/groups.py": {"_of_reductions"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "remote/loop.py": {"_LOOPS"},  # of a process and its forked children
-    "ep/home.py": {"_of_nodes"},  # per process group, weak
+    "ep/placement.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "huggingface/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
-    "models/fmoefy.py": {"ADDED"},  # compat.megatron adds the models of FastMoE's time
     "ops/chooser.py": {"_CHOOSERS"},  # gpu registers itself
     "tokens.py": {"_open"},  # the innermost open block, which torch.compile can read, unlike a ContextVar
     "ops/_autograd.py": {

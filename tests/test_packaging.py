@@ -331,7 +331,7 @@ def test_modules_need_no_import_of_their_own():
         "rooms = sorted(set(dir(fmoe_ext)) - set(vars(fmoe_ext)) - functions);"
         "slow = {'grpc', 'sympy', 'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.tensor'};"
         "slow &= set(sys.modules); assert not slow, slow; print(*rooms); fmoe_ext.cpu.can_keep_memory();"
-        "fmoe_ext.pipeline.Pipe;"
+        "fmoe_ext.pipeline.Pipeline;"
         "assert all(getattr(fmoe_ext, room).__name__ == 'fmoe_ext.' + room for room in rooms)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

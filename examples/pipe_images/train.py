@@ -15,7 +15,7 @@ from images import load_images
 from torch import nn
 from tqdm import tqdm
 
-from fmoe_ext.pipeline import Pipe, balance_by_size, balance_by_time
+from fmoe_ext.compat.fairscale import Pipe, balance_by_size, balance_by_time
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -1,7 +1,7 @@
 """FastMoE's module tree on top of fmoe_ext: `import fmoe_ext.compat as fmoe`, or install() and `import fmoe`.
 
 Thin translations of names and arguments; docs/fastmoe.md lists the intended differences. Modules of FastMoE that have
-no file here are made from a table, _tree.py.
+no file here are made from the table TREE. Doors for other libraries: fairscale/ and torch_pipe.py.
 """
 
 import importlib

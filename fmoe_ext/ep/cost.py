@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import _env, ops
-from fmoe_ext.ep.home import find_nodes
+from fmoe_ext.ep.placement import find_nodes
 
 
 @dataclass(frozen=True)

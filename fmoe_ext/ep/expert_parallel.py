@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.home import Home, Nodes, find_nodes
 from fmoe_ext.ep.node_exchange import NodeExchange
+from fmoe_ext.ep.placement import ExpertPlacement, Nodes, find_nodes
 from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
@@ -113,7 +113,7 @@ LAYOUT_KEYWORDS = tuple(f.name for f in fields(ParallelLayout))
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Route:
     """Route of a forward's tokens: what has a row, a name of EXCHANGES and its class, and where experts' chunks end."""
 
     exchange: str
@@ -121,7 +121,7 @@ class _Way:
     chunk_ends: list[int]
 
 
-def check_way(overlap_degree: int | str, exchange: str) -> None:
+def check_route(overlap_degree: int | str, exchange: str) -> None:
     """ValueError for what no layer takes, on one rank or many."""
     if overlap_degree != "auto" and (isinstance(overlap_degree, str) or overlap_degree < 1):
         raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
@@ -130,7 +130,7 @@ def check_way(overlap_degree: int | str, exchange: str) -> None:
         raise ValueError(f'exchange must be {known} or "auto", but got {exchange!r}')
 
 
-class ExpertParallel(Home):
+class ExpertParallel(ExpertPlacement):
     """Placement of one layer's experts, and the routes of tokens to them.
 
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
@@ -146,7 +146,7 @@ class ExpertParallel(Home):
         max_rows_per_rank: int | None = None,
         exchange: str = "choice",
     ):
-        check_way(overlap_degree, exchange)
+        check_route(overlap_degree, exchange)
         if max_rows_per_rank is not None and (max_rows_per_rank < 1 or overlap_degree != 1):
             raise ValueError(
                 "max_rows_per_rank must be at least 1 and needs overlap_degree=1, but got "
@@ -161,7 +161,7 @@ class ExpertParallel(Home):
         self.load = LoadCounter(self.num_experts)
         self.overlap_degree = overlap_degree
         self.exchange = exchange
-        self._way = self._way_by(self._first_exchange(), self._first_chunks())
+        self._route = self._route_by(self._first_exchange(), self._first_chunks())
         if exchange == "node":
             self.nodes = Nodes(self.group, num_local_experts)
         self.tuner: Tuner | None = None  # what may choose another way
@@ -188,8 +188,8 @@ class ExpertParallel(Home):
             )
         return None
 
-    def _way_by(self, exchange: str, chunk_ends: list[int]) -> _Way:
-        return _Way(exchange, EXCHANGES[exchange], chunk_ends)
+    def _route_by(self, exchange: str, chunk_ends: list[int]) -> _Route:
+        return _Route(exchange, EXCHANGES[exchange], chunk_ends)
 
     def _first_chunks(self) -> list[int]:
         degree = self.overlap_degree
@@ -212,36 +212,36 @@ class ExpertParallel(Home):
     @property
     def chosen_exchange(self) -> str:
         """The exchange of the next forward, a name of EXCHANGES."""
-        return self._way.exchange
+        return self._route.exchange
 
     @property
     def chunk_ends(self) -> list[int]:
         """Ends of the chunks of a rank's experts in the next forward."""
-        return self._way.chunk_ends
+        return self._route.chunk_ends
 
-    def choose_way(self, max_chunks: int, step: Step | None = None) -> _Way:
+    def choose_route(self, max_chunks: int, step: Step | None = None) -> _Route:
         """Choose the route of this forward's tokens; all ranks call it before they send.
 
-        Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the original. A
+        Ends the measurements of "auto" once there are enough. A repeated forward takes the route of the original. A
         compiled graph measures nothing, and has one chunk.
         """
         if step is not None and step.is_traced:
-            return self._way_of(step)
+            return self._route_of(step)
         if self.tuner is not None:
             exchange, num_chunks = self.tuner.choose(min(max_chunks, self.num_local_experts))
             ends = self.chunk_ends if num_chunks is None else _even_ends(self.num_local_experts, num_chunks)
-            self._way = self._way_by(exchange, ends)
+            self._route = self._route_by(exchange, ends)
             self.tuner = None if self.tuner.is_done else self.tuner
-        return self._way_of(step)
+        return self._route_of(step)
 
-    def _way_of(self, step: Step | None) -> _Way:
+    def _route_of(self, step: Step | None) -> _Route:
         if step is not None and step.is_traced:
-            return _Way(self._way.exchange, self._way.kind, [self.num_local_experts])
+            return _Route(self._route.exchange, self._route.kind, [self.num_local_experts])
         forward = None if step is None else step.forward
         if forward is None:
-            return self._way
+            return self._route
         if forward.way is None:
-            forward.way = self._way
+            forward.way = self._route
         return forward.way
 
     def dispatch(
@@ -254,11 +254,11 @@ class ExpertParallel(Home):
             self._check_once()
         if step.is_counted:
             self.load.add(step.count(topk_idx, self.num_experts))
-        way = self._way_of(step)
-        kind, arguments = way.kind, (self, way.chunk_ends, x, topk_idx, topk_weights, step)
+        route = self._route_of(step)
+        kind, arguments = route.kind, (self, route.chunk_ends, x, topk_idx, topk_weights, step)
         exchange: Exchange
         if self.tuner is not None and not step.is_traced:
-            exchange = timed(kind)(self.tuner.watches[way.exchange], *arguments)
+            exchange = timed(kind)(self.tuner.watches[route.exchange], *arguments)
         else:
             exchange = kind(*arguments)
         exchange.plan()

@@ -24,10 +24,10 @@ class NodeExchange(Exchange):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        nodes = self._home.nodes
+        nodes = self._placement.nodes
         assert nodes is not None
-        nodes.place(self._home.experts_in_place)
-        self._inside_home, ends = nodes.inside, [nodes.across.num_local_experts]
+        nodes.place(self._placement.experts_in_place)
+        self._inside_placement, ends = nodes.inside, [nodes.across.num_local_experts]
         self._across = TokenExchange(
             nodes.across, ends, self._x, self._topk_idx, self._topk_weights, self._step
         )
@@ -48,7 +48,12 @@ class NodeExchange(Exchange):
     def _enter(self, tokens: ExpertInput) -> TokenExchange:
         """Sends the tokens that have come to this node on to the ranks of their experts."""
         inside = TokenExchange(
-            self._inside_home, self._chunk_ends, tokens.x, tokens.topk_idx, tokens.topk_weights, self._step
+            self._inside_placement,
+            self._chunk_ends,
+            tokens.x,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            self._step,
         )
         inside.num_tokens = self.num_tokens
         inside.plan()

@@ -21,9 +21,9 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.ep.exchange import start_exchange, wait
 from fmoe_ext.ep.headers import constant, lookup
-from fmoe_ext.ep.home import Home
+from fmoe_ext.ep.placement import ExpertPlacement
 from fmoe_ext.ep.plan import ChunkRows, ExactPlan, Plan, StaticPlan
-from fmoe_ext.ep.traced import TracedJourney, in_turn
+from fmoe_ext.ep.traced import TracedRowExchange, in_turn
 from fmoe_ext.routing import DispatchHandle, ExpertInput, per_row, sort_choices, widen
 from fmoe_ext.step import Step
 from fmoe_ext.tokens import Nest, leaves_of, map_structure
@@ -32,26 +32,26 @@ from fmoe_ext.tokens import Nest, leaves_of, map_structure
 class Exchange:
     """The phases of one forward, called in their order; ExpertParallel.dispatch() begins it.
 
-    home: where the experts live. chunk_ends: where the chunks of every rank's experts end. x [T, *] or a nest,
-    topk_idx [T, K], topk_weights [T, K]. step: of the forward.
+    placement: which rank holds each expert. chunk_ends: where the chunks of every rank's experts end. x [T, *] or a
+    nest, topk_idx [T, K], topk_weights [T, K]. step: of the forward.
     Here each choice has a row of its own, sorted by expert, so that counts say which expert a row is for.
     """
 
     def __init__(
         self,
-        home: Home,
+        placement: ExpertPlacement,
         chunk_ends: Sequence[int],
         x: Nest,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         step: Step,
     ):
-        self._home = home
+        self._placement = placement
         self._step = step
         self._chunk_ends = chunk_ends
         self._x = x
         self._topk_weights = topk_weights
-        self._topk_idx, self._shadow_idx = home.split_shadows(topk_idx)
+        self._topk_idx, self._shadow_idx = placement.split_shadows(topk_idx)
         self.num_tokens = topk_idx.shape[0]  # of this rank, which the other ranks are sent
         self._shadowed: Nest = None
 
@@ -60,23 +60,23 @@ class Exchange:
 
     def send(self) -> None:
         rows, plan = self._pack(), self._plan
-        self._journey: _Journey | TracedJourney
+        self._rows: _RowExchange | TracedRowExchange
         if self._step.is_traced:
-            self._journey = TracedJourney(self._home.group, plan)
+            self._rows = TracedRowExchange(self._placement.group, plan)
         else:
             assert isinstance(plan, (ExactPlan, StaticPlan))
-            transit = _Transit(self._home.group, plan.chunks(), plan.row_idx, plan.inverse)
-            self._journey = _Journey(transit)
-        self._journey.send(rows)
+            transit = _Transit(self._placement.group, plan.chunks(), plan.row_idx, plan.inverse)
+            self._rows = _RowExchange(transit)
+        self._rows.send(rows)
 
     @property
     def chunks(self) -> list[_TravellingChunk | _ShadowChunk]:
         """The work of this rank's experts; before it that of shadowed ones, whose tokens need not travel."""
         travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
-        return [_ShadowChunk(self), *travelling] if self._home.shadows else [*travelling]
+        return [_ShadowChunk(self), *travelling] if self._placement.shadows else [*travelling]
 
     def receive(self, number: int) -> ExpertInput:
-        *received, weights = self._journey.receive(number)
+        *received, weights = self._rows.receive(number)
         rest = iter(received)
         x = map_structure(lambda _: next(rest), self._x)
         first, end = (0, *self._chunk_ends)[number : number + 2]
@@ -85,21 +85,21 @@ class Exchange:
     def shadow_input(self) -> ExpertInput:
         """The tokens of this rank that chose shadowed experts."""
         assert self._shadow_idx is not None
-        places, weights = self._home.places_of_shadows, self._topk_weights
+        places, weights = self._placement.places_of_shadows, self._topk_weights
         if self._step.is_traced:
-            weights = in_turn([weights], self._journey.receive(0)[-1])[0]
+            weights = in_turn([weights], self._rows.receive(0)[-1])[0]
         return ExpertInput(self._x, self._shadow_idx, weights, 0, len(places), shadows=places)
 
     def give_back(self, number: int, results: Nest) -> None:
         self._structure = map_structure(lambda _: None, results)
         leaves = leaves_of(results)
-        if self._step.is_traced and self._home.shadows:
+        if self._step.is_traced and self._placement.shadows:
             leaves = in_turn(leaves, leaves_of(self._shadowed)[0])
-        self._journey.give_back(number, leaves)
+        self._rows.give_back(number, leaves)
 
     def keep_for_backward(self, number: int, results: list[torch.Tensor]) -> None:
         """Marks where a checkpoint repeats the forward: before a chunk's gradients, while those of results travel."""
-        self._journey.keep_for_backward(number, results)
+        self._rows.keep_for_backward(number, results)
 
     def give_back_shadowed(self, results: Nest) -> None:
         self._shadowed = results
@@ -107,20 +107,22 @@ class Exchange:
     def combine(self) -> Nest:
         out = iter(self._collect())
         summed = map_structure(lambda _: next(out), self._structure)
-        return map_structure(torch.add, summed, self._shadowed) if self._home.shadows else summed
+        return map_structure(torch.add, summed, self._shadowed) if self._placement.shadows else summed
 
     def _sort(self) -> DispatchHandle:
         """The choices in the order of sending."""
-        slots = self._home.slots(self._chunk_ends)
+        slots = self._placement.slots(self._chunk_ends)
         return sort_choices(lookup(constant(slots, self._topk_idx.device), self._topk_idx), len(slots))
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
         """Tells the other ranks how many rows come for each of their experts."""
-        home, counts = self._home, handle.tokens_per_expert
-        slots = home.slots(self._chunk_ends)
-        place_to_slot = constant(tuple(slots[expert] for expert in home.experts_in_place), counts.device)
-        counts = counts[place_to_slot].view(home.size, -1)
-        return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step)
+        placement, counts = self._placement, handle.tokens_per_expert
+        slots = placement.slots(self._chunk_ends)
+        place_to_slot = constant(tuple(slots[expert] for expert in placement.experts_in_place), counts.device)
+        counts = counts[place_to_slot].view(placement.size, -1)
+        return placement.plan(
+            handle, counts, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step
+        )
 
     def _pack(self) -> list[torch.Tensor]:
         """Tensors to send: the rows of each tensor of x, last their weights."""
@@ -138,7 +140,7 @@ class Exchange:
         return self._plan.columns_of(number)
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
-        return self._journey.collect()
+        return self._rows.collect()
 
 
 class _TravellingChunk:
@@ -223,8 +225,11 @@ class _Transit:
         return returned
 
 
-class _Journey:
-    """The way of one forward's rows as functions of autograd, whose nodes keep the _Transit but not this."""
+class _RowExchange:
+    """Applies _Send, _Receive, _Computed, _Return and _Collect to one forward's rows.
+
+    The nodes of these functions keep the _Transit, but not this.
+    """
 
     def __init__(self, transit: _Transit):
         self._transit = transit

@@ -24,19 +24,19 @@ class TokenExchange(Exchange):
 
     def _sort(self) -> DispatchHandle:
         """One choice of a token stands for all that go the same way."""
-        home, num_chunks = self._home, len(self._chunk_ends)
-        ways = constant(home.ways(self._chunk_ends), self._topk_idx.device)
+        placement, num_chunks = self._placement, len(self._chunk_ends)
+        ways = constant(placement.ways(self._chunk_ends), self._topk_idx.device)
         self._way = lookup(ways, self._topk_idx)
-        handle = sort_choices(_first_of_equals(self._way), home.size * num_chunks)
+        handle = sort_choices(_first_of_equals(self._way), placement.size * num_chunks)
         num_tokens, top_k = self._way.shape
-        num_rows = num_tokens * min(top_k, home.size * num_chunks)  # no token has more
+        num_rows = num_tokens * min(top_k, placement.size * num_chunks)  # no token has more
         return dataclasses.replace(handle, row_idx=handle.row_idx[:num_rows])
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
         num_chunks = len(self._chunk_ends)
-        counts = handle.tokens_per_expert.view(num_chunks, self._home.size).T.contiguous()
+        counts = handle.tokens_per_expert.view(num_chunks, self._placement.size).T.contiguous()
         ends, leaves = range(1, num_chunks + 1), leaves_of(self._x)
-        return self._home.plan(handle, counts, ends, leaves, self.num_tokens, self._step)
+        return self._placement.plan(handle, counts, ends, leaves, self.num_tokens, self._step)
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The local number of each choice's expert [R, K], -1 where it goes another way, and all weights [R, K]."""
@@ -52,10 +52,12 @@ class TokenExchange(Exchange):
 
     def _local_experts(self) -> torch.Tensor:
         """topk_idx [T, K] counted on the experts' ranks, in a small dtype."""
-        home = self._home
-        local = [place % home.num_local_experts for place in range(home.num_experts)]
-        of_expert = [local[home.experts_in_place.index(expert)] for expert in range(home.num_experts)]
-        dtype = torch.int16 if home.num_local_experts < 2**15 else torch.int32
+        placement = self._placement
+        local = [place % placement.num_local_experts for place in range(placement.num_experts)]
+        of_expert = [
+            local[placement.experts_in_place.index(expert)] for expert in range(placement.num_experts)
+        ]
+        dtype = torch.int16 if placement.num_local_experts < 2**15 else torch.int32
         return lookup(constant(tuple(of_expert), self._topk_idx.device), self._topk_idx).to(dtype)
 
     def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:

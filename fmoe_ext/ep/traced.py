@@ -147,8 +147,8 @@ class TracedPlan:
         return topk_weights
 
 
-class TracedJourney:
-    """The way of one forward's rows in a compiled graph. plan: a TracedPlan or StaticPlan."""
+class TracedRowExchange:
+    """Sends one forward's rows to their experts and back in a compiled graph. plan: a TracedPlan or StaticPlan."""
 
     def __init__(self, group: str, plan: Any):
         self._group = group

@@ -26,8 +26,15 @@ from fmoe_ext.models.target import Options, Target
 from fmoe_ext.transformer import FMoETransformerMLP, MLPOptions
 
 # Modules that find the MLPs of a library's models (target.py), asked in this order once the library is imported.
-LIBRARIES = (("megatron", "fmoe_ext.megatron.core"), ("transformers", "fmoe_ext.huggingface.dense"))
-ADDED: list[Any] = []  # by add_kind(), asked after the first of these; plain is asked last
+LIBRARIES = (
+    ("megatron", "fmoe_ext.megatron.core"),
+    ("megatron", "fmoe_ext.compat.megatron.find"),
+    (
+        "fmoe_ext.compat.megatron",
+        "fmoe_ext.compat.megatron.find",
+    ),  # its names serve stand-ins of Megatron too
+    ("transformers", "fmoe_ext.huggingface.dense"),
+)
 _INITS = ("random", "upcycle")
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 
@@ -294,21 +301,10 @@ def _check_model(model: nn.Module, options: Options) -> None:
             raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 
 
-def add_kind(kind: Any) -> None:
-    """Add a module that finds the MLPs of a kind of model (target.py), asked after Megatron-core; once is enough."""
-    if kind not in ADDED:
-        ADDED.append(kind)
-
-
 def _rooms() -> list[Any]:
-    """The modules of LIBRARIES whose library this process has imported."""
-    return [importlib.import_module(room) for library, room in LIBRARIES if library in sys.modules]
-
-
-def _kinds() -> list[Any]:
-    rooms = _rooms()
-    first = [room for room in rooms if room.__name__ == LIBRARIES[0][1]]
-    return [*first, *ADDED, *(room for room in rooms if room not in first), plain]
+    """The modules of LIBRARIES whose library this process has imported, each once."""
+    rooms = dict.fromkeys(room for library, room in LIBRARIES if library in sys.modules)
+    return [importlib.import_module(room) for room in rooms]
 
 
 def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
@@ -318,7 +314,7 @@ def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]
 
 def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
     """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
-    kinds = _kinds() if options.match is None else [plain]
+    kinds = [*_rooms(), plain] if options.match is None else [plain]
     for kind in kinds:
         distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
         for target in kind.find(model, options):

@@ -1,15 +1,10 @@
-"""Pipeline parallelism for models with experts.
+"""Pipeline parallelism for models with experts: split() and Pipeline cut a model over processes."""
 
-Pipe runs the layers of an nn.Sequential on the devices of one process; split() and Pipeline cut a model over processes.
-"""
+from typing import NoReturn
 
-from fmoe_ext.pipeline.balance import balance_by_size, balance_by_time, balance_cost
-from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, defer_batch_norm
 from fmoe_ext.pipeline.groups import PipelineGroups, init_groups
-from fmoe_ext.pipeline.microbatch import NoChunk, count_targets, token_cross_entropy
-from fmoe_ext.pipeline.pipe import BalanceError, Pipe
+from fmoe_ext.pipeline.microbatch import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.schedules import SCHEDULES
-from fmoe_ext.pipeline.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 from fmoe_ext.pipeline.split import split
 from fmoe_ext.pipeline.stage import Stage
 from fmoe_ext.pipeline.trace import Span, bubble_share, draw
@@ -17,28 +12,33 @@ from fmoe_ext.pipeline.train import Pipeline
 
 __all__ = [
     "SCHEDULES",
-    "BalanceError",
-    "DeferredBatchNorm",
-    "Namespace",
-    "NoChunk",
-    "Pipe",
     "Pipeline",
     "PipelineGroups",
-    "Skippable",
     "Span",
     "Stage",
-    "balance_by_size",
-    "balance_by_time",
-    "balance_cost",
     "bubble_share",
     "count_targets",
-    "defer_batch_norm",
     "draw",
     "init_groups",
-    "pop",
-    "skippable",
     "split",
-    "stash",
     "token_cross_entropy",
-    "verify_skippables",
 ]
+
+_IN_FAIRSCALE = (
+    *("BalanceError", "DeferredBatchNorm", "Namespace", "NoChunk", "Pipe", "Skippable", "balance_by_size"),
+    *(
+        "balance_by_time",
+        "balance_cost",
+        "defer_batch_norm",
+        "pop",
+        "skippable",
+        "stash",
+        "verify_skippables",
+    ),
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _IN_FAIRSCALE:  # no AttributeError: `from fmoe_ext.pipeline import Pipe` would drop its text
+        raise ImportError(f"fmoe_ext.pipeline.{name} is fmoe_ext.compat.fairscale.{name} now")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

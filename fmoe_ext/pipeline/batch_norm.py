@@ -1,11 +1,9 @@
-"""Batch normalisation under microbatches: running statistics of the whole batch, each batch counted once."""
+"""Batch norms under checkpoints: the second forward of a microbatch moves no running statistics."""
 
 from collections.abc import Iterable
 from contextvars import ContextVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
@@ -16,6 +14,11 @@ _recomputing: ContextVar[bool] = ContextVar("a checkpoint runs its forward again
 def batch_norms_of(module: nn.Module) -> list[nn.Module]:
     """The batch norms of torch in a module."""
     return [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
+
+
+def is_recomputing() -> bool:
+    """True in the second forward of a checkpoint that has a Recomputing."""
+    return _recomputing.get()
 
 
 class Recomputing:
@@ -36,87 +39,3 @@ class Recomputing:
         for (norm, count), (momentum, count_before) in zip(self._norms, self._before, strict=True):
             norm.momentum = momentum
             count.copy_(count_before)
-
-
-class DeferredBatchNorm(nn.Module):
-    """Batch norm that normalises each microbatch by itself and moves its running statistics once a batch.
-
-    Takes the place of an nn.BatchNorm1d / 2d / 3d; chunks: microbatches of a batch. Parameters and buffers are those of
-    the module it was made of (torchgpipe, Kim et al. 2020).
-    """
-
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-
-    def __init__(self, norm: BatchNorm1d | BatchNorm2d | BatchNorm3d, chunks: int):
-        super().__init__()
-        self.num_features, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
-        self.chunks = chunks
-        self.weight, self.bias = norm.weight, norm.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(norm, name))
-        self.expected = chunks
-        self._begin()
-
-    def begin_batch(self, chunks: int) -> None:
-        """Says how many microbatches come; what an unfinished batch has left is forgotten."""
-        self.expected = chunks
-        self._begin()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, C, *] -> [B, C, *]; ValueError for another number of channels.
-
-        Equivalent to: F.batch_norm(x, None, None, weight, bias, training=True) for each microbatch.
-        """
-        if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise ValueError(f"x must have shape [B, {self.num_features}, *], but got {list(x.shape)}")
-        if not self.training:
-            statistics = self.running_mean, self.running_var
-            return F.batch_norm(x, *statistics, self.weight, self.bias, False, 0.0, self.eps)
-        if not _recomputing.get():
-            self._count(x.detach())
-        return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-
-    def _begin(self) -> None:
-        self._sum: Tensor | float = 0.0
-        self._sum_squares: Tensor | float = 0.0
-        self._num_rows = self._num_counted = 0
-
-    @torch.no_grad()
-    def _count(self, x: Tensor) -> None:
-        dims = [0, *range(2, x.dim())]
-        wide = x.double()
-        self._sum = self._sum + wide.sum(dims)
-        self._sum_squares = self._sum_squares + wide.square().sum(dims)
-        self._num_rows += x.numel() // x.shape[1]
-        self._num_counted += 1
-        if self._num_counted == self.expected:
-            self._commit()
-            self._begin()
-
-    def _commit(self) -> None:
-        assert isinstance(self._sum, Tensor) and isinstance(self._sum_squares, Tensor)
-        self.num_batches_tracked.add_(1)
-        mean = self._sum / self._num_rows
-        var = self._sum_squares / self._num_rows - mean.square()
-        var = var * (self._num_rows / max(self._num_rows - 1, 1))  # unbiased, as nn.BatchNorm keeps it
-        factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(var.to(self.running_var.dtype), factor)
-
-
-def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
-    """module with a DeferredBatchNorm in the place of each batch norm that keeps running statistics.
-
-    Those that it has already count as many microbatches from now on.
-    """
-    if isinstance(module, DeferredBatchNorm):
-        module.chunks = chunks
-        module.begin_batch(chunks)
-        return module
-    if isinstance(module, BATCH_NORMS) and module.track_running_stats:
-        return DeferredBatchNorm(module, chunks)
-    for name, child in module.named_children():
-        setattr(module, name, defer_batch_norm(child, chunks))
-    return module

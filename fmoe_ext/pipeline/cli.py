@@ -7,9 +7,8 @@ from dataclasses import asdict
 
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int, reason
 from fmoe_ext.ep.cost import Hardware
-from fmoe_ext.pipeline.counted import count
 from fmoe_ext.pipeline.plan import GIB, Estimate, advice, plan
-from fmoe_ext.pipeline.shapes import left_out, read_shape
+from fmoe_ext.pipeline.sizes import sizes_of
 
 HEADERS = (
     f"{'':34} | GiB a rank                                | seconds a step",
@@ -62,18 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _build_parser().parse_args(arguments)
     hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:
-        counts = count(options.model)
-        shape = counts or read_shape(options.model)
-        if counts is None and (missing := left_out(options.model)):
+        sizes, missing = sizes_of(options.model)
+        if missing:
             print(f"not in the estimate: {', '.join(missing)}", file=sys.stderr)
-        kept = options.length * shape.d_model * options.element_bytes if options.checkpoint else 0
-        layers = shape.layers(options.length, options.element_bytes)
+        kept = options.length * sizes.d_model * options.element_bytes if options.checkpoint else 0
+        layers = sizes.layers(options.length, options.element_bytes)
         found = plan(
             layers,
             options.ranks,
             options.batch,
             hardware,
-            num_experts=shape.num_experts,
+            num_experts=sizes.num_experts,
             checkpoint_bytes=kept,
         )
     except (ValueError, OSError) as error:

@@ -1,4 +1,15 @@
-"""Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule."""
+"""Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule.
+
+The search is exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides it. For
+each one, with each schedule and each number of microbatches that the batch allows, estimate() adds up
+
+    memory    parameters with gradients and Adam, of the fullest rank; activations of the microbatches in flight;
+              buffers of one exchange
+    seconds   compute of all microbatches on the slowest rank; bubbles, in which a rank waits for the first microbatch
+              and after the last; exchanges that nothing hides, and the reduction of gradients
+
+plan() keeps the best number of microbatches of each layout, and puts those that fit the memory first.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,38 +25,37 @@ OPTIMIZER_COPIES = 4  # of each parameter: value, gradient and Adam's two
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer for one sequence: bytes of parameters, dense and of all experts; bytes kept for backward; FLOP of its
-    forward and backward; bytes of one exchange of its tokens, there or back."""
+    """A layer, for one sequence."""
 
-    dense_bytes: float
-    expert_bytes: float
-    activation_bytes: float
-    flops: float
-    exchange_bytes: float = 0.0
+    dense_bytes: float  # of parameters outside of experts
+    expert_bytes: float  # of the parameters of all experts
+    activation_bytes: float  # kept for the backward
+    flops: float  # of the forward and the backward
+    exchange_bytes: float = 0.0  # of one exchange of its tokens, there or back
 
 
 @dataclass(frozen=True)
 class Layout:
-    """pp stages' ranks, dp replicas of experts, ep ranks that experts are spread over."""
+    """A division of pp * dp * ep ranks."""
 
-    pp: int
-    dp: int
-    ep: int
+    pp: int  # ranks of a pipeline
+    dp: int  # replicas of the experts
+    ep: int  # ranks that the experts are spread over
     schedule: str  # "none" without a pipeline
-    chunks: int
+    chunks: int  # microbatches of a step
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the fullest rank, in parts, and seconds of a step, in parts."""
+    """Memory and time of a layout."""
 
     layout: Layout
-    parameters: float  # with gradients and optimizer
-    activations: float
-    buffers: float  # of exchanges
-    compute: float
-    bubbles: float
-    network: float
+    parameters: float  # bytes of the fullest rank, with gradients and optimizer
+    activations: float  # bytes of the same rank
+    buffers: float  # bytes of exchanges of the same rank
+    compute: float  # seconds of a step
+    bubbles: float  # seconds of a step in which a rank waits for others
+    network: float  # seconds of exchanges that are not hidden, and of the reduction of gradients
 
     @property
     def memory(self) -> float:
@@ -58,34 +68,40 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _ScheduleCost:
-    """stages of a rank; stages' microbatches in flight on a rank; bubbles, in microbatches of a rank's stages; the
-    share of forwards and backwards that overlap with one another."""
+    """Costs of a schedule, as functions of p ranks and m microbatches."""
 
-    stages: int
-    in_flight: Callable[[int, int, int], float]  # of (p ranks, rank, m microbatches)
-    bubbles: Callable[[int], float]  # of p ranks
-    in_pairs: Callable[[int, int], float] = lambda p, m: 0.0  # of (p ranks, m microbatches)
-
-
-def _pairs_of_dualpipe(p: int, m: int) -> float:
-    """The share of the 2m forwards of a rank of the middle that have a backward as their partner."""
-    return max(0.0, 1 - (2 * p + 1) / (2 * m))
-
-
-def _interleaved_in_flight(p: int, rank: int, m: int) -> float:
-    return min(2 * m, m // max(1, m // p) + 2 * (p - 1 - rank) + 1)
+    stages: int  # of a rank
+    in_flight: Callable[
+        [int, int, int], float
+    ]  # (p, rank, m) -> microbatches of all its stages that a rank keeps
+    bubbles: Callable[[int], float]  # p -> idle time, in microbatches of a rank's stages
+    in_pairs: Callable[[int, int], float] = lambda p, m: (
+        0.0
+    )  # (p, m) -> share of exchanges that a partner hides
 
 
 # A backward is two parts, of inputs and of weights, each as long as the forward.
 SCHEDULE_COSTS = MappingProxyType(
     {
+        # all forwards, then all backwards
         "gpipe": _ScheduleCost(1, lambda p, rank, m: m, lambda p: p - 1),
+        # rank r begins backwards as soon as the last rank can send one: p - r are in flight
         "1f1b": _ScheduleCost(1, lambda p, rank, m: min(m, p - rank), lambda p: p - 1),
-        "interleaved": _ScheduleCost(2, _interleaved_in_flight, lambda p: (p - 1) / 2),
+        # before the first backward: a round of the first stage, and two more for each rank behind this one
+        "interleaved": _ScheduleCost(
+            2,
+            lambda p, rank, m: min(2 * m, m // max(1, m // p) + 2 * (p - 1 - rank) + 1),
+            lambda p: (p - 1) / 2,
+        ),
+        # the part of weights fills what 1f1b leaves idle, but for the third that the warm-up takes
         "zero_bubble": _ScheduleCost(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
         "zero_bubble_v": _ScheduleCost(2, lambda p, rank, m: min(2 * m, 2 * p), lambda p: 0.0),
+        # of the 2m forwards of a rank of the middle, 2p + 1 have no backward as their partner
         "dualpipe_v": _ScheduleCost(
-            2, lambda p, rank, m: min(2 * m, 2 * p + 1), lambda p: (p - 1) / 3, _pairs_of_dualpipe
+            2,
+            lambda p, rank, m: min(2 * m, 2 * p + 1),
+            lambda p: (p - 1) / 3,
+            lambda p, m: max(0.0, 1 - (2 * p + 1) / (2 * m)),
         ),
     }
 )
@@ -125,8 +141,15 @@ def estimate(
     """
     rows = batch / (layout.dp * layout.ep * layout.chunks)  # sequences of a microbatch
     cost = SCHEDULE_COSTS.get(layout.schedule, _ScheduleCost(1, lambda p, rank, m: 1, lambda p: 0.0))
-    stages = _stages(layers, layout.pp * cost.stages)
-    ranks = [_of_rank(stages, rank, layout.pp, cost.stages) for rank in range(layout.pp)]
+    stages, first = [], 0
+    for number in balance_cost([layer.flops for layer in layers], layout.pp * cost.stages):
+        stages.append(list(layers[first : first + number]))
+        first += number
+    # of two stages of a rank the second is taken from the other end, as in a V
+    ranks = [
+        stages[rank] + (stages[2 * layout.pp - 1 - rank] if cost.stages == 2 else [])
+        for rank in range(layout.pp)
+    ]
     parts = [
         memory_of_rank(
             own, layout, cost.in_flight(layout.pp, rank, layout.chunks) / cost.stages, rows, checkpoint_bytes
@@ -146,19 +169,6 @@ def estimate(
     )
 
 
-def _stages(layers: Sequence[LayerPlan], count: int) -> list[list[LayerPlan]]:
-    cut, first, stages = balance_cost([layer.flops for layer in layers], count), 0, []
-    for number in cut:
-        stages.append(list(layers[first : first + number]))
-        first += number
-    return stages
-
-
-def _of_rank(stages: list[list[LayerPlan]], rank: int, pp: int, each: int) -> list[LayerPlan]:
-    """The layers of a rank; of two stages the second is taken from the other end, as in a V."""
-    return stages[rank] + (stages[2 * pp - 1 - rank] if each == 2 else [])
-
-
 def memory_of_rank(
     layers: list[LayerPlan], layout: Layout, in_flight: float, rows: float, checkpoint_bytes: float
 ) -> tuple[float, float, float]:
@@ -167,9 +177,10 @@ def memory_of_rank(
     largest = max(layer.activation_bytes for layer in layers)
     kept = sum(layer.activation_bytes for layer in layers)
     if checkpoint_bytes:
-        kept = checkpoint_bytes * len(layers)
+        kept = checkpoint_bytes * len(layers)  # and one layer's activations, while it is computed again
     else:
         largest = 0.0
+    # one buffer to send from and one to receive into
     away = 0.0 if layout.ep == 1 else 2 * max(layer.exchange_bytes for layer in layers)
     if layout.ep > 1 and not checkpoint_bytes:
         kept += sum(layer.exchange_bytes for layer in layers)  # rows that came, which the experts keep
@@ -179,19 +190,19 @@ def memory_of_rank(
 def _seconds(
     layers: list[LayerPlan], layout: Layout, rows: float, hardware: Hardware, repeated: bool
 ) -> tuple[float, float]:
-    """Of one microbatch: compute, and exchanges there and back in the forward and in the backward."""
+    """Of one microbatch: compute, and exchanges. repeated: activation checkpointing computes each forward twice."""
+    # a forward is a third of the work, and has two of the four exchanges: there and back, also in the backward
     compute = rows * sum(layer.flops for layer in layers) / hardware.throughput * (4 / 3 if repeated else 1)
-    share = (layout.ep - 1) / layout.ep
     times = 6 if repeated else 4
+    share = (layout.ep - 1) / layout.ep  # of tokens that leave their rank
     moved = times * share * rows * sum(layer.exchange_bytes for layer in layers)
     return compute, moved / hardware.bandwidth
 
 
 def _reduction(layers: list[LayerPlan], layout: Layout, hardware: Hardware) -> float:
-    """Seconds of reducing the gradients over the ranks that have copies."""
-    dense, experts = (
-        sum(values) for values in zip(*((x.dense_bytes, x.expert_bytes) for x in layers), strict=True)
-    )
+    """Seconds of reducing the gradients over the ranks that have copies, by a ring: 2 (n - 1) / n of their bytes."""
+    dense = sum(layer.dense_bytes for layer in layers)
+    experts = sum(layer.expert_bytes for layer in layers)
     copies = layout.dp * layout.ep
     moved = 2 * dense * (copies - 1) / copies + 2 * experts / layout.ep * (layout.dp - 1) / layout.dp
     return moved / hardware.bandwidth

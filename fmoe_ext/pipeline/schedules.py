@@ -1,4 +1,12 @@
-"""The schedules of torch.distributed.pipelining by name: where stages live, how many microbatches they need."""
+"""The schedules of torch.distributed.pipelining by name: where stages live, how many microbatches they need.
+
+A schedule is the order in which a rank runs forwards (F) and backwards (B) of microbatches. gpipe runs all F, then all
+B: simple, and it keeps the activations of all microbatches. 1f1b runs a B as soon as it can, so that a rank keeps no
+more microbatches than there are stages behind it. interleaved gives a rank several stages, one after the other around
+the ring, which shortens the wait at both ends. zero_bubble splits a B into the gradient of inputs, for which the rank
+before waits, and that of weights, which fills gaps. In a V (zero_bubble_v, dualpipe_v) the first rank has the last
+stage too; dualpipe_v runs an F of one microbatch together with a B of another, whose exchanges hide behind it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,13 +39,15 @@ def _equal_rounds(chunks: int, ranks: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule: torch's class, whether it takes several stages a rank, and in which placement."""
+    """A schedule."""
 
-    make: Callable[..., Any]
-    takes_list: bool
-    is_v: bool
-    microbatches: Callable[[int, int, int], int]
-    overlaps: bool = False  # whether a forward and a backward are one action
+    make: Callable[..., Any]  # torch's class
+    takes_list: bool  # of several stages a rank
+    is_v: bool  # stages are placed in a V
+    microbatches: Callable[
+        [int, int, int], int
+    ]  # (chunks, ranks, stages) -> how many it runs, at least chunks
+    overlaps: bool = False  # a forward and a backward are one action
 
     def places(self, ranks: int, stages: int) -> list[list[int]]:
         """The stages of each rank: one after the other, or in a V, where the first rank has the last stage too."""

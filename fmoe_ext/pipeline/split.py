@@ -13,7 +13,6 @@ from fmoe_ext.pipeline.layers import layers_of, part_of
 from fmoe_ext.pipeline.materialize import trial_copy
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors
-from fmoe_ext.pipeline.skip import Skippable
 from fmoe_ext.pipeline.stage import Boundary, Stage
 
 MEASURES = ("time", "memory", "load")
@@ -178,9 +177,11 @@ def _check(
             "split(model, 2, sample, by=[3, 3])"
         )
     check_tensors(sample, "sample")
-    if any(isinstance(m, Skippable) for layer in layers for m in layer.modules()):
+    # layers that compat.fairscale.skippable made, known by its method: nothing here imports compat
+    if any(hasattr(m, "stash_keys") for layer in layers for m in layer.modules()):
         raise ValueError(
-            "skip connections between layers (skippable) need Pipe: stages pass values only to the next"
+            "skip connections between layers (skippable) need fmoe_ext.compat.fairscale.Pipe: stages pass values only "
+            "to the next"
         )
     if isinstance(by, str) and by not in MEASURES:
         raise ValueError(

@@ -13,7 +13,7 @@ from benchmarks.bench_ep import Wire
 from fmoe_ext import FMoETransformerMLP, batch_invariant, valid_tokens
 from fmoe_ext.distributed import init_groups
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.home import find_nodes
+from fmoe_ext.ep.placement import find_nodes
 from fmoe_ext.ep.tuning import NUM_STEPS
 from fmoe_ext.gates import SoftmaxGate
 from fmoe_ext.planning.placement import rebalance
@@ -227,7 +227,7 @@ def chooses():
                 for laps in watch.steps:
                     laps.update(dict.fromkeys(laps, 0.0), exchange=float(name != "node"))
         assert_close(reduced(results(layer, xs[rank]), layer), expected)
-        used.append(layer.expert_parallel._way.exchange)
+        used.append(layer.expert_parallel._route.exchange)
     assert used == ["choice"] * NUM_STEPS + ["token"] * NUM_STEPS + ["node"] * (NUM_STEPS + 1)
     with ranks_per_node(1):
         one_each = make(8, size, init_groups(ep=4).ep, exchange="auto")

@@ -133,7 +133,7 @@ def chooses_alike(faster, overlap_degree):
             slow = {name: 1.0 + (name != faster) * rank for name in ("choice", "token")}  # on one rank
             pretend(layer.expert_parallel.tuner, slow)
         assert_close(results(layer, inputs()), expected)
-        used.append(layer.expert_parallel._way.exchange)
+        used.append(layer.expert_parallel._route.exchange)
     assert used == ["choice"] * NUM_STEPS + ["token"] * NUM_STEPS + [faster] * 2
     assert any(f'exchange="auto" is "{faster}" (' in text for text in records.texts) == (rank == 0)
 

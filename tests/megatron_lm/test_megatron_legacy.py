@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmoe_ext
-from fmoe_ext.compat.megatron.checkpoint import get_fmoe_checkpoint_name
-from fmoe_ext.gates import GShardGate, SwitchGate
-from fmoe_ext.megatron import (
+from fmoe_ext.compat.megatron import (
     DistributedDataParallel,
     MegatronMLP,
-    fmoefy,
     get_balance_profile,
     load_checkpoint,
     patch_forward_step,
@@ -24,6 +21,9 @@ from fmoe_ext.megatron import (
     patch_model_provider,
     save_checkpoint,
 )
+from fmoe_ext.compat.megatron.checkpoint import get_fmoe_checkpoint_name
+from fmoe_ext.gates import GShardGate, SwitchGate
+from fmoe_ext.megatron import fmoefy
 from fmoe_ext.testing import DistributedPool
 
 D, LAYERS = 8, 2
@@ -402,3 +402,10 @@ def test_megatron_mlp_is_the_layer_of_its_arguments(megatron):
     plain.load_state_dict(layer.state_dict())
     output, bias = layer.eval()(tokens())
     assert torch.equal(output, plain.eval()(tokens())) and not bias.any()
+
+
+def test_old_path_names_the_new_one():
+    with pytest.raises(
+        ImportError, match=r"megatron\.save_checkpoint is fmoe_ext\.compat\.megatron\.save_checkpoint"
+    ):
+        exec("from fmoe_ext.megatron import save_checkpoint", {})

@@ -7,7 +7,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from fmoe_ext.pipeline import balance, measuring
+from fmoe_ext.compat.fairscale import balance
+from fmoe_ext.pipeline import measuring
 
 _seconds = [0.0]
 

@@ -1,5 +1,6 @@
 """Pipe: the same numbers as the module it was made of, FairScale's interface and errors."""
 
+import importlib
 from collections import OrderedDict
 from copy import deepcopy
 
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate, gates
-from fmoe_ext.pipeline import BalanceError, NoChunk, Pipe
+from fmoe_ext.compat import fairscale
+from fmoe_ext.compat.fairscale import BalanceError, NoChunk, Pipe
 
 CPU = torch.device("cpu")
 MODES = ("always", "except_last", "never")
@@ -205,7 +207,7 @@ def two(width=1):
         ({"balance": [3]}, BalanceError, "sum of balance: 3"),
         ({"balance": [0, 2]}, ValueError, "positive integer"),
         ({"balance": [-1, 3]}, ValueError, "positive integer"),
-        ({}, ValueError, r"balance is required.*balance_by_time.*pipeline\.compat\.Pipe"),
+        ({}, ValueError, r"balance is required.*balance_by_time.*compat\.torch_pipe\.Pipe"),
         ({"balance": [2], "chunks": 0}, ValueError, "chunks must be at least 1, but got 0"),
         ({"balance": [2], "checkpoint": "no"}, ValueError, "'always', 'except_last', or 'never'"),
         ({"balance": [1, 1], "devices": ["cpu"]}, IndexError, r"too few devices .*devices: 1, partitions: 2"),
@@ -258,7 +260,7 @@ def test_values_without_a_tensor_are_refused():
     with pytest.raises(TypeError, match=r"result of layer '0' must be a tensor, .* but got str"):
         Pipe(nn.Sequential(Hello()), [1])(torch.ones(1))
     with pytest.raises(
-        TypeError, match=r"takes one argument, but got 2: give a tuple.*pipeline\.compat\.Pipe"
+        TypeError, match=r"takes one argument, but got 2: give a tuple.*compat\.torch_pipe\.Pipe"
     ):
         Pipe(two(), [2])(torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match=r"\[4, 1\], \[2, 1\].*are cut into \[4, 2\] microbatches"):
@@ -277,9 +279,7 @@ def test_layer_of_several_arguments_is_told_how_values_come():
             return parts[0].view()
 
     pair = torch.ones(2, 1), torch.ones(2, 1)
-    text = (
-        r"layer '0' of Pipe, a {}, must take the tuple of 2 values as one argument: .*pipeline\.compat\.Pipe"
-    )
+    text = r"layer '0' of Pipe, a {}, must take the tuple of 2 values as one argument: .*compat\.torch_pipe\.Pipe"
     with pytest.raises(TypeError, match=text.format("Add")):
         Pipe(nn.Sequential(Add()), [1])(pair)
     with pytest.raises(TypeError, match=text.format("Sequential")):
@@ -399,3 +399,17 @@ def test_modules_are_searched_as_often_with_many_microbatches_as_with_one(checkp
         return len(searches)
 
     assert number(8) == number(1)
+
+
+@pytest.mark.parametrize("name", ["Pipe", "skippable", "balance_by_time", "defer_batch_norm"])
+def test_old_paths_name_the_new_one(name):
+    with pytest.raises(
+        ImportError, match=rf"fmoe_ext\.pipeline\.{name} is fmoe_ext\.compat\.fairscale\.{name}"
+    ):
+        exec(f"from fmoe_ext.pipeline import {name}", {})
+    assert hasattr(fairscale, name)
+
+
+def test_old_module_of_torchs_pipe_names_the_new_one():
+    with pytest.raises(ImportError, match=r"fmoe_ext\.pipeline\.compat is fmoe_ext\.compat\.torch_pipe"):
+        importlib.import_module("fmoe_ext.pipeline.compat")

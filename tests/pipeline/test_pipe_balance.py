@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.pipeline import Pipe, balance_by_size, balance_by_time, balance_cost
+from fmoe_ext.compat.fairscale import Pipe, balance_by_size, balance_by_time, balance_cost
 from tests.pipeline.sleeping import Sleep, sleeping
 
 

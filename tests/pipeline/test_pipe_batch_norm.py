@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.pipeline import DeferredBatchNorm, Pipe, defer_batch_norm
+from fmoe_ext.compat.fairscale import DeferredBatchNorm, Pipe, defer_batch_norm
 
 MODES = ("always", "except_last", "never")
 

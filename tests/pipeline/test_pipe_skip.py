@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
+from fmoe_ext.compat.fairscale import Namespace, Pipe, pop, skippable, stash, verify_skippables
 
 
 @skippable(stash=["skip"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.pipeline import NoChunk, Pipe
+from fmoe_ext.compat.fairscale import NoChunk, Pipe
 
 MODES = ("always", "except_last", "never")
 

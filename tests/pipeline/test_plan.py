@@ -15,7 +15,7 @@ from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.pipeline.cli import main
 from fmoe_ext.pipeline.plan import GIB, LayerPlan, Layout, advice, estimate, plan
-from fmoe_ext.pipeline.shapes import Shape, left_out, read_shape
+from fmoe_ext.pipeline.sizes import Shape, left_out, read_shape
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
 SHAPE = Shape(d_model=32, num_layers=4, num_heads=4, d_hidden=64, vocabulary=256, num_experts=4, top_k=2)
@@ -95,7 +95,7 @@ def planned(layers, schedule, ep):
 
 @pytest.mark.parametrize(("schedule", "ep"), [("1f1b", 1), ("gpipe", 2)])
 def test_memory_of_runs(pool, schedule, ep):
-    layers = SHAPE.layers(LENGTH)
+    layers = SHAPE.sizes().layers(LENGTH)
     found = pool.run(memory_of_step, schedule, ep, world_size=2 * ep)
     for stage, (parameters, activations) in enumerate(planned(layers, schedule, ep)):
         for held, kept in found[stage * ep : (stage + 1) * ep]:
@@ -205,7 +205,7 @@ def test_advice():
 
 
 def test_checkpointing_takes_less_memory():
-    layers = SHAPE.layers(LENGTH)
+    layers = SHAPE.sizes().layers(LENGTH)
     layout = Layout(2, 1, 1, "1f1b", 4)
     whole = estimate(layers, layout, 8, ANY)
     kept = estimate(layers, layout, 8, ANY, checkpoint_bytes=LENGTH * 32 * 4)

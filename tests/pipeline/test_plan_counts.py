@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from fmoe_ext.pipeline.cli import main
-from fmoe_ext.pipeline.counted import count
+from fmoe_ext.pipeline.sizes import count
 from tests.huggingface.moe_architectures import CHANGES, architectures, tiny_config
 
 FAST = ("Gemma4ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3VLMoeForConditionalGeneration")
@@ -51,8 +51,9 @@ def test_layers_with_heads_of_their_own(tmp_path, capsys):
     """Full attention of Gemma 4 has wider heads, and values that are its keys."""
     config_of("Gemma4ForCausalLM", **GEMMA).save_pretrained(tmp_path)
     found = count(str(tmp_path))
-    assert [q for q, _ in found.widths] == [64, 96, 64, 96]
-    assert found.dense[0] == found.dense[2] != found.dense[1] == found.dense[3]
+    assert [block.q for block in found.blocks] == [64, 96, 64, 96]
+    dense = [block.dense for block in found.blocks]
+    assert dense[0] == dense[2] != dense[1] == dense[3]
     main(["plan", "--model", str(tmp_path), "--ranks", "2", "--json"])
     out = capsys.readouterr()
     assert '"layouts"' in out.out and not out.err

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from fmoe_ext.pipeline import Pipe, balance_by_time, split
+from fmoe_ext.compat.fairscale import Pipe, balance_by_time
+from fmoe_ext.pipeline import split
 
 
 def test_quick_start_trains_as_the_module_itself():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import TransformerEncoderLayer
 from torch.nn.parallel import DistributedDataParallel
 
-from fmoe_ext.pipeline.compat import LocalResult, NoChunk, Pipe, WithDevice
+from fmoe_ext.compat.torch_pipe import LocalResult, NoChunk, Pipe, WithDevice
 
 NTOKENS, EMSIZE, NHEAD, NHID, NLAYERS, BPTT, ROWS = 40, 16, 2, 24, 4, 7, 8
 

@@ -1,6 +1,5 @@
-"""fmoe.megatron, for Megatron-LM v2.2 to v3.0.2; imports without Megatron-LM. find.py finds the MLPs for fmoefy."""
+"""fmoe.megatron, for Megatron-LM v2.2 to v3.0.2; imports without Megatron-LM. find.py finds its MLPs for fmoefy."""
 
-from fmoe_ext.compat.megatron import find
 from fmoe_ext.compat.megatron.balance import (
     add_balance_log,
     generate_megatron_gate_hook,
@@ -12,9 +11,6 @@ from fmoe_ext.compat.megatron.distributed import DistributedDataParallel
 from fmoe_ext.compat.megatron.layers import MegatronMLP, fmoefy
 from fmoe_ext.compat.megatron.patch import patch_forward_step, patch_loss_func_v2_5, patch_model_provider
 from fmoe_ext.compat.megatron.utils import add_fmoe_args
-from fmoe_ext.models.fmoefy import add_kind
-
-add_kind(find)
 
 __all__ = [
     "DistributedDataParallel",

@@ -15,7 +15,7 @@ from fmoe_ext.models.fmoefy import fmoefy as _fmoefy
 
 
 class MegatronMLP(_MegatronMLP):
-    """fmoe_ext.megatron.MegatronMLP with the gates of this package, whose weights have the model's dtype."""
+    """fmoe_ext.compat.megatron.MegatronMLP with the gates of this package, whose weights have the model's dtype."""
 
     def __init__(self, args: Any, layer_idx: int, gate: Any = None) -> None:
         if gate is None:

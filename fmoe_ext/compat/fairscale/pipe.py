@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
+from fmoe_ext.compat.fairscale.batch_norm import DeferredBatchNorm, defer_batch_norm
+from fmoe_ext.compat.fairscale.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
 from fmoe_ext.gates.base_gate import gates_of
-from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, batch_norms_of, defer_batch_norm
+from fmoe_ext.pipeline.batch_norm import Recomputing, batch_norms_of
 from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tensors, move, num_rows, scatter
-from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
-TORCHS_PIPE = "fmoe_ext.pipeline.compat.Pipe with torch's signature,"
+TORCHS_PIPE = "fmoe_ext.compat.torch_pipe.Pipe with torch's signature,"
 DENIED = "denied to move parameters and buffers, because Pipe should manage device placement"
 
 
@@ -41,7 +42,7 @@ class Pipe(nn.Module):
 
     Raises TypeError for another module; ValueError for a wrong balance, chunks or checkpoint, and for parameters shared
     between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe;
-    fmoe_ext.pipeline.compat has that of torch.distributed.pipeline.sync.Pipe.
+    fmoe_ext.compat.torch_pipe has that of torch.distributed.pipeline.sync.Pipe.
     Equivalent to: module(batch) on one device.
 
     Example:
@@ -307,7 +308,7 @@ def _binds(takes: inspect.Signature, *arguments: Any) -> bool:
 
 
 def _check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
-    hint = "; fmoe_ext.pipeline.balance_by_time(partitions, module, sample) measures a balance"
+    hint = "; fmoe_ext.compat.fairscale.balance_by_time(partitions, module, sample) measures a balance"
     if balance is None:
         raise BalanceError(
             f"balance is required: the number of layers of each partition{hint}; {TORCHS_PIPE} needs none"

@@ -28,7 +28,7 @@ from fmoe_ext.routing import DispatchHandle
 from fmoe_ext.step import Step
 
 
-class Home:
+class ExpertPlacement:
     """Placement of experts: rank r holds [r * e, (r + 1) * e) of E = group size * e, unless they have moved.
 
     Plain data, so that layers can be copied and pickled; the group is found by its name.
@@ -115,7 +115,7 @@ class Nodes:
     """Placement of an ExpertParallel's experts on nodes: a node holds the experts of its ranks.
 
     across: the experts of each node, for the group of the ranks that have this one's place on their nodes. inside: the
-    experts of each rank of this node. Plain data, as Home.
+    experts of each rank of this node. Plain data, as ExpertPlacement.
     """
 
     def __init__(self, group_name: str, num_local_experts: int):
@@ -126,8 +126,8 @@ class Nodes:
             for rank in node
             for local in range(num_local_experts)
         ]
-        self.across = Home(groups.across, len(groups.nodes[0]) * num_local_experts)
-        self.inside = Home(groups.inside, num_local_experts)
+        self.across = ExpertPlacement(groups.across, len(groups.nodes[0]) * num_local_experts)
+        self.inside = ExpertPlacement(groups.inside, num_local_experts)
 
     def place(self, experts_in_place: Sequence[int]) -> None:
         """experts_in_place: expert of each place on the ranks of the whole group."""

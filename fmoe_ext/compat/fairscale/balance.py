@@ -1,0 +1,86 @@
+"""Numbers of layers of the partitions, by the time or the memory that each layer takes."""
+
+import time
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+from fmoe_ext.compat.fairscale.skip import keeping
+from fmoe_ext.pipeline.balance import balance_cost
+from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.pipeline.microbatch import Values, as_tuple, check_values, move
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Values,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | None = None,
+) -> list[int]:
+    """Layers a partition, such that the slowest partition's forward and backward are as fast as possible.
+
+    sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None. The
+    module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
+    which would be copied with it.
+    """
+    return balance_cost(_profile_times(module, sample, timeout, device), partitions)
+
+
+def balance_by_size(
+    partitions: int, module: nn.Sequential, sample: Values, *, chunks: int = 1, param_scale: float = 2.0
+) -> list[int]:
+    """Layers a partition, such that the largest partition's memory is as small as possible.
+
+    A layer's memory: param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
+    and chunks times what its forward of sample, a microbatch, keeps for backward. Works on any device; nothing is
+    changed. Raises ValueError for fewer layers than partitions.
+    """
+    return balance_cost(_profile_sizes(module, sample, chunks, param_scale), partitions)
+
+
+def _profile_times(
+    module: nn.Sequential, sample: Values, timeout: float, device: torch.device | str | None = None
+) -> list[float]:
+    """Seconds of each layer's forward and backward, the median over as many runs as the timeout allows."""
+    check_values(sample, "sample")
+    if any(p.grad is not None for p in module.parameters()):
+        raise ValueError("some parameter already has gradient: call module.zero_grad() first")
+    tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
+    where = tensor.device if device is None else torch.device(device)
+    copy = _trial_copy(module).to(where)
+    runs: list[list[float]] = []
+    begin = time.perf_counter()
+    while not runs or time.perf_counter() - begin < timeout:
+        runs.append(_time_layers(copy, move(sample, where), where))
+    return [median(list(times)) for times in zip(*runs, strict=True)]
+
+
+def _time_layers(module: nn.Sequential, values: Values, device: torch.device) -> list[float]:
+    times = []
+    with keeping({}):
+        for layer in module:
+            values = leaves(values)
+            begin = now(device)
+            values = layer(values)
+            backward_of_ones(values, retain_graph=True)  # of what earlier layers stashed, too
+            times.append(now(device) - begin)
+    return times
+
+
+def _profile_sizes(module: nn.Sequential, sample: Values, chunks: int, param_scale: float) -> list[float]:
+    """Bytes of each layer: its parameters, scaled, and what its forward keeps for backward, times chunks."""
+    check_values(sample, "sample")
+    values, sizes = sample, []
+    with keeping({}):
+        for layer in _trial_copy(module):
+            values, kept = run_and_weigh(layer, values)
+            sizes.append(parameter_bytes(layer) * param_scale + kept * chunks)
+    return sizes
+
+
+def _trial_copy(module: nn.Sequential) -> nn.Sequential:
+    """A copy that can be run without a trace in the module: buffers, gradients and gates' losses are its own."""
+    return deepcopy(module).train()

@@ -1,0 +1,295 @@
+"""The layers of a decoder for the planner, from a model of Transformers or from numbers.
+
+A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each layer has
+its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that Transformers lacks)
+is computed from a few numbers, all layers alike. Both give Sizes, from which layers() makes what the planner adds up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.pipeline.plan import LayerPlan
+
+# Our names, and those of configurations of Transformers, the first that is there counts.
+NAMES = MappingProxyType(
+    {
+        "d_model": ("hidden_size",),
+        "num_layers": ("num_hidden_layers",),
+        "num_heads": ("num_attention_heads",),
+        "d_hidden": ("moe_intermediate_size", "intermediate_size"),
+        "vocabulary": ("vocab_size",),
+        "num_kv_heads": ("num_key_value_heads",),
+        "d_head": ("head_dim",),
+        "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+        "top_k": ("num_experts_per_tok",),
+    }
+)
+
+# What configurations say of layers that are not all alike, which Shape does not have: field, value without effect.
+UNEQUAL_LAYERS = MappingProxyType(
+    {
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "n_shared_experts": 0,
+        "shared_expert_intermediate_size": 0,
+        "kv_lora_rank": 0,
+    }
+)
+
+
+CHOICES = (
+    *("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k"),
+    "top_k",
+)
+EXPERTS = re.compile(r"(?:^|\.)experts\.")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of a decoder, in numbers, not bytes."""
+
+    dense: int  # parameters outside of experts
+    experts: int  # parameters of all experts
+    active: float  # parameters of the experts that a token meets
+    q: int  # width of all queries
+    kv: int  # width of all keys and values together
+    hidden: float  # gate and up projections of a token, which the backward needs
+    is_routed: bool  # has a gate, so that tokens travel to experts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder, in numbers, not bytes."""
+
+    blocks: Sequence[Block]
+    head: int  # parameters of the head; 0 where it is the embedding
+    rest: int  # parameters before the blocks: the embedding and all that is in no block
+    d_model: int
+    vocabulary: int
+    num_experts: int
+    top_k: int
+
+    def layers(self, length: int, element: int = 4) -> list[LayerPlan]:
+        """Embedding, blocks, head, for sequences of so many tokens and numbers of so many bytes."""
+        D, K, E = self.d_model, self.top_k, self.num_experts
+        layers = [LayerPlan(self.rest * element, 0, 0, 0)]
+        for block in self.blocks:
+            # both norms and their results; q, k, v before and after the rotation, attention; gate and up projections
+            kept = 4 * D + 3 * block.q + 2 * block.kv + block.hidden
+            if block.is_routed:  # its logits, scores and choices
+                kept += 3 * E + 8 * K
+            layers.append(
+                LayerPlan(
+                    block.dense * element,
+                    block.experts * element,
+                    length * kept * element,
+                    # 2 a multiplication, in the forward and in both products of the backward; scores of attention
+                    6 * length * (block.dense + block.active) + 6 * length * length * block.q,
+                    K * D * length * element if block.is_routed else 0.0,
+                )
+            )
+        logits = 4 * self.vocabulary  # in float32
+        head_flops = 6 * length * D * self.vocabulary
+        layers.append(LayerPlan(self.head * element, 0, length * (2 * D * element + logits), head_flops))
+        return layers
+
+
+def sizes_of(model: str) -> tuple[Sizes, list[str]]:
+    """(sizes, what they leave out) of a config.json, the folder of one, or a text "d_model=512,num_layers=8,...".
+
+    Raises ValueError for what is missing, unknown or cannot be.
+    """
+    counts = count(model)
+    return (counts, []) if counts else (read_shape(model).sizes(), left_out(model))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with gated MLPs: Llama, Mixtral, Qwen3-MoE, OLMoE, examples/lm."""
+
+    d_model: int
+    num_layers: int
+    num_heads: int
+    d_hidden: int  # of one expert
+    vocabulary: int
+    num_kv_heads: int = 0  # 0: as many as heads
+    d_head: int = 0  # 0: d_model / num_heads
+    num_experts: int = 1
+    top_k: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "num_layers", "num_heads", "d_hidden", "vocabulary", "num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}")
+        if not self.d_head and self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model {self.d_model} is no multiple of num_heads {self.num_heads}: give d_head if heads are not "
+                "d_model / num_heads wide"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
+
+    def sizes(self) -> Sizes:
+        """The decoder with these numbers; an MLP without a gate counts as its one expert."""
+        D, K, E = self.d_model, self.top_k, self.num_experts
+        d_head = self.d_head or D // self.num_heads
+        q, kv = self.num_heads * d_head, 2 * (self.num_kv_heads or self.num_heads) * d_head
+        dense = D * (q + kv) + q * D + 2 * D + (D * E if E > 1 else 0)
+        expert = 3 * D * self.d_hidden
+        block = Block(dense, E * expert, K * expert, q, kv, K * 2 * self.d_hidden, E > 1)
+        table = D * self.vocabulary
+        return Sizes([block] * self.num_layers, table, table, D, self.vocabulary, E, K)
+
+
+def read_shape(model: str) -> Shape:
+    """The sizes in a config.json of Transformers, or in a text "d_model=512,num_layers=8,...".
+
+    Raises ValueError, naming what is missing or unknown.
+    """
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    given = _from_config(path) if path.suffix == ".json" else _from_text(model)
+    known = [field.name for field in fields(Shape)]
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"--model has no size {unknown[0]!r}: known are {', '.join(known)}")
+    if missing := [name for name in known[:5] if name not in given]:
+        raise ValueError(f"--model lacks {', '.join(missing)}")
+    return Shape(**given)
+
+
+def left_out(model: str) -> list[str]:
+    """The fields of a config.json of which a Shape knows nothing, as "first_k_dense_replace 3"."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    config = _config(path) if path.suffix == ".json" else {}
+    return [
+        f"{name} {config[name]}"
+        for name, none in UNEQUAL_LAYERS.items()
+        if config.get(name, none) not in (none, None)
+    ]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--model: {path} does not exist") from None
+    except ValueError as error:
+        raise ValueError(f"--model: {path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--model: {path} must hold an object, as config.json of Transformers does")
+    return config
+
+
+def _from_config(path: Path) -> dict[str, int]:
+    config = _config(path)
+    found = {ours: [config[name] for name in theirs if config.get(name)] for ours, theirs in NAMES.items()}
+    if bad := [name for name, values in found.items() if values and not isinstance(values[0], int)]:
+        raise ValueError(f"--model: {path} has no one number for {bad[0]}, but {found[bad[0]][0]!r}")
+    return {ours: values[0] for ours, values in found.items() if values}
+
+
+def _from_text(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if bad := [
+        part
+        for part, (_, _, value) in zip(text.split(","), pairs, strict=True)
+        if not value.strip().isdigit()
+    ]:
+        raise ValueError(f"--model takes a config.json or name=number,..., but got {bad[0]!r}")
+    names = [name.strip() for name, _, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--model has {twice[0]} twice")
+    return {name: int(value) for name, (_, _, value) in zip(names, pairs, strict=True)}
+
+
+def count(model: str) -> Sizes | None:
+    """The counts for a config.json of Transformers; None for other texts and for types that Transformers lacks."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if path.suffix != ".json" or not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        import transformers
+    except (ValueError, ModuleNotFoundError):
+        return None
+    if not isinstance(values, dict) or values.get("model_type") not in transformers.CONFIG_MAPPING:
+        return None
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
+    classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
+    named = getattr(transformers, (values.get("architectures") or [""])[0], None)
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+        makes.insert(0, named)
+    if not makes:
+        return None
+    with torch.device("meta"):
+        return counted(makes[0](config))
+
+
+def counted(model: Any) -> Sizes:
+    """The counts for a model of Transformers; ValueError if it has no layers, or does not say its choices."""
+    text = model.config.get_text_config()
+    stacks = [
+        m for n, m in model.named_modules() if n.rpartition(".")[2] == "layers" and len([*m.children()])
+    ]
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no list of layers")
+    layers = [*max(stacks, key=lambda stack: (_experts_of(stack), _size(stack))).children()]
+    head = model.get_output_embeddings()
+    of_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else _size(head)
+    num_experts = max(
+        (
+            p.shape[0]
+            for layer in layers
+            for n, p in layer.named_parameters()
+            if EXPERTS.search(n) and p.dim() == 3
+        ),
+        default=1,
+    )
+    top_k = next((v for name in CHOICES if isinstance(v := getattr(text, name, None), int) and v > 0), None)
+    if top_k is None and any(map(_experts_of, layers)):
+        raise ValueError(
+            f"{type(text).__name__} does not say how many experts a token has: {', '.join(CHOICES)}"
+        )
+    D, K, blocks = text.hidden_size, top_k or 1, []
+    for layer in layers:
+        of_experts = _experts_of(layer)
+        dense, active = _size(layer) - of_experts, of_experts * K / num_experts
+        # gate and up are two of the three matrices of a gated MLP, here taken for a third of a layer without experts
+        hidden = (active or dense / 3) * 2 / (3 * D)
+        blocks.append(Block(dense, of_experts, active, *_widths(layer), hidden, bool(active)))
+    rest = _size(model) - sum(map(_size, layers)) - of_head
+    return Sizes(blocks, of_head, rest, D, text.vocab_size, num_experts, K)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _experts_of(module: nn.Module) -> int:
+    return sum(p.numel() for n, p in module.named_parameters() if EXPERTS.search(n))
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    """Width of all queries, and of all keys and values, by the projections of a layer's attention; 0 without."""
+    found: dict[str, int] = {}
+    for name, p in layer.named_parameters():
+        leaf = name.split(".")[-2] if "." in name else name
+        if p.dim() == 2 and leaf in ("q_proj", "k_proj", "v_proj"):
+            found[leaf] = p.shape[0]
+        elif p.dim() == 2 and leaf == "o_proj":
+            found.setdefault("q_proj", p.shape[1])
+    return found.get("q_proj", 0), found.get("k_proj", 0) + found.get("v_proj", found.get("k_proj", 0))
