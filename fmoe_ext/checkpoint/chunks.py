@@ -4,29 +4,32 @@ torch.distributed.checkpoint decides which chunks go where; what comes from a fi
 than a tensor of the shape and dtype that was announced.
 """
 
+import hashlib
 import io
 import math
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemWriter,
     LoadPlan,
     LoadPlanner,
     Metadata,
     ReadItem,
+    SavePlan,
     StorageReader,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -34,6 +37,8 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside
 
 _MAX_DIMENSIONS = 64  # torch's own limit
+_BLOCK = 2**20  # numbers of 8 bytes of which a fingerprint is computed at once
+Place: TypeAlias = tuple[str, tuple[int, ...]]  # key of a tensor, offsets of a chunk in it
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,60 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+class Fingerprint(NamedTuple):
+    """A number that two tensors of the same bytes share and other tensors, but for chance, do not."""
+
+    what: str  # dtype and shape
+    value: str
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Saves what several ranks have from the lowest of them, all of it, and says whether their copies are equal.
+
+    torch's own takes each tensor from the rank that has the least to write, so that the state of one module, as mean
+    and variance of batch normalisation, came from several ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        self.items: dict[Place, WriteItem] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.items = {(item.index.fqn, tuple(item.index.offset or ())): item for item in plan.items}
+        return plan
+
+    def places(self) -> list[Place]:
+        """(key, offsets) of the chunks that this rank has."""
+        return list(self.items)
+
+    def fingerprints(self, shared: Set[Place]) -> dict[Place, Fingerprint]:
+        seeded = torch.Generator().manual_seed(0)  # the same on every rank
+        weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
+        weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
+        found = {}
+        for place, item in self.items.items():
+            if place in shared:
+                tensor = cast(torch.Tensor, self.resolve_data(item))
+                weights = weights.to(tensor.device)
+                found[place] = fingerprint(tensor, weights)
+        return found
+
+
+def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> Fingerprint:
+    """Computed where the tensor is, so that no copy of it goes to the CPU. weights: odd numbers [_BLOCK]."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    sums = []
+    for block in content.split(8 * _BLOCK):
+        numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
+        numbers.view(torch.uint8)[: len(block)] = block
+        numbers ^= numbers >> 31  # or two turned signs, 2^63 each, would cancel
+        sums.append((numbers * weights[: len(numbers)]).sum())
+    of_blocks = torch.stack(sums).tolist() if sums else []
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return Fingerprint(what, hashlib.sha256(str(of_blocks).encode()).hexdigest())
 
 
 class Planner(DefaultLoadPlanner):

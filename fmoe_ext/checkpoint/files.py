@@ -213,6 +213,26 @@ def locked(path: Path, what: str) -> Iterator[bool]:
             os.close(handle)
 
 
+@contextmanager
+def read_locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from removing what an existing file stands for, while the body runs: see lock_unread().
+
+    Raises FileNotFoundError where the file was removed before. Does nothing on a file system without locks.
+    """
+    with open(path, "rb") as file:
+        _try_lock(file.fileno(), fcntl.LOCK_SH)
+        if not _is_still(path, file.fileno()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+
+
+@contextmanager
+def lock_unread(path: Path) -> Iterator[bool]:
+    """True, and no read_locked() begins while the body runs, if none has the file now; True without locks."""
+    with open(path, "r+b") as file:  # NFS gives an exclusive lock to writers only
+        yield _try_lock(file.fileno()) is not False
+
+
 def _is_still(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
@@ -220,10 +240,10 @@ def _is_still(path: Path, handle: int) -> bool:
         return False
 
 
-def _try_lock(handle: int) -> bool | None:
+def _try_lock(handle: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """True if this process has the lock of an open file now; None on a file system without locks."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
