@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.files import check_is_file, inside
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _BLOCK = 2**20  # numbers of 8 bytes of which a fingerprint is computed at once
@@ -270,6 +270,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
 @contextmanager
 def _part_of(path: Path, begin: int, num_bytes: int) -> Iterator[BinaryIO]:
     """Bytes of a file as a file of their own."""
+    check_is_file(path)
     if begin + num_bytes > path.stat().st_size:
         raise CheckpointError(f"{path} is truncated: it has no {num_bytes} bytes at {begin}")
     with open(path, "rb") as file, io.BufferedReader(_Part(file, begin, num_bytes)) as part:

@@ -22,7 +22,15 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, explained, locked, made_folder, sync_folder, unique
+from fmoe_ext.checkpoint.files import (
+    atomic_file,
+    check_is_file,
+    explained,
+    locked,
+    made_folder,
+    sync_folder,
+    unique,
+)
 from fmoe_ext.checkpoint.megatron_core import TRACKER, expert_layers, iteration_folder
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -176,6 +184,7 @@ def _write_rank(
 
 def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     """A dict that torch.save wrote; without trust, code in the file does not run."""
+    check_is_file(path)
     try:
         mmap = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals(_plain_data()):

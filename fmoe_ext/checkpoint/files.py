@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +23,15 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
 
 
+def check_is_file(path: Path) -> None:
+    """Raises CheckpointError for a pipe, socket or device, of which reading may never end; OSError where nothing is."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise CheckpointError(f"{path} is no regular file (a folder, pipe, socket or device)")
+
+
 def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
     """The SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
+    check_is_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
@@ -44,8 +52,10 @@ def sync_folder(folder: Path) -> None:
 
 def read_text(path: Path) -> str:
     """A small text file; CheckpointError where it is not UTF-8."""
+    check_is_file(path)
     try:
-        return path.read_bytes()[:BLOCK].decode().strip()
+        with open(path, "rb") as file:
+            return file.read(BLOCK).decode().strip()
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{path} is damaged: it is no text ({error.reason} at {error.start})"
@@ -55,6 +65,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError where there is anything else."""
     try:
+        check_is_file(path)
         if path.stat().st_size > _MAX_JSON:
             raise CheckpointError(f"{path} is larger than {_MAX_JSON} bytes")
         content = json.loads(path.read_bytes())
