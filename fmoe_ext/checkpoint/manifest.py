@@ -66,7 +66,11 @@ class Manifest:
         if len(self.extras) == num_ranks:
             self.extra = self.extras[rank]
         elif self.extras:
-            differing = [key for key in self.extra if any(key not in e or e[key] != self.extra[key] for e in self.extras)]
+            differing = [
+                key
+                for key in self.extra
+                if any(key not in e or e[key] != self.extra[key] for e in self.extras)
+            ]
             warnings.warn(
                 f"{len(self.extras)} ranks saved `extra` with different values of {', '.join(map(repr, differing))}, and "
                 f"{num_ranks} load it: each gets rank 0's in manifest.extra; manifest.extras has those of every rank",

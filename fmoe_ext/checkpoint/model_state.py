@@ -102,8 +102,12 @@ class ModelState:
                 f"{meta[0]!r} and {len(meta) - 1} other tensors of the model are on the meta device, which has no "
                 "memory: model.to_empty(device=...) first"
             )
-        again = self.model.state_dict(keep_vars=True)  # copies are made anew, and the first ones are still alive
-        copies = [name for name, value in self.tensors.items() if not _same_memory(value, again[self._keys[name]])]
+        again = self.model.state_dict(
+            keep_vars=True
+        )  # copies are made anew, and the first ones are still alive
+        copies = [
+            name for name, value in self.tensors.items() if not _same_memory(value, again[self._keys[name]])
+        ]
         if copies:
             raise CheckpointError(
                 f"state_dict() of {type(self.model).__name__} returns copies of {copies[0]!r} and {len(copies) - 1} other "

@@ -180,7 +180,9 @@ class Loading:
                 name = self.names[param]
                 self._state[param] = dict(record["values"].get(name, {}))
                 for entry, key in entries.get(name, []):
-                    dtype = _dtype_of(saved[key], dtypes[name], param, optimizer.state.get(param, {}).get(entry))
+                    dtype = _dtype_of(
+                        saved[key], dtypes[name], param, optimizer.state.get(param, {}).get(entry)
+                    )
                     tensor, part = _make_room(model, name, param, entry, saved[key].shape, dtype, group)
                     self._state[param][entry] = tensor
                     self.parts[key] = part

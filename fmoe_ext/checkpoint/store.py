@@ -223,7 +223,9 @@ def find(path: Path) -> Path:
         if (newest / "manifest.json").exists():
             return newest
         if read_text(inside(path, "latest")) == name:  # else a job has just saved, and removed that one
-            raise CheckpointError(f"{path / 'latest'} names {name}, which has no manifest.json{_others(path)}")
+            raise CheckpointError(
+                f"{path / 'latest'} names {name}, which has no manifest.json{_others(path)}"
+            )
     raise CheckpointError(
         f"no checkpoint in {path}: it has neither `latest` nor manifest.json{_others(path)}"
     )

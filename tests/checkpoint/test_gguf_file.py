@@ -1,4 +1,4 @@
-"""GGUF headers that lie: refused by name, in time and memory that the file's size bounds; or the values are the same."""
+"""GGUF headers that lie: refused by name in time and memory that the file bounds; or the values are the same."""
 
 import os
 import struct
@@ -191,7 +191,7 @@ def test_many_empty_texts_cost_no_more_than_they_are(tmp_path):
 def test_architecture_that_is_no_text_is_refused(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(header() + array(U8, 3, b"abc", b"general.architecture"))
-    with pytest.raises(CheckpointError, match="general.architecture is not there, or no text"):
+    with pytest.raises(CheckpointError, match=r"general\.architecture is not there, or no text"):
         _ = open_gguf(file).architecture
 
 

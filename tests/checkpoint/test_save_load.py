@@ -390,7 +390,7 @@ def test_a_model_that_cannot_be_filled_is_refused(tmp_path, make):
     checkpoint.save(tmp_path, model)
     before = (other := make(2, 3)).weight.detach().clone()
     with pytest.raises(
-        CheckpointError, match="returns copies of 'weight'|'weight' and 1 other .* meta device"
+        CheckpointError, match=r"returns copies of 'weight'|'weight' and 1 other .* meta device"
     ):
         checkpoint.load(tmp_path, other)
     assert other.weight.is_meta or torch.equal(other.weight, before)
