@@ -7,7 +7,6 @@ than a tensor of the shape and dtype that was announced.
 import hashlib
 import io
 import math
-import zipfile
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import check_is_file, inside
+from fmoe_ext.checkpoint.files import check_is_file, check_torch_file, inside
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _BLOCK = 2**20  # numbers of 8 bytes of which a fingerprint is computed at once
@@ -249,10 +248,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
     text = f"{path}: the chunk of {key} at {chunk.begin}"
     try:
         with _part_of(path, chunk.begin, chunk.num_bytes) as part:
-            with zipfile.ZipFile(part) as content:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in content.infolist()):
-                    raise CheckpointError(f"{text} is compressed, which torch.save never does")
-            part.seek(0)
+            check_torch_file(part, text)
             value = torch.load(part, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise

@@ -1,7 +1,6 @@
 """Any checkpoint to any other: what a path holds, its tensors in our layout, and how each format is written."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
 from fmoe_ext.checkpoint.model_state import describe_layers
 from fmoe_ext.checkpoint.routing import routing_of_config
 from fmoe_ext.checkpoint.safetensors_file import (
-    OURS,
     StoredTensor,
-    read_safetensors,
     verify_safetensors,
     write_safetensors,
 )

@@ -25,6 +25,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import (
     atomic_file,
     check_is_file,
+    check_torch_file,
     explained,
     locked,
     made_folder,
@@ -187,8 +188,13 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     check_is_file(path)
     try:
         mmap = zipfile.is_zipfile(path)
+        if not trust:
+            with open(path, "rb") as file:
+                check_torch_file(file, path)
         with torch.serialization.safe_globals(_plain_data()):
             content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         needed = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(

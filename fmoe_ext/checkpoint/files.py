@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import stat
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError, text_of
 
 BLOCK = 2**22
 _MAX_JSON = 2**30  # bytes
+_MAX_PICKLE = 2**28  # bytes of an old file of torch.save() in which its pickles are looked for
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
 
@@ -39,6 +41,32 @@ def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
             if progress is not None:
                 progress(len(block))
     return digest.hexdigest()
+
+
+def check_torch_file(file: BinaryIO, what: object) -> None:
+    """Raises CheckpointError for a file of torch.save() that would need much more memory than it has bytes.
+
+    What a zip has compressed may be a thousand times as large, its entries may share their bytes, and a pickle may ask
+    for any number of zeros by `bytearray(number)`, which torch.load(weights_only=True) allows.
+    """
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as content:
+            entries = content.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise CheckpointError(f"{what} is compressed, which torch.save never does")
+            if sum(entry.file_size for entry in entries) > num_bytes:
+                raise CheckpointError(
+                    f"{what} has entries that are together larger than its {num_bytes} bytes"
+                )
+            pickles = [content.read(entry) for entry in entries if entry.filename.endswith(".pkl")]
+    else:  # of torch before 1.6: pickles, then the tensors
+        file.seek(0)
+        pickles = [file.read(_MAX_PICKLE)]
+    if any(b"\nbytearray\n" in program for program in pickles):
+        raise CheckpointError(f"{what} makes a bytearray, which no checkpoint of tensors needs")
+    file.seek(0)
 
 
 def sync_folder(folder: Path) -> None:
@@ -230,6 +258,7 @@ def read_locked(path: Path) -> Iterator[None]:
 
     Raises FileNotFoundError where the file was removed before. Does nothing on a file system without locks.
     """
+    check_is_file(path)
     with open(path, "rb") as file:
         _try_lock(file.fileno(), fcntl.LOCK_SH)
         if not _is_still(path, file.fileno()):

@@ -72,8 +72,9 @@ class Manifest:
                 if any(key not in e or e[key] != self.extra[key] for e in self.extras)
             ]
             warnings.warn(
-                f"{len(self.extras)} ranks saved `extra` with different values of {', '.join(map(repr, differing))}, and "
-                f"{num_ranks} load it: each gets rank 0's in manifest.extra; manifest.extras has those of every rank",
+                f"{len(self.extras)} ranks saved `extra` with different values of "
+                f"{', '.join(map(repr, differing))}, and {num_ranks} load it: each gets rank 0's in manifest.extra; "
+                "manifest.extras has those of every rank",
                 stacklevel=4,
             )
 

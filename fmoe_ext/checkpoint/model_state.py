@@ -95,7 +95,7 @@ class ModelState:
         return None, name
 
     def check_can_be_filled(self) -> None:
-        """Raises CheckpointError for tensors that are not the model's own memory, so that filling them changes nothing."""
+        """Raises CheckpointError for tensors that are not the model's own memory: filling them changes nothing."""
         meta = [name for name, value in self.tensors.items() if value.is_meta]
         if meta:
             raise CheckpointError(
@@ -110,9 +110,10 @@ class ModelState:
         ]
         if copies:
             raise CheckpointError(
-                f"state_dict() of {type(self.model).__name__} returns copies of {copies[0]!r} and {len(copies) - 1} other "
-                "tensors, so that what is loaded would not reach the model. FullyShardedDataParallel (FSDP1) and hooks "
-                "of state_dict() do so: load before the model is wrapped, or use fully_shard (FSDP2)"
+                f"state_dict() of {type(self.model).__name__} returns copies of {copies[0]!r} and "
+                f"{len(copies) - 1} other tensors, so that what is loaded would not reach the model. "
+                "FullyShardedDataParallel (FSDP1) and hooks of state_dict() do so: load before the model is wrapped, "
+                "or use fully_shard (FSDP2)"
             )
 
     def name_of(self, param: torch.Tensor) -> str:

@@ -126,7 +126,7 @@ def _write_files(
 
 
 def _compare_replicas(planner: SavePlanner, process_group: dist.ProcessGroup | None) -> None:
-    """Warns of tensors of which several ranks have copies with other values; the lowest rank's are saved. Collective."""
+    """Warns of tensors of which ranks have copies with different values; the lowest rank's are saved. Collective."""
     places = gather(planner.places(), process_group)
     holders = Counter(place for of_rank in places for place in of_rank)
     with together("comparing replicas", process_group):
@@ -145,11 +145,11 @@ def _compare_replicas(planner: SavePlanner, process_group: dist.ProcessGroup | N
             if value != expected:
                 differing.setdefault(place[0], f"{place[0]} (rank {rank}'s is another than rank {first}'s)")
     if differing and _is_first(process_group):
-        shown = [*differing.values()][:10]
+        shown = ", ".join([*differing.values()][:10]) + (", ..." if len(differing) > 10 else "")
         warnings.warn(
-            f"ranks have different values of {len(differing)} replicated tensors, and those of the lowest rank that has "
-            f"one are saved: {', '.join(shown)}{', ...' if len(differing) > len(shown) else ''}. Statistics of batch "
-            "normalisation differ so; parameters should not, and parts of a model need names of their own",
+            f"ranks have different values of {len(differing)} replicated tensors, and those of the lowest rank that "
+            f"has one are saved: {shown}. Statistics of batch normalisation differ so; parameters should not, and "
+            "parts of a model need names of their own",
             stacklevel=2,
         )
 
