@@ -289,7 +289,7 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
         for values in (said, *(part for part in said.values() if isinstance(part, dict))):
             for key, count in values.items():
                 is_number = key.startswith("n") and key.endswith(("layers", "layer"))
-                if is_number and isinstance(count, (int, float)) and count > most:
+                if is_number and isinstance(count, (int, float)) and not 0 <= count <= most:
                     there = f"only {most} tensors" if num_tensors is not None else f"no models of over {most}"
                     raise CheckpointError(f"{folder}: config.json has {count} layers, but there are {there}")
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

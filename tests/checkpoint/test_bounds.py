@@ -99,7 +99,7 @@ def test_pipes_are_refused(tmp_path, name):
     if name == "adapter_config.json":
         save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     os.mkfifo(tmp_path / name)
-    with pytest.raises((CheckpointError, SystemExit), match="no regular file"):
+    with pytest.raises((CheckpointError, SystemExit), match="no regular file|no checkpoint in"):
         PIPES[name](tmp_path)
 
 
@@ -130,7 +130,7 @@ def folder(tmp_path_factory):
 
 
 def by_stream(path):
-    from fmoe_ext.finetune import stream
+    from fmoe_ext.finetune.streaming import stream
 
     stream(path, "1GiB")
 

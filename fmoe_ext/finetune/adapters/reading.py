@@ -102,14 +102,15 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
             f"{folder} has no {WEIGHTS}: give PEFT's folder; pickles (.bin, .pt) are not read, save them as safetensors"
         )
     config = read_json(inside(folder, CONFIG))
-    _check_config(folder, config)
     tensors, metadata = read_unmapped(inside(folder, WEIGHTS))
     for name in ("rank_pattern", "alpha_pattern"):  # each may be tried on the module of each tensor
-        count = len(config.get(name) or ())
+        patterns = config.get(name)
+        count = len(patterns) if isinstance(patterns, dict) else 0
         if count * len(tensors) > _MOST_MATCHES:
             raise CheckpointError(
                 f"{folder}/{CONFIG}: {name} has {count} patterns for {len(tensors)} tensors, which is too many to try"
             )
+    _check_config(folder, config)
     verify_safetensors(inside(folder, WEIGHTS))
     noted = _noted(folder, metadata)
     adapter = Adapter(folder, config, tensors, refused=list(refusals(config)))
