@@ -43,7 +43,7 @@ def original(tmp_path_factory):
 
 
 def content(file):
-    """What readers compute with: {name: (type, shape, bytes)}, and the values of the keys."""
+    """({name: (type, shape, bytes)} of the tensors, {key: value}) that readers compute with."""
     opened = open_gguf(file)
     tensors = {t.name: (t.tensor_type, t.shape, t.data.tobytes()) for t in opened.tensors}
     return tensors, {key: field.contents() for key, field in opened.fields.items()}

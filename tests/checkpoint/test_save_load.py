@@ -385,7 +385,7 @@ class Copies(nn.Linear):
 
 
 @pytest.mark.parametrize("make", [Copies, lambda *sizes: nn.Linear(*sizes, device="meta")])
-def test_a_model_that_cannot_be_filled_is_refused(tmp_path, make):
+def test_model_that_cannot_be_filled_is_refused(tmp_path, make):
     model = nn.Linear(2, 3)
     checkpoint.save(tmp_path, model)
     before = (other := make(2, 3)).weight.detach().clone()
@@ -417,7 +417,7 @@ OTHER_NUMBERS = {
 
 @pytest.mark.parametrize("target", ["folder", "file"])
 @pytest.mark.parametrize("option", OTHER_NUMBERS)
-def test_a_layer_that_computes_something_else_is_refused(tmp_path, option, target):
+def test_layer_with_other_options_is_refused(tmp_path, option, target):
     options, text = OTHER_NUMBERS[option]
     path = tmp_path / "model.safetensors"
     saved = dict(gate="softmax") if option == "gate" else {}
@@ -448,7 +448,7 @@ def test_a_layer_that_computes_something_else_is_refused(tmp_path, option, targe
         (dict(keep=True), "keep must be at least 1, or None for all, but got True"),
     ],
 )
-def test_what_could_not_be_loaded_removes_nothing(tmp_path, options, text):
+def test_save_that_load_would_refuse_removes_nothing(tmp_path, options, text):
     model = nn.Linear(2, 3)
     checkpoint.save(tmp_path, model, step=1, keep=1)
     before = sorted(tmp_path.rglob("*"))
@@ -457,7 +457,7 @@ def test_what_could_not_be_loaded_removes_nothing(tmp_path, options, text):
     assert sorted(tmp_path.rglob("*")) == before and checkpoint.load(tmp_path, model).step == 1
 
 
-def test_a_manifest_is_read_before_older_checkpoints_go(tmp_path, monkeypatch):
+def test_manifest_is_read_before_older_checkpoints_go(tmp_path, monkeypatch):
     model = nn.Linear(2, 3)
     checkpoint.save(tmp_path, model, step=1, keep=1)
     monkeypatch.setattr(store, "describe_layers", lambda shapes: ["no object"])
@@ -518,7 +518,7 @@ def test_cast_leaves_state_that_had_a_dtype_of_its_own(tmp_path):
         assert b["momentum_buffer"].dtype == torch.float32
 
 
-def test_a_checkpoint_that_is_read_stays(tmp_path, monkeypatch):
+def test_checkpoint_that_is_read_stays(tmp_path, monkeypatch):
     """A saver with keep=1 comes between opening, verifying and filling; the next save without a reader removes it."""
     model, other = nn.Linear(2, 3), nn.Linear(2, 3)
     first = checkpoint.save(tmp_path, model, step=1, keep=1)
