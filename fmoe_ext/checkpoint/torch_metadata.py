@@ -78,6 +78,8 @@ class _Record:
     """One object of the file: the arguments of its class, and its state. Each of CLASSES is a subclass."""
 
     __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
     of = ""
 
     def __new__(cls, *args: Any) -> "_Record":
@@ -125,6 +127,7 @@ def _check_program(program: bytes) -> None:
                 raise CheckpointError(f"it puts a value at {index} of a memo of {len(memo)}")
             memo[index : index + 1] = stack[-1:]
         elif name in ("BINGET", "LONG_BINGET"):
+            assert argument is not None  # as of every such instruction
             stack.append(memo[argument])
         else:
             # what pickletools says that an instruction takes and leaves
