@@ -99,7 +99,7 @@ def test_pipes_are_refused(tmp_path, name):
     if name == "adapter_config.json":
         save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     os.mkfifo(tmp_path / name)
-    with pytest.raises((CheckpointError, SystemExit), match="no regular file|no checkpoint in"):
+    with pytest.raises((CheckpointError, SystemExit), match=r"no regular file|no checkpoint in"):
         PIPES[name](tmp_path)
 
 
