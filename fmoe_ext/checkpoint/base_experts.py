@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.huggingface import read_config
 from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
@@ -107,7 +108,7 @@ def _models(base: Base) -> Iterator[Any]:
     with torch.device("meta"):
         for make in (_architecture, transformers.AutoModelForCausalLM.from_config):
             try:
-                config = transformers.AutoConfig.from_pretrained(base.folder, local_files_only=True)
+                config = read_config(base.folder, len(base.tensors))
                 if hasattr(config, "quantization_config"):
                     del config.quantization_config
                 yield make(config)

@@ -4,36 +4,40 @@ torch.distributed.checkpoint decides which chunks go where; what comes from a fi
 than a tensor of the shape and dtype that was announced.
 """
 
+import hashlib
 import io
 import math
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemWriter,
     LoadPlan,
     LoadPlanner,
     Metadata,
     ReadItem,
+    SavePlan,
     StorageReader,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.files import check_is_file, check_torch_file, inside
 
 _MAX_DIMENSIONS = 64  # torch's own limit
+_BLOCK = 2**20  # numbers of 8 bytes of which a fingerprint is computed at once
+Place: TypeAlias = tuple[str, tuple[int, ...]]  # key of a tensor, offsets of a chunk in it
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,60 @@ class Reader(StorageReader):
         return True
 
 
+class Fingerprint(NamedTuple):
+    """A number that two tensors of the same bytes share and other tensors, but for chance, do not."""
+
+    what: str  # dtype and shape
+    value: str
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Saves what several ranks have from the lowest of them, all of it, and says whether their copies are equal.
+
+    torch's own takes each tensor from the rank that has the least to write, so that the state of one module, as mean
+    and variance of batch normalisation, came from several ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+        self.items: dict[Place, WriteItem] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.items = {(item.index.fqn, tuple(item.index.offset or ())): item for item in plan.items}
+        return plan
+
+    def places(self) -> list[Place]:
+        """(key, offsets) of the chunks that this rank has."""
+        return list(self.items)
+
+    def fingerprints(self, shared: Set[Place]) -> dict[Place, Fingerprint]:
+        seeded = torch.Generator().manual_seed(0)  # the same on every rank
+        weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
+        weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
+        found = {}
+        for place, item in self.items.items():
+            if place in shared:
+                tensor = cast(torch.Tensor, self.resolve_data(item))
+                weights = weights.to(tensor.device)
+                found[place] = fingerprint(tensor, weights)
+        return found
+
+
+def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> Fingerprint:
+    """Computed where the tensor is, so that no copy of it goes to the CPU. weights: odd numbers [_BLOCK]."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    sums = []
+    for block in content.split(8 * _BLOCK):
+        numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
+        numbers.view(torch.uint8)[: len(block)] = block
+        numbers ^= numbers >> 31  # or two turned signs, 2^63 each, would cancel
+        sums.append((numbers * weights[: len(numbers)]).sum())
+    of_blocks = torch.stack(sums).tolist() if sums else []
+    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return Fingerprint(what, hashlib.sha256(str(of_blocks).encode()).hexdigest())
+
+
 class Planner(DefaultLoadPlanner):
     """torch's own would unpickle an entry of bytes, whatever is in it."""
 
@@ -190,10 +248,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
     text = f"{path}: the chunk of {key} at {chunk.begin}"
     try:
         with _part_of(path, chunk.begin, chunk.num_bytes) as part:
-            with zipfile.ZipFile(part) as content:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in content.infolist()):
-                    raise CheckpointError(f"{text} is compressed, which torch.save never does")
-            part.seek(0)
+            check_torch_file(part, text)
             value = torch.load(part, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -211,6 +266,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
 @contextmanager
 def _part_of(path: Path, begin: int, num_bytes: int) -> Iterator[BinaryIO]:
     """Bytes of a file as a file of their own."""
+    check_is_file(path)
     if begin + num_bytes > path.stat().st_size:
         raise CheckpointError(f"{path} is truncated: it has no {num_bytes} bytes at {begin}")
     with open(path, "rb") as file, io.BufferedReader(_Part(file, begin, num_bytes)) as part:

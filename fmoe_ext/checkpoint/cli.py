@@ -5,13 +5,14 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from fmoe_ext._cli import add_json, as_json, reason
 from fmoe_ext.checkpoint import convert, deepspeed, fastmoe
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import read_locked
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
 from fmoe_ext.checkpoint.routing import needed_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -20,14 +21,17 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
-        _check_options(options)
-        checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
-        if options.verify:
-            _verify(checkpoint)
-        if options.command == "inspect":
-            print(as_json(_as_dict(checkpoint)) if options.json else _report(checkpoint, options.tensors))
-        else:
-            _convert(checkpoint, options)
+        with ExitStack() as until_read:
+            _check_options(options)
+            checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
+            if checkpoint.manifest is not None and checkpoint.files:  # no save(keep=) removes it now
+                until_read.enter_context(read_locked(checkpoint.files[0].with_name("manifest.json")))
+            if options.verify:
+                _verify(checkpoint)
+            if options.command == "inspect":
+                print(as_json(_as_dict(checkpoint)) if options.json else _report(checkpoint, options.tensors))
+            else:
+                _convert(checkpoint, options)
     except (CheckpointError, OSError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
 

@@ -1,7 +1,6 @@
 """Any checkpoint to any other: what a path holds, its tensors in our layout, and how each format is written."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
 from fmoe_ext.checkpoint.model_state import describe_layers
 from fmoe_ext.checkpoint.routing import routing_of_config
 from fmoe_ext.checkpoint.safetensors_file import (
-    OURS,
     StoredTensor,
-    read_safetensors,
     verify_safetensors,
     write_safetensors,
 )
-from fmoe_ext.checkpoint.saving import model_metadata
+from fmoe_ext.checkpoint.saving import model_metadata, noted_routing
 
 FORMATS = ("fmoe_ext", "safetensors", *(f"hf-{layout}" for layout in LAYOUTS), "fastmoe")
 
@@ -72,7 +69,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
     if not ours and (files := huggingface.model_files(path)):
         tensors, converted = huggingface.read_model(files)
         format = "huggingface" if converted else "safetensors"
-        routing = _routing(files) or (_routing_of_folder(path, tensors) if converted else {})
+        routing = noted_routing(files[0]) or (_routing_of_folder(path, tensors) if converted else {})
         return Checkpoint(format, tensors, files, routing=routing)
     if not ours and megatron_core.is_torch_dist(path):
         tensors, files, step, left_out = megatron_core.read_torch_dist(path)
@@ -84,15 +81,6 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
     tensors = store.model_tensors(path, manifest)
     files = [path / name for name in manifest.files]
     return Checkpoint("fmoe_ext", tensors, files, manifest.step, manifest, manifest.routing)
-
-
-def _routing(files: Sequence[Path]) -> dict[str, Any]:
-    """Facts about the gates that export_safetensors() noted."""
-    try:
-        noted = json.loads(read_safetensors(files[0])[1].get(OURS, "{}")).get("routing", {})
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{files[0]} is damaged: its metadata {OURS!r} is no JSON object") from error
-    return noted if isinstance(noted, dict) and all(isinstance(v, dict) for v in noted.values()) else {}
 
 
 def _routing_of_folder(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:

@@ -22,7 +22,16 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, explained, locked, made_folder, sync_folder, unique
+from fmoe_ext.checkpoint.files import (
+    atomic_file,
+    check_is_file,
+    check_torch_file,
+    explained,
+    locked,
+    made_folder,
+    sync_folder,
+    unique,
+)
 from fmoe_ext.checkpoint.megatron_core import TRACKER, expert_layers, iteration_folder
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -176,10 +185,16 @@ def _write_rank(
 
 def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     """A dict that torch.save wrote; without trust, code in the file does not run."""
+    check_is_file(path)
     try:
         mmap = zipfile.is_zipfile(path)
+        if not trust:
+            with open(path, "rb") as file:
+                check_torch_file(file, path)
         with torch.serialization.safe_globals(_plain_data()):
             content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         needed = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(

@@ -7,6 +7,8 @@ import json
 import os
 import secrets
 import shutil
+import stat
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,12 +20,20 @@ from fmoe_ext.checkpoint.errors import CheckpointError, text_of
 
 BLOCK = 2**22
 _MAX_JSON = 2**30  # bytes
+_MAX_PICKLE = 2**28  # bytes of an old file of torch.save() in which its pickles are looked for
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
 
 
+def check_is_file(path: Path) -> None:
+    """Raises CheckpointError for a pipe, socket or device, of which reading may never end; OSError where nothing is."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise CheckpointError(f"{path} is no regular file (a folder, pipe, socket or device)")
+
+
 def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
     """The SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
+    check_is_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
@@ -31,6 +41,32 @@ def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
             if progress is not None:
                 progress(len(block))
     return digest.hexdigest()
+
+
+def check_torch_file(file: BinaryIO, what: object) -> None:
+    """Raises CheckpointError for a file of torch.save() that would need much more memory than it has bytes.
+
+    What a zip has compressed may be a thousand times as large, its entries may share their bytes, and a pickle may ask
+    for any number of zeros by `bytearray(number)`, which torch.load(weights_only=True) allows.
+    """
+    num_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as content:
+            entries = content.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise CheckpointError(f"{what} is compressed, which torch.save never does")
+            if sum(entry.file_size for entry in entries) > num_bytes:
+                raise CheckpointError(
+                    f"{what} has entries that are together larger than its {num_bytes} bytes"
+                )
+            pickles = [content.read(entry) for entry in entries if entry.filename.endswith(".pkl")]
+    else:  # of torch before 1.6: pickles, then the tensors
+        file.seek(0)
+        pickles = [file.read(_MAX_PICKLE)]
+    if any(b"\nbytearray\n" in program for program in pickles):
+        raise CheckpointError(f"{what} makes a bytearray, which no checkpoint of tensors needs")
+    file.seek(0)
 
 
 def sync_folder(folder: Path) -> None:
@@ -44,8 +80,10 @@ def sync_folder(folder: Path) -> None:
 
 def read_text(path: Path) -> str:
     """A small text file; CheckpointError where it is not UTF-8."""
+    check_is_file(path)
     try:
-        return path.read_bytes()[:BLOCK].decode().strip()
+        with open(path, "rb") as file:
+            return file.read(BLOCK).decode().strip()
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{path} is damaged: it is no text ({error.reason} at {error.start})"
@@ -55,6 +93,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; CheckpointError where there is anything else."""
     try:
+        check_is_file(path)
         if path.stat().st_size > _MAX_JSON:
             raise CheckpointError(f"{path} is larger than {_MAX_JSON} bytes")
         content = json.loads(path.read_bytes())
@@ -213,6 +252,27 @@ def locked(path: Path, what: str) -> Iterator[bool]:
             os.close(handle)
 
 
+@contextmanager
+def read_locked(path: Path) -> Iterator[None]:
+    """Keeps other processes from removing what an existing file stands for, while the body runs: see lock_unread().
+
+    Raises FileNotFoundError where the file was removed before. Does nothing on a file system without locks.
+    """
+    check_is_file(path)
+    with open(path, "rb") as file:
+        _try_lock(file.fileno(), fcntl.LOCK_SH)
+        if not _is_still(path, file.fileno()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        yield
+
+
+@contextmanager
+def lock_unread(path: Path) -> Iterator[bool]:
+    """True, and no read_locked() begins while the body runs, if none has the file now; True without locks."""
+    with open(path, "r+b") as file:  # NFS gives an exclusive lock to writers only
+        yield _try_lock(file.fileno()) is not False
+
+
 def _is_still(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
@@ -220,10 +280,10 @@ def _is_still(path: Path, handle: int) -> bool:
         return False
 
 
-def _try_lock(handle: int) -> bool | None:
+def _try_lock(handle: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """True if this process has the lock of an open file now; None on a file system without locks."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -16,6 +16,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Layout
+from fmoe_ext.checkpoint.gguf_file import GgufFile
 from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -24,24 +25,17 @@ _PARTS = "split.count"
 _GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
 
 
-def open_gguf(file: str | Path) -> Any:
-    """The gguf package's reader of a file; CheckpointError for what is none, truncated, a part or of other bytes."""
+def open_gguf(file: str | Path) -> GgufFile:
+    """An opened GGUF file; CheckpointError for what is none, truncated, damaged, a part or of other bytes."""
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ModuleNotFoundError as error:
         raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
-    try:
-        reader = GGUFReader(file)
-        count = reader.fields[_PARTS].contents() if _PARTS in reader.fields else 1
-    except (ValueError, OSError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{file} is no GGUF file, or truncated, or damaged: {error}") from error
+    reader = GgufFile(file)
+    count = reader.fields[_PARTS].contents() if _PARTS in reader.fields else 1
     if type(count) is int and count > 1:
         raise CheckpointError(
             f"{file}: {_PARTS} is {count}, it is one part of a model: join them by `llama-gguf-split --merge`"
-        )
-    if reader.byte_order == "S":
-        raise CheckpointError(
-            f"{file} is for another order of bytes: turn it by `gguf-convert-endian FILE native`"
         )
     return reader
 
@@ -55,8 +49,7 @@ def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
     """
     path = Path(file)
     found = {t.name: t for t in reader.tensors}
-    field = reader.fields.get("general.architecture")
-    layout = _layouts().get("" if field is None else field.contents(), Layout())
+    layout = _layouts().get(reader.architecture, Layout())
     layers = {}
     for name in found:
         if name.startswith("blk.") and name.endswith(".ffn_down_exps.weight"):

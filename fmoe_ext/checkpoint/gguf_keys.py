@@ -192,7 +192,7 @@ def _is_reserved(key: str) -> bool:
     import gguf
 
     namespace = key.partition(".")[0]
-    if key.startswith(_NOTES) or namespace == "GGUF":  # which the reader makes of the file's header
+    if key.startswith(_NOTES):
         return False
     known = {name.partition(".")[0] for name in names()}
     return namespace in known or namespace in gguf.MODEL_ARCH_NAMES.values()

@@ -4,7 +4,8 @@ All other tensors pass through under their names.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -34,6 +35,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_s
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
 T = TypeVar("T")
 
+_MAX_LAYERS = 1000  # of a configuration without files that could say how many there are
 INDEX = "model.safetensors.index.json"
 
 BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
@@ -256,6 +258,41 @@ def check_folder(path: Path) -> None:
         names += weight_map.values() if isinstance(weight_map, dict) else [weight_map]
     for name in names:
         inside(path, name)
+
+
+@contextmanager
+def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[None]:
+    """CheckpointError for the errors of Transformers in what a folder holds, which have no common class."""
+    try:
+        yield
+    except (ImportError, MemoryError, CheckpointError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
+
+
+def read_config(folder: Path, num_tensors: int | None = None) -> Any:
+    """The configuration that Transformers makes of a folder's config.json.
+
+    num_tensors: in the folder's files, if that is known. Raises CheckpointError for anything that Transformers refuses,
+    for code of a hub, and for more layers than there are tensors, before so many of anything are made.
+    """
+    import transformers
+
+    said = model_config(folder)
+    if not said:
+        raise CheckpointError(f"{folder} has no config.json")
+    with errors_of_transformers(folder):
+        refuse_hub_code(folder, said)
+        most = _MAX_LAYERS if num_tensors is None else num_tensors
+        for values in (said, *(part for part in said.values() if isinstance(part, dict))):
+            for key, count in values.items():
+                is_number = key.startswith("n") and key.endswith(("layers", "layer"))
+                if is_number and isinstance(count, (int, float)) and not 0 <= count <= most:
+                    there = f"only {most} tensors" if num_tensors is not None else f"no models of over {most}"
+                    raise CheckpointError(f"{folder}: config.json has {count} layers, but there are {there}")
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def refuse_hub_code(path: Path, config: Any) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,8 @@ from fmoe_ext.checkpoint.files import atomic_file, inside, read_json
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 
 VERSION = 2  # 1 says in .metadata, a pickle, where the tensors are
-VERSIONS = (1, 2)
+WITH_EXTRAS = 3  # which those who read version 2 do not know
+VERSIONS = (1, 2, WITH_EXTRAS)
 MODEL = "model."
 _TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
     {
@@ -23,6 +25,7 @@ _TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
         "layers": (dict,),
         "optimizer": (dict, type(None)),
         "extra": (dict,),
+        "extras": (list,),
         "tensors": (dict,),
         "files": (dict,),
         "routing": (dict,),
@@ -38,7 +41,8 @@ class Manifest:
     """Description of a checkpoint, as its manifest has it.
 
     tensors: {key: {"shape", "dtype", "chunks"}}; files: {name: {"bytes", "sha256"}};
-    routing: {layer: what its gate computes}, which the tensors do not say.
+    routing: {layer: what its gate computes}, which the tensors do not say; extra: this rank's, extras: every rank's
+    where they differ.
     """
 
     step: int
@@ -50,10 +54,35 @@ class Manifest:
     routing: dict[str, Any] = field(default_factory=dict)
     torch: str = torch.__version__
     version: int = VERSION
+    extras: list[dict[str, Any]] = field(default_factory=list)
+
+    def keep_extras(self, extras: list[dict[str, Any]]) -> None:
+        """Takes the `extra` of every rank, in their order."""
+        if any(other != extras[0] for other in extras):
+            self.extras, self.version = extras, WITH_EXTRAS
+
+    def take_extra(self, rank: int, num_ranks: int) -> None:
+        """Makes `extra` what this rank saved, if it was saved by as many; warns where it is another rank's."""
+        if len(self.extras) == num_ranks:
+            self.extra = self.extras[rank]
+        elif self.extras:
+            differing = [
+                key
+                for key in self.extra
+                if any(key not in e or e[key] != self.extra[key] for e in self.extras)
+            ]
+            warnings.warn(
+                f"{len(self.extras)} ranks saved `extra` with different values of "
+                f"{', '.join(map(repr, differing))}, and {num_ranks} load it: each gets rank 0's in manifest.extra; "
+                "manifest.extras has those of every rank",
+                stacklevel=4,
+            )
 
     def write(self, path: Path) -> None:
         keyed = {"extra": encode_keys(self.extra), "optimizer": encode_keys(self.optimizer)}
-        content = asdict(replace(self, **keyed))
+        content = asdict(replace(self, **keyed, extras=encode_keys(self.extras)))
+        if not self.extras:
+            del content["extras"]  # which those who read version 2 do not know
         with atomic_file(path) as file:
             file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
 
@@ -81,6 +110,7 @@ class Manifest:
         """itself; CheckpointError where anything is of another type than save() writes."""
         try:
             self.extra, self.optimizer = decode_keys(self.extra), decode_keys(self.optimizer)
+            self.extras = decode_keys(self.extras)
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}"[:500]) from error
         for name, expected in _TYPES.items():
@@ -92,6 +122,8 @@ class Manifest:
             inside(path.parent, name)
             if type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
                 raise CheckpointError(f"{path} is damaged: it has no size or checksum of {name}")
+        if not all(isinstance(extra, dict) for extra in self.extras):
+            raise CheckpointError(f"{path} is damaged: its 'extras' are {self.extras!r}"[:500])
         if self.optimizer is not None:
             _check_record(self.optimizer, path)
         return self

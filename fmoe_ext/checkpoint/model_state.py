@@ -46,6 +46,7 @@ class ModelState:
         self.model = model
         self._names: dict[int, str] = {}
         self._buffers: dict[str, str] = {}
+        self._keys: dict[str, str] = {}
         self._layer_of_rows: dict[str, FMoE] = {}
         self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
         for key, value in model.state_dict(keep_vars=True).items():
@@ -79,6 +80,7 @@ class ModelState:
             else:
                 self._layer_of_rows[name] = layer
         self.tensors[name] = value
+        self._keys[name] = key
         self._names.setdefault(id(value), name)
         if not isinstance(value, nn.Parameter):
             self._buffers[name] = key
@@ -91,6 +93,28 @@ class ModelState:
             if layer is not None:
                 return layer, ".".join(components[end:])
         return None, name
+
+    def check_can_be_filled(self) -> None:
+        """Raises CheckpointError for tensors that are not the model's own memory: filling them changes nothing."""
+        meta = [name for name, value in self.tensors.items() if value.is_meta]
+        if meta:
+            raise CheckpointError(
+                f"{meta[0]!r} and {len(meta) - 1} other tensors of the model are on the meta device, which has no "
+                "memory: model.to_empty(device=...) first"
+            )
+        again = self.model.state_dict(
+            keep_vars=True
+        )  # copies are made anew, and the first ones are still alive
+        copies = [
+            name for name, value in self.tensors.items() if not _same_memory(value, again[self._keys[name]])
+        ]
+        if copies:
+            raise CheckpointError(
+                f"state_dict() of {type(self.model).__name__} returns copies of {copies[0]!r} and "
+                f"{len(copies) - 1} other tensors, so that what is loaded would not reach the model. "
+                "FullyShardedDataParallel (FSDP1) and hooks of state_dict() do so: load before the model is wrapped, "
+                "or use fully_shard (FSDP2)"
+            )
 
     def name_of(self, param: torch.Tensor) -> str:
         try:
@@ -165,6 +189,15 @@ class ModelState:
         for layer in self.layers.values():
             if layer.expert_placement is not None:
                 layer.place_experts(range(layer.num_experts))
+
+
+def _same_memory(a: torch.Tensor, b: Any) -> bool:
+    """True for views of one storage, and for tensors without elements."""
+    places = []
+    for tensor in (a, b):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        places.append(local.untyped_storage().data_ptr())
+    return places[0] == places[1] or a.numel() == 0
 
 
 def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:

@@ -117,7 +117,7 @@ def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if options not in merged["groups"]:
                 merged["groups"].append(options)
             merged["params"].setdefault(name, merged["groups"].index(options))
-        merged["values"].update(record["values"])
+        merged["values"] = record["values"] | merged["values"]  # of several ranks, the lowest one's
     return merged
 
 
@@ -153,7 +153,8 @@ class Loading:
     """Room for the state that a checkpoint has for an optimizer; commit() hands it over once it is filled.
 
     record, saved: the checkpoint's record and {key: StoredTensor or other with shape and dtype}.
-    parts: {key: tensor} for the checkpoint to fill, rows of experts as DTensor.
+    parts: {key: tensor} for the checkpoint to fill, rows of experts as DTensor. dtypes: {name: dtype} of the parameters
+    in the checkpoint.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Loading:
         model: ModelState,
         record: dict[str, Any],
         saved: Mapping[str, StoredTensor],
+        dtypes: Mapping[str, torch.dtype],
     ):
         self.optimizer = optimizer
         self.record = record
@@ -178,7 +180,10 @@ class Loading:
                 name = self.names[param]
                 self._state[param] = dict(record["values"].get(name, {}))
                 for entry, key in entries.get(name, []):
-                    tensor, part = _make_room(model, name, param, entry, saved[key], group)
+                    dtype = _dtype_of(
+                        saved[key], dtypes[name], param, optimizer.state.get(param, {}).get(entry)
+                    )
+                    tensor, part = _make_room(model, name, param, entry, saved[key].shape, dtype, group)
                     self._state[param][entry] = tensor
                     self.parts[key] = part
 
@@ -199,27 +204,41 @@ class Loading:
                     group[key] = tuple(value) if isinstance(value, list) else value
 
 
+def _dtype_of(saved: StoredTensor, of_param: torch.dtype, param: torch.Tensor, now: Any) -> torch.dtype:
+    """The dtype of an entry of a parameter's state, which was saved when the parameter had another one, or the same.
+
+    now: the entry that the optimizer has before loading, if any. Numbers, as the steps, stay what they are.
+    """
+    if param.dtype == of_param or saved.shape == ():
+        return saved.dtype
+    if isinstance(now, torch.Tensor):
+        return now.dtype
+    # another dtype than the parameter's is the optimizer's own choice, as moments in float32 of a bfloat16 parameter
+    return param.dtype if saved.dtype == of_param else saved.dtype
+
+
 def _make_room(
     model: ModelState,
     name: str,
     param: torch.Tensor,
     entry: str,
-    saved: StoredTensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
     group: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
-    shape, device = list(saved.shape), param.device
+    device = param.device
     if entry == "step" and not (group.get("capturable") or group.get("fused")):
         device = torch.device("cpu")  # where the optimizers of PyTorch keep it
-    if isinstance(param, DTensor) and saved.shape == tuple(param.shape):
-        tensor = torch.zeros_like(param.detach(), dtype=saved.dtype)
+    if isinstance(param, DTensor) and shape == tuple(param.shape):
+        tensor = torch.zeros_like(param.detach(), dtype=dtype)
         return tensor, tensor
     rows = model.local_rows(name)
-    if rows is None or not _is_by_expert(name, entry, tuple(shape), model.global_shape(name)):
-        tensor = torch.zeros(shape, dtype=saved.dtype, device=device)
+    if rows is None or not _is_by_expert(name, entry, shape, model.global_shape(name)):
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
         return tensor, tensor
     if isinstance(param, DTensor):  # has the rows of some of this rank's experts
-        tensor = torch.zeros_like(param.detach(), dtype=saved.dtype)
+        tensor = torch.zeros_like(param.detach(), dtype=dtype)
     else:
-        tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=saved.dtype, device=device)
+        tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=dtype, device=device)
     return tensor, model.as_part(name, tensor)

@@ -285,3 +285,25 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
                 f"{whose} has {option}={options[option]}, but {says}: the outputs would differ. Build {build}, or "
                 "change config.json"
             )
+
+
+def check_routing(
+    routing: Mapping[str, Mapping[str, Any]], layers: Iterable[tuple[str, FMoE]], source: str
+) -> None:
+    """CheckpointError where gates or experts compute other numbers than those of a Manifest.routing."""
+    differences = []
+    for name, layer in layers:
+        saved, ours = routing.get(name, {}), routing_of(layer)
+        differing = [option for option in saved if option in ours and ours[option] != saved[option]]
+        if "gate" in differing:
+            differing = [option for option in differing if option in ("gate", "activation")]
+        differences += [
+            f"{name or '(root)'} has {option}={ours[option]}, but {source} was saved with {option}={saved[option]}"
+            for option in differing
+        ]
+    if differences:
+        raise CheckpointError(
+            f"{'; '.join(differences)}: the outputs would differ. Build the model as it was saved; to go on with other "
+            "options on purpose, change them after loading (layer.gate.top_k = 1), or take the weights alone: "
+            "`fmoe checkpoint merge` and model.load_state_dict(safetensors.torch.load_file(FILE))"
+        )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import BLOCK, atomic_file, explained
+from fmoe_ext.checkpoint.files import BLOCK, atomic_file, check_is_file, explained
 
 _NO_CHECKSUM = "0" * 64
 OURS = "fmoe_ext"  # key of the metadata in every file that we write
@@ -212,6 +212,7 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is a folder")
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
+    check_is_file(path)
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:

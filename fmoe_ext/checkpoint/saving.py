@@ -1,6 +1,7 @@
 """save() and load(): models and optimizers in any layout to checkpoints and back."""
 
 import json
+import operator
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,8 +21,14 @@ from fmoe_ext.checkpoint.files import locked, made_folder
 from fmoe_ext.checkpoint.huggingface import model_config, model_files, read_model
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest, decode_keys, encode_keys
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
-from fmoe_ext.checkpoint.routing import check_config, routing_of
-from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, verify_safetensors, write_safetensors
+from fmoe_ext.checkpoint.routing import check_config, check_routing, routing_of
+from fmoe_ext.checkpoint.safetensors_file import (
+    OURS,
+    StoredTensor,
+    read_safetensors,
+    verify_safetensors,
+    write_safetensors,
+)
 
 _VERSION_OF_FILES = 1  # of what the metadata of a safetensors file says
 
@@ -40,9 +47,10 @@ def save(
     """Saves a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
 
     The layout leaves no trace: any number of expert-parallel and data-parallel ranks may load what any other saved.
-    All ranks of the job call it, between steps, on one file system; without process group it works the same. Replicated
-    tensors and buffers are taken from one rank. extra: a dict of plain values (JSON) that load() returns. keep: how
-    many checkpoints stay in the folder. A crash at any moment leaves the checkpoints before as they were.
+    All ranks of the job call it, between steps, on one file system; without process group it works the same. What
+    several ranks have is taken from the lowest of them; a warning names what they have different values of. extra: a
+    dict of plain values (JSON) that load() returns, to each of as many ranks its own. keep: how many checkpoints stay
+    in the folder. A crash at any moment leaves the checkpoints before as they were.
 
     Raises CheckpointError, with the same text on every rank, if one fails.
     Equivalent, in one process: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path).
@@ -57,8 +65,18 @@ def save(
     """
     record = None
     with together("saving", process_group):
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"keep must be at least 1, or None for all, but got {keep}")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(f"keep must be at least 1, or None for all, but got {keep!r}")
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise CheckpointError(f"step must be an integer, but got {step!r}") from None
+        if step < 0:
+            raise CheckpointError(f"step must not be negative, but got {step}")
+        if not isinstance(extra, dict | None):
+            raise CheckpointError(
+                f"extra must be a dict, but got a {type(extra).__name__}: give it a name, as extra={{'values': ...}}"
+            )
         state = ModelState(model)
         extra = _checked_json(extra or {}, "extra")
     tensors = {
@@ -76,7 +94,9 @@ def save(
         raise CheckpointError(f"saving: ranks {without} gave no optimizer, the others did")
     merged = None if record is None else optimizer_state.merge_records([r for r in records if r is not None])
     routing = {name: routing_of(layer) for name, layer in state.layers.items()}
-    manifest = Manifest(step=step, extra=extra, optimizer=merged, routing=routing)
+    extras = gather(extra, process_group)
+    manifest = Manifest(step=step, extra=extras[0], optimizer=merged, routing=routing)
+    manifest.keep_extras(extras)
     return store.write_checkpoint(Path(folder), tensors, manifest, keep, process_group)
 
 
@@ -95,10 +115,14 @@ def load(
     path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
     model or a Hugging Face folder, of which each rank reads its own experts only. The model must have the same tensors
     of the same shapes; cast=True accepts parameters of other dtypes, buffers take the dtype of the checkpoint.
-    verify=False skips the checksums. Experts that had moved are in order afterwards.
+    The optimizer's state is cast where its parameter is, unless it has another dtype than that on purpose (a float32
+    copy of a bfloat16 parameter). verify=False skips the checksums. Experts that had moved are in order afterwards.
+    Manifest.extra is what this rank gave to save(); in a job of another number of ranks it is rank 0's on every rank,
+    with a warning where ranks had given different values, all of which are in Manifest.extras.
 
     Raises CheckpointError, with the same text on every rank and before anything is changed, for damaged files, missing
-    or extra tensors, other shapes and dtypes, other numbers of experts.
+    or extra tensors, other shapes and dtypes, other numbers of experts, gates and experts that compute something else
+    (top_k, activation) and models whose state_dict() returns copies.
 
     Example:
 
@@ -109,8 +133,27 @@ def load(
         (100, {'loss': 2.5})
     """
     path = gather(Path(path), process_group)[0]
+    with ExitStack() as until_loaded:
+        with together(f"loading {path}", process_group):
+            is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
+            files = [] if store.has_checkpoint(path) else model_files(path)
+            if is_first and not files:
+                path = until_loaded.enter_context(store.held_open(path))
+        path = gather(path, process_group)[0]  # one checkpoint for all, also where another job is saving
+        return _load(path, files, model, optimizer, cast, verify, process_group)
+
+
+def _load(
+    path: Path,
+    files: list[Path],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    cast: bool,
+    verify: bool,
+    process_group: dist.ProcessGroup | None,
+) -> Manifest:
+    """load() of safetensors files, or without any of the checkpoint `path`, which nobody removes meanwhile."""
     with together(f"loading {path}", process_group):
-        files = [] if store.has_checkpoint(path) else model_files(path)
         state = ModelState(model)
         source = _Files(path, files, state) if files else _Folder(path)
         if optimizer is not None and source.manifest.optimizer is None:
@@ -124,13 +167,19 @@ def load(
     with together(f"loading {source.path}", process_group):
         _compare(state, names, source.tensors, cast)
         source.check(state)
+        state.check_can_be_filled()
         loading = None
         record = source.manifest.optimizer
         if optimizer is not None and record is not None:
             optimizer_state.compare(optimizer, state, record, names_in_optimizer)
-            loading = optimizer_state.Loading(optimizer, state, record, source.saved)
+            dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
+            loading = optimizer_state.Loading(optimizer, state, record, source.saved, dtypes)
     with together(f"loading {source.path}", process_group):
         _fill(source, state, loading)
+    source.manifest.take_extra(
+        dist.get_rank(process_group) if dist.is_initialized() else 0,
+        dist.get_world_size(process_group) if dist.is_initialized() else 1,
+    )
     return source.manifest
 
 
@@ -211,6 +260,15 @@ def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None
     }
 
 
+def noted_routing(file: Path) -> dict[str, Any]:
+    """{layer: what its gate computes} that model_metadata() noted in a safetensors file; {} in others."""
+    try:
+        noted = json.loads(read_safetensors(file)[1].get(OURS, "{}")).get("routing", {})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: its metadata {OURS!r} is no JSON object") from error
+    return noted if isinstance(noted, dict) and all(isinstance(v, dict) for v in noted.values()) else {}
+
+
 class _Folder:
     """A checkpoint folder as a source; saved: every tensor, tensors: those of the model."""
 
@@ -222,7 +280,7 @@ class _Folder:
         self.tensors = store.of_model(self.saved)
 
     def check(self, state: ModelState) -> None:
-        """A folder of ours fits any gate."""
+        check_routing(self.manifest.routing, state.layers.items(), "the checkpoint")
 
     def verify(self, process_group: dist.ProcessGroup | None) -> None:
         store.verify(self.path, self.manifest, process_group=process_group)
@@ -250,6 +308,7 @@ class _Files:
 
     def check(self, state: ModelState) -> None:
         check_config(self._config, state.layers.items())
+        check_routing(noted_routing(self.files[0]), state.layers.items(), str(self.files[0]))
 
     def verify(self, process_group: dist.ProcessGroup | None) -> None:
         for file in store.share(self.files, process_group):

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,13 +25,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from fmoe_ext.checkpoint.chunks import Planner, Reader, SavedTensor, Writer
+from fmoe_ext.checkpoint.chunks import Planner, Reader, SavedTensor, SavePlanner, Writer
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, text_of, together
 from fmoe_ext.checkpoint.files import (
     atomic_file,
     explained,
     inside,
+    lock_unread,
     locked,
+    read_locked,
     read_text,
     remove,
     sha256_of,
@@ -54,8 +57,9 @@ def write_checkpoint(
 ) -> Path:
     """Writes {key: tensor or DTensor} and a manifest as the newest checkpoint of a folder -> its path. Collective.
 
-    keep: how many of the newest checkpoints stay, this one included; None for all. Raises CheckpointError where
-    another job is saving into the same folder, and where there is no room; what was written is removed then.
+    keep: how many of the newest checkpoints stay, this one included; None for all. One that another job is reading
+    stays until a later save. Raises CheckpointError where another job is saving into the same folder, and where there
+    is no room; what was written is removed then.
     """
     folder = Path(folder)
     paths = None
@@ -93,10 +97,17 @@ def _write_files(
     process_group: dist.ProcessGroup | None,
 ) -> None:
     num_bytes = sum(_num_local_bytes(tensor) for tensor in tensors.values())
-    writer = Writer(unfinished)
+    writer, planner = Writer(unfinished), SavePlanner()
     with together(f"writing {path}", process_group), explained(unfinished, num_bytes), _quiet():
         alone = not dist.is_initialized()
-        dcp.save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=alone)
+        dcp.save(
+            dict(tensors),
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=alone,
+        )
+    _compare_replicas(planner, process_group)
     names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
@@ -110,6 +121,37 @@ def _write_files(
             manifest.tensors = {key: tensor.as_json() for key, tensor in writer.tensors.items()}
             manifest.layers = describe_layers(manifest.model_shapes())
             manifest.write(unfinished / "manifest.json")
+            # Older checkpoints may go as soon as this one is there: it has to be one that load() takes.
+            Manifest.read(unfinished).saved(unfinished)
+
+
+def _compare_replicas(planner: SavePlanner, process_group: dist.ProcessGroup | None) -> None:
+    """Warns of tensors of which ranks have copies with different values; the lowest rank's are saved. Collective."""
+    places = gather(planner.places(), process_group)
+    holders = Counter(place for of_rank in places for place in of_rank)
+    with together("comparing replicas", process_group):
+        mine = planner.fingerprints({place for place, count in holders.items() if count > 1})
+    found = gather(mine, process_group)
+    differing: dict[str, str] = {}
+    for rank, of_rank in enumerate(found):
+        for place, value in of_rank.items():
+            first = next(other for other, theirs in enumerate(found) if place in theirs)
+            expected = found[first][place]
+            if value.what != expected.what:
+                raise CheckpointError(
+                    f"{place[0]} is {value.what} on rank {rank} and {expected.what} on rank {first}, but one name "
+                    "stands for one tensor: give the parts of a model names of their own"
+                )
+            if value != expected:
+                differing.setdefault(place[0], f"{place[0]} (rank {rank}'s is another than rank {first}'s)")
+    if differing and _is_first(process_group):
+        shown = ", ".join([*differing.values()][:10]) + (", ..." if len(differing) > 10 else "")
+        warnings.warn(
+            f"ranks have different values of {len(differing)} replicated tensors, and those of the lowest rank that "
+            f"has one are saved: {shown}. Statistics of batch normalisation differ so; parameters should not, and "
+            "parts of a model need names of their own",
+            stacklevel=2,
+        )
 
 
 def _num_local_bytes(tensor: torch.Tensor) -> int:
@@ -145,8 +187,11 @@ def _make_newest(path: Path) -> None:
 def _remove_older(folder: Path, newest: Path, keep: int) -> None:
     older = [other for other in _complete(folder) if other != newest]
     for path in older[: max(0, len(older) - keep + 1)]:
-        unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
-        os.rename(path, unfinished)  # a half removed checkpoint must not look like one
+        with lock_unread(path / "manifest.json") as is_unread:
+            if not is_unread:
+                continue  # held_open() by a job that is loading it: a later save removes it
+            unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
+            os.rename(path, unfinished)  # a half removed checkpoint must not look like one
         remove(unfinished)
 
 
@@ -168,7 +213,7 @@ def find(path: Path) -> Path:
     path = Path(path)
     if (path / "manifest.json").exists():
         return path
-    if (path / "latest").exists():
+    while (path / "latest").exists():
         name = read_text(inside(path, "latest"))
         if not _STEP.fullmatch(name):
             raise CheckpointError(
@@ -177,10 +222,29 @@ def find(path: Path) -> Path:
         newest = inside(path, name)
         if (newest / "manifest.json").exists():
             return newest
-        raise CheckpointError(f"{path / 'latest'} names {name}, which has no manifest.json{_others(path)}")
+        if read_text(inside(path, "latest")) == name:  # else a job has just saved, and removed that one
+            raise CheckpointError(
+                f"{path / 'latest'} names {name}, which has no manifest.json{_others(path)}"
+            )
     raise CheckpointError(
         f"no checkpoint in {path}: it has neither `latest` nor manifest.json{_others(path)}"
     )
+
+
+@contextmanager
+def held_open(path: Path) -> Iterator[Path]:
+    """The checkpoint that a path means, as find() gives it; no save(keep=) removes it while the body runs."""
+    with ExitStack() as until_read:
+        while True:
+            found = find(path)
+            try:
+                until_read.enter_context(read_locked(found / "manifest.json"))
+            except FileNotFoundError:
+                if found == Path(path):
+                    raise CheckpointError(f"{path} was removed while it was opened") from None
+                continue  # a newer one has taken its place, or find() says what is missing
+            break
+        yield found
 
 
 def verify(

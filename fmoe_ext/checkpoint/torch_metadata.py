@@ -1,25 +1,31 @@
-"""torch's `.metadata`, a pickle, read by something that cannot call anything.
+"""torch's `.metadata`, a pickle, read by an Unpickler that has no class and no function to call.
 
-A pickle is a program for a small stack machine. This one knows the instructions that build plain values; where the
-program names a class, the name has to be in CLASSES, and "calling" it only makes a Record that notes the arguments.
-No class is looked up, no function runs, whatever the file says.
+Where the file names one of CLASSES it gets a class of records, which note their arguments and state and do nothing;
+every other name is refused. Before Python's Unpickler sees the file, its instructions are read one by one:
 
-Nested values may be as deep as the file is long, or, by references, stand for 2^n others: Python would crash or hang
-where it hashes, compares or prints one. So keys are texts, numbers or records, and only checked fields leave the file.
+* only those that build plain values and records are allowed;
+* a number in the memo is not above the number of values in it, or Python would make room for 2^31 of them;
+* a tuple is of few values, those inside of its tuples counted each time that they are met. Tuples may be keys: Python
+  would crash or hang where it hashes one that is as deep as the file is long, or by references is of 2^n values.
+
+Nested lists, dicts and records are as deep as they like: only checked fields leave the file.
 """
 
+import io
+import pickle
 import pickletools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fmoe_ext.checkpoint.chunks import Chunk, SavedTensor
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import check_is_file
 
 _OF_DCP = "torch.distributed.checkpoint"
 _MAX_BYTES = 2**30
+_MAX_VALUES = 1000  # a size has up to 64
 CLASSES = frozenset(
     {
         ("builtins", "getattr"),  # a member of an enum, as Python 3.11.0 to 3.11.3 write it
@@ -49,32 +55,106 @@ CLASSES = frozenset(
 DTYPES = re.compile(r"float(64|32|16|8_e4m3fn|8_e5m2)|bfloat16|complex(64|128)|u?int(64|32|16|8)|bool")
 
 
+_INSTRUCTIONS = frozenset(
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+        *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
+        *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+        *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
+    )
+)
+
+
 class _Name(NamedTuple):
-    """A class or dtype that the file names; never looked up."""
+    """A dtype that the file names; never looked up."""
 
     module: str
     name: str
 
 
 class _Record:
-    """One object of the file: the arguments of its class, and its state."""
+    """One object of the file: the arguments of its class, and its state. Each of CLASSES is a subclass."""
 
-    __slots__ = ("args", "of", "state")
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+    of = ""
 
-    def __init__(self, of: _Name, args: tuple[Any, ...]):
-        self.of, self.args = of, args
-        self.state: Any = None
+    def __new__(cls, *args: Any) -> "_Record":
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """An OrderedDict is filled so; nothing that is in one is needed."""
 
 
+_RECORDS = MappingProxyType(
+    {place: type(place[1], (_Record,), {"__slots__": (), "of": place[1]}) for place in CLASSES}
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            return _RECORDS[module, name]
+        if module == "torch" and DTYPES.fullmatch(name):
+            return _Name(module, name)
+        raise CheckpointError(f"it contains {module}.{name}, which no checkpoint of tensors needs"[:300])
+
+
+def _check_program(program: bytes) -> None:
+    """CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES."""
+    stack: list[int] = []  # of each value: how many it is, 1 unless it is a tuple
+    marks: list[int] = []
+    memo: list[int] = []
+    for instruction, argument, _ in pickletools.genops(program):
+        name = instruction.name
+        if name not in _INSTRUCTIONS:
+            raise CheckpointError(f"the instruction {name} is in no checkpoint of tensors")
+        if name == "STOP":
+            return
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            index = len(memo) if argument is None else argument
+            if index > len(memo):
+                raise CheckpointError(f"it puts a value at {index} of a memo of {len(memo)}")
+            memo[index : index + 1] = stack[-1:]
+        elif name in ("BINGET", "LONG_BINGET"):
+            assert argument is not None  # as of every such instruction
+            stack.append(memo[argument])
+        else:
+            # what pickletools says that an instruction takes and leaves
+            before, after = instruction.stack_before, instruction.stack_after
+            if pickletools.markobject in before:
+                begin = marks.pop() - before.index(pickletools.markobject)
+            else:
+                begin = len(stack) - len(before)
+            if begin < (marks[-1] if marks else 0):
+                raise CheckpointError("it takes more from the stack than there is")
+            taken = stack[begin:]
+            size = 1 + sum(taken) if name.startswith("TUPLE") else 1
+            if size > _MAX_VALUES:
+                raise CheckpointError(f"it has a tuple of more than {_MAX_VALUES} values")
+            stack[begin:] = [size] * len(after)
+    raise CheckpointError("it ends too early")
+
+
 def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
     """({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
     try:
+        check_is_file(path)
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path} is larger than {_MAX_BYTES} bytes")
-        return _described(_Machine().run(path.read_bytes()))
+        program = path.read_bytes()
+        _check_program(program)
+        return _described(_Unpickler(io.BytesIO(program)).load())
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
     except Exception as error:  # whatever a damaged program makes of the stack
@@ -118,7 +198,7 @@ def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
 
 
 def _is(value: Any, name: str) -> bool:
-    return isinstance(value, _Record) and value.of.name == name
+    return isinstance(value, _Record) and value.of == name
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
@@ -155,149 +235,3 @@ def _dtype(properties: Any) -> str:
     if not isinstance(dtype, _Name) or dtype.module != "torch":
         raise CheckpointError("a dtype was expected, but there is something else")
     return dtype.name
-
-
-class _Machine:
-    """The stack machine; every instruction that it does not know ends it."""
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def run(self, program: bytes) -> Any:
-        for instruction, argument, _ in pickletools.genops(program):
-            if instruction.name == "STOP":
-                return self.stack.pop()
-            if instruction.name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[instruction.name])
-            elif instruction.name in _LITERALS:
-                self.stack.append(argument)
-            elif instruction.name in _INSTRUCTIONS:
-                _INSTRUCTIONS[instruction.name](self, argument)
-            else:
-                raise CheckpointError(f"the instruction {instruction.name} is in no checkpoint of tensors")
-        raise CheckpointError("it ends too early")
-
-    def pop(self, count: int) -> list[Any]:
-        if count > len(self.stack) - (self.marks[-1] if self.marks else 0):
-            raise CheckpointError("it takes more from the stack than there is")
-        taken = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        return taken
-
-    def pop_to_mark(self) -> list[Any]:
-        mark = self.marks.pop()
-        taken = self.stack[mark:]
-        del self.stack[mark:]
-        return taken
-
-    def mark(self, _: Any) -> None:
-        self.marks.append(len(self.stack))
-
-    def memoize(self, _: Any) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
-
-    def get(self, index: int) -> None:
-        self.stack.append(self.memo[index])
-
-    def name(self, module: Any, name: Any) -> None:
-        if (module, name) not in CLASSES and not (module == "torch" and DTYPES.fullmatch(str(name))):
-            raise CheckpointError(f"it contains {module}.{name}, which no checkpoint of tensors needs"[:300])
-        self.stack.append(_Name(module, name))
-
-    def name_on_stack(self, _: Any) -> None:
-        self.name(*self.pop(2))
-
-    def name_in_program(self, argument: str) -> None:
-        self.name(*argument.split(" ", 1))
-
-    def record(self, _: Any) -> None:
-        of, args = self.pop(2)
-        if not isinstance(of, _Name) or not isinstance(args, tuple):
-            raise CheckpointError("it calls something that is no class")
-        self.stack.append(_Record(of, args))
-
-    def build(self, _: Any) -> None:
-        (state,) = self.pop(1)
-        if not isinstance(self.stack[-1], _Record):
-            raise CheckpointError("it gives a state to something that has none")
-        self.stack[-1].state = state
-
-    def append(self, _: Any) -> None:
-        (value,) = self.pop(1)
-        self.only(list).append(value)
-
-    def extend(self, _: Any) -> None:
-        values = self.pop_to_mark()
-        self.only(list).extend(values)
-
-    def set_item(self, _: Any) -> None:
-        key, value = self.pop(2)
-        self.only(dict, _Record)[_key(key)] = value
-
-    def set_items(self, _: Any) -> None:
-        values = self.pop_to_mark()
-        target = self.only(dict, _Record)
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            target[_key(key)] = value
-
-    def only(self, *types: type) -> Any:
-        if not isinstance(self.stack[-1], types):
-            raise CheckpointError(f"it fills a {type(self.stack[-1]).__name__}")
-        return self.stack[-1]
-
-
-def _key(value: Any) -> Any:
-    """value, whose hash is computed in a moment; CheckpointError for what is made of other values."""
-    if not isinstance(value, (str, int, bytes, _Record)):
-        raise CheckpointError(
-            f"the metadata has a key of type {type(value).__name__}, which tensor checkpoints never have"
-        )
-    return value
-
-
-def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.stack.append(tuple(machine.pop(count)))
-
-
-def _nothing(machine: _Machine, _: Any) -> None:
-    """PROTO and FRAME say how the rest is written."""
-
-
-_CONSTANTS = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
-_LITERALS = (
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
-    "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
-)  # fmt: skip
-_INSTRUCTIONS: MappingProxyType[str, Callable[[_Machine, Any], None]] = MappingProxyType(
-    {
-        "PROTO": _nothing,
-        "FRAME": _nothing,
-        "MARK": _Machine.mark,
-        "MEMOIZE": _Machine.memoize,
-        "BINPUT": _Machine.put,
-        "LONG_BINPUT": _Machine.put,
-        "BINGET": _Machine.get,
-        "LONG_BINGET": _Machine.get,
-        "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
-        "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
-        "EMPTY_TUPLE": _tuple_of(0),
-        "TUPLE1": _tuple_of(1),
-        "TUPLE2": _tuple_of(2),
-        "TUPLE3": _tuple_of(3),
-        "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
-        "APPEND": _Machine.append,
-        "APPENDS": _Machine.extend,
-        "SETITEM": _Machine.set_item,
-        "SETITEMS": _Machine.set_items,
-        "GLOBAL": _Machine.name_in_program,
-        "STACK_GLOBAL": _Machine.name_on_stack,
-        "REDUCE": _Machine.record,
-        "NEWOBJ": _Machine.record,
-        "BUILD": _Machine.build,
-    }
-)

@@ -16,7 +16,7 @@ _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
 _COUNT = "expert_count"
-HEADER = ("GGUF.", "general.architecture")  # fields that the writer makes itself
+HEADER = "general.architecture"  # which the writer makes itself
 
 
 class GgufCut:
@@ -31,7 +31,7 @@ class GgufCut:
         self._reader = open_gguf(file)
         found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
         self._layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
-        self._architecture = str(self._reader.fields["general.architecture"].contents())
+        self._architecture = self._reader.architecture
         for tensor in self._reader.tensors:
             self._path_of(tensor)
 
@@ -56,7 +56,7 @@ class GgufCut:
         writer.data_alignment = self._reader.alignment
         try:
             for name, field in self._reader.fields.items():
-                if not name.startswith(HEADER):
+                if name != HEADER:
                     value = self.number if name == f"{self._architecture}.{_COUNT}" else field.contents()
                     if value == []:  # which the gguf package leaves out when it writes a file
                         continue

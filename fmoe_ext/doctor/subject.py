@@ -7,6 +7,7 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.audit.source import find
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.huggingface import errors_of_transformers, read_config
 
 Batch: TypeAlias = Any
 Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
@@ -149,12 +152,16 @@ def _from_folder(folder: str) -> Subject:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        config = read_config(Path(folder))
+    except (OSError, CheckpointError) as error:
         raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
     text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
-    config = shrunk_config(text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config)
-    return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(config))
+    try:
+        with errors_of_transformers(Path(folder)):
+            small = shrunk_config(text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config)
+            return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
+    except CheckpointError as error:
+        raise AuditError(str(error)) from error
 
 
 def from_transformers(build: Callable[[], Any]) -> Subject:

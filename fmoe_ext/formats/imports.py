@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_huggingface
+from fmoe_ext.checkpoint.huggingface import (
+    check_folder,
+    errors_of_transformers,
+    from_huggingface,
+    is_huggingface,
+    model_files,
+    read_config,
+)
 from fmoe_ext.checkpoint.layouts import (
     B1,
     EXPERT_BIAS,
@@ -33,7 +41,7 @@ from fmoe_ext.checkpoint.layouts import (
     zeros,
 )
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.checkpoint.written_names import as_in_modules
@@ -49,13 +57,15 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     transformers = require("transformers", "import_model()")
     from safetensors import SafetensorError
 
-    if Path(source).is_dir():
+    is_folder = Path(source).is_dir()
+    if is_folder:
         _check_folder(Path(source), options)
-    try:
-        read: Any = transformers.AutoModelForCausalLM.from_pretrained
-        model, found = read(source, **options, output_loading_info=True)
-    except SafetensorError as error:
-        raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
+    with errors_of_transformers(source, "model") if is_folder else nullcontext():
+        try:
+            read: Any = transformers.AutoModelForCausalLM.from_pretrained
+            model, found = read(source, **options, output_loading_info=True)
+        except SafetensorError as error:
+            raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
@@ -65,12 +75,15 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
 
 
 def _check_folder(folder: Path, options: dict[str, Any]) -> None:
-    """CheckpointError for a folder of a model that would have Transformers read files outside of it."""
+    """CheckpointError for a folder that would have Transformers read files outside of it, or make what no file has."""
     for part in Path(options.get("subfolder") or "").parts:
         folder = inside(folder, part)
     if options.get("gguf_file") is not None:
         inside(folder, options["gguf_file"])
     check_folder(folder)
+    if "config" not in options and "gguf_file" not in options:
+        files = model_files(folder)
+        read_config(folder, sum(len(read_safetensors(file)[0]) for file in files) if files else None)
 
 
 def import_model(source: Any, **options: Any) -> Any:

@@ -1,5 +1,7 @@
 """save() and load() in one process: bitwise, complete or absent, one clear error for everything that does not fit."""
 
+import copy
+import functools
 import os
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, SigmoidGate, checkpoint
-from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint import CheckpointError, store
 from tests.forked import run_python
 
 D, H, E = 6, 5, 4
@@ -373,3 +375,182 @@ def test_failed_save_leaves_the_last_one(tmp_path):
     with pytest.raises(CheckpointError, match=r"writing .*step-00000002: rank 0: .*meta tensor; no data"):
         checkpoint.save(tmp_path, model, step=2)
     assert checkpoint.load(tmp_path, Model()).step == 1
+
+
+class Copies(nn.Linear):
+    """As FullyShardedDataParallel: state_dict() is made for its caller."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value.detach().clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+@pytest.mark.parametrize("make", [Copies, lambda *sizes: nn.Linear(*sizes, device="meta")])
+def test_model_that_cannot_be_filled_is_refused(tmp_path, make):
+    model = nn.Linear(2, 3)
+    checkpoint.save(tmp_path, model)
+    before = (other := make(2, 3)).weight.detach().clone()
+    with pytest.raises(
+        CheckpointError, match=r"returns copies of 'weight'|'weight' and 1 other .* meta device"
+    ):
+        checkpoint.load(tmp_path, other)
+    assert other.weight.is_meta or torch.equal(other.weight, before)
+    checkpoint.save(tmp_path, Copies(2, 3))  # of which copies are as good
+    checkpoint.load(tmp_path, model)
+
+
+def of_options(**options):
+    return FMoETransformerMLP(
+        E, D, H, **{"activation": "swiglu", "gate": SigmoidGate, "top_k": 2, "gate_bias": False} | options
+    )
+
+
+OTHER_NUMBERS = {
+    "activation": (dict(activation="geglu"), "activation=geglu, but {} was saved with activation=swiglu"),
+    "top_k": (dict(top_k=1), "top_k=1, but {} was saved with top_k=2"),
+    "gate": (dict(gate="naive"), "gate=NaiveGate, but {} was saved with gate=SoftmaxGate"),
+    "scale": (
+        dict(gate=functools.partial(SigmoidGate, scale=2.0)),
+        "scale=2.0, but {} was saved with scale=1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["folder", "file"])
+@pytest.mark.parametrize("option", OTHER_NUMBERS)
+def test_layer_with_other_options_is_refused(tmp_path, option, target):
+    options, text = OTHER_NUMBERS[option]
+    path = tmp_path / "model.safetensors"
+    saved = dict(gate="softmax") if option == "gate" else {}
+    model, other = of_options(**saved), of_options(**options)
+    assert other.state_dict().keys() == model.state_dict().keys()
+    if target == "folder":
+        path = checkpoint.save(tmp_path, model)
+    else:
+        checkpoint.export_safetensors(path, model)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    source = "the checkpoint" if target == "folder" else str(path)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(path, other)
+    assert text.format(source) in str(error.value)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    same = of_options(**saved)
+    checkpoint.load(path, same)
+    assert equal(same, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(extra=[1, 2]), r"extra must be a dict, but got a list"),
+        (dict(step=-1), "step must not be negative, but got -1"),
+        (dict(step=1.5), "step must be an integer, but got 1.5"),
+        (dict(keep=1.5), "keep must be at least 1, or None for all, but got 1.5"),
+        (dict(keep=True), "keep must be at least 1, or None for all, but got True"),
+    ],
+)
+def test_save_that_load_would_refuse_removes_nothing(tmp_path, options, text):
+    model = nn.Linear(2, 3)
+    checkpoint.save(tmp_path, model, step=1, keep=1)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.save(tmp_path, model, **{"step": 2, "keep": 1} | options)
+    assert sorted(tmp_path.rglob("*")) == before and checkpoint.load(tmp_path, model).step == 1
+
+
+def test_manifest_is_read_before_older_checkpoints_go(tmp_path, monkeypatch):
+    model = nn.Linear(2, 3)
+    checkpoint.save(tmp_path, model, step=1, keep=1)
+    monkeypatch.setattr(store, "describe_layers", lambda shapes: ["no object"])
+    with pytest.raises(CheckpointError, match="'layers' is"):
+        checkpoint.save(tmp_path, model, step=2, keep=1)
+    assert checkpoint.load(tmp_path, model).step == 1
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "RMSprop"])
+def test_cast_takes_the_optimizer_along(tmp_path, optimizer):
+    """Numbers of steps stay float32, as torch has them."""
+
+    def make(dtype):
+        model = nn.Linear(D, D).to(dtype)
+        options = {} if optimizer == "AdamW" else {"momentum": 0.9}
+        return model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01, **options)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(3, D, dtype=model.weight.dtype)).square().sum().backward()
+        optimizer.step()
+
+    model, saved = make(torch.bfloat16)
+    step(model, saved)
+    checkpoint.save(tmp_path, model, saved)
+    other, loaded = make(torch.float32)
+    checkpoint.load(tmp_path, other, loaded, cast=True)
+    expected = copy.deepcopy(model).float()
+    of_expected = getattr(torch.optim, optimizer)(expected.parameters())
+    of_expected.load_state_dict(saved.state_dict())
+    for a, b in zip(loaded.state.values(), of_expected.state.values(), strict=True):
+        assert a.keys() == b.keys()
+        for entry in a:
+            if a[entry] is not None:
+                assert a[entry].dtype == torch.float32 and torch.equal(a[entry], b[entry])
+    step(other, loaded)
+    step(expected, of_expected)
+    assert torch.equal(other.weight, expected.weight)
+
+
+def test_cast_leaves_state_that_had_a_dtype_of_its_own(tmp_path):
+    """Moments in float32 of bfloat16 parameters; and an optimizer that has chosen float32 already keeps it."""
+    model, other = nn.Linear(D, D).bfloat16(), nn.Linear(D, D).half()
+    saved, loaded = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other))
+    for param in model.parameters():
+        saved.state[param]["momentum_buffer"] = torch.randn(param.shape)
+    checkpoint.save(tmp_path / "float32", model, saved)
+    checkpoint.load(tmp_path / "float32", other, loaded, cast=True)
+    for a, b in zip(saved.state.values(), loaded.state.values(), strict=True):
+        assert torch.equal(a["momentum_buffer"], b["momentum_buffer"])
+        assert b["momentum_buffer"].dtype == torch.float32
+    for param in model.parameters():
+        saved.state[param]["momentum_buffer"] = torch.randn(param.shape, dtype=torch.bfloat16)
+    checkpoint.save(tmp_path / "bfloat16", model, saved)
+    checkpoint.load(tmp_path / "bfloat16", other, loaded, cast=True)
+    for a, b in zip(saved.state.values(), loaded.state.values(), strict=True):
+        assert torch.equal(a["momentum_buffer"].float(), b["momentum_buffer"])
+        assert b["momentum_buffer"].dtype == torch.float32
+
+
+def test_checkpoint_that_is_read_stays(tmp_path, monkeypatch):
+    """A saver with keep=1 comes between opening, verifying and filling; the next save without a reader removes it."""
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    first = checkpoint.save(tmp_path, model, step=1, keep=1)
+    read_into, values = store.read_into, model.weight.detach().clone()
+
+    def save_first(*args):
+        nn.init.zeros_(model.weight)
+        checkpoint.save(tmp_path, model, step=2, keep=1)
+        read_into(*args)
+
+    monkeypatch.setattr(store, "read_into", save_first)
+    assert checkpoint.load(tmp_path, other).step == 1
+    assert torch.equal(other.weight, values) and first.exists()
+    monkeypatch.undo()
+    checkpoint.save(tmp_path, model, step=3, keep=1)
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-00000003"]
+
+
+def test_latest_is_read_again_where_a_saver_was_faster(tmp_path, monkeypatch):
+    """Between reading the name of the newest checkpoint and opening it, a save with keep=1 removes it."""
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    checkpoint.save(tmp_path, model, step=1, keep=1)
+    steps = iter([2, 3])
+    for name in ("read_text", "read_locked"):  # of find(), and of held_open()
+        function = getattr(store, name)
+
+        def late(path, function=function, name=name):
+            result = function(path) if name == "read_text" else None
+            if (step := next(steps, None)) is not None:
+                checkpoint.save(tmp_path, model, step=step, keep=1)
+            return function(path) if result is None else result
+
+        monkeypatch.setattr(store, name, late)
+    assert checkpoint.load(tmp_path, other).step == 3
+    assert equal(model, other)

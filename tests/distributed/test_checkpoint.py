@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import warnings
 
 import pytest
 import torch
@@ -418,3 +419,92 @@ def test_means_over_experts_are_refused(pool, tmp_path, kind):
     for text, files in pool.run(save_factored_biases, tmp_path, kind, world_size=2, timeout=TIMEOUT):
         assert "experts.htoh4.bias" in text and "has not one part for each expert" in text
         assert files == []
+
+
+class Normed(torch.nn.Module):
+    """Each rank's own batches pass through it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(D, D)
+        self.norm = torch.nn.BatchNorm1d(D)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def save_replicas(folder):
+    model = torch.nn.parallel.DistributedDataParallel(Normed())
+    bare = model.module
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(8, D))
+    extra = {"rng": torch.get_rng_state().tolist(), "note": "both"}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        checkpoint.save(folder / "norm", model, extra=extra)
+        bare.norm.reset_running_stats()
+        checkpoint.save(folder / "equal", model, extra={"note": "both"})
+        with torch.no_grad():
+            bare.linear.bias[dist.get_rank()] *= -1  # of each rank another sign
+        checkpoint.save(folder / "signs", model)
+    names = "linear.bias", "running_mean", "running_var", "weight"
+    warned = [str(w.message) for w in found if "replicated tensors" in str(w.message)]
+    stage = torch.nn.Linear(D, 2 + dist.get_rank())
+    refused = text_of_error(checkpoint.save, folder / "stages", stage)
+    state = {name: value.clone() for name, value in bare.state_dict().items()}
+    return [[name for name in names if name in text] for text in warned], refused, state, extra
+
+
+def load_extra(folder):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        manifest = checkpoint.load(folder / "norm", Normed())
+    texts = [str(w.message) for w in found if "extra" in str(w.message)]
+    return manifest.extra, manifest.extras, texts
+
+
+def test_replicas_come_from_one_rank(pool, tmp_path):
+    """torch's planner took running_mean from rank 1 and running_var from rank 0, and kept rank 0's `extra` alone."""
+    results = pool.run(save_replicas, tmp_path, world_size=2, timeout=TIMEOUT)
+    first, second = results
+    assert first[0] == [["running_mean", "running_var"], ["linear.bias"]] and second[0] == []
+    for _, refused, _, _ in results:
+        assert "model.weight is float32 [3, 6] on rank 1 and float32 [2, 6] on rank 0" in refused
+    model = Normed()
+    torch.manual_seed(0)
+    model(torch.randn(8, D))
+    one = Normed()
+    with pytest.warns(
+        UserWarning, match=r"2 ranks saved `extra` with different values of 'rng', and 1 load it"
+    ):
+        manifest = checkpoint.load(tmp_path / "norm", one)
+    for name, value in model.state_dict().items():
+        assert torch.equal(one.state_dict()[name], value), name
+    extras = [extra for _, _, _, extra in results]
+    assert extras[0] != extras[1]
+    assert manifest.extra == extras[0] and manifest.extras == extras and manifest.version == 3
+    of_ranks = pool.run(load_extra, tmp_path, world_size=2, timeout=TIMEOUT)
+    assert of_ranks == [(extra, extras, []) for extra in extras]
+    four = pool.run(load_extra, tmp_path, timeout=TIMEOUT)
+    assert all(extra == extras[0] and len(texts) == 1 for extra, _, texts in four)
+    equal = checkpoint.load(tmp_path / "equal", one)
+    assert equal.extra == {"note": "both"} and equal.extras == [] and equal.version == 2
+
+
+def load_wrapped(folder):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(1)
+    model = FullyShardedDataParallel(torch.nn.Linear(D, D), device_id=torch.device("cpu"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    refused = text_of_error(checkpoint.load, folder, model)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return refused
+
+
+def test_fully_sharded_data_parallel_is_refused(pool, tmp_path):
+    checkpoint.save(tmp_path, torch.nn.Linear(D, D))
+    for refused in pool.run(load_wrapped, tmp_path, world_size=2, timeout=TIMEOUT):
+        assert "state_dict() of FullyShardedDataParallel returns copies of 'weight' and 1 other" in refused

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.huggingface import read_config
 from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters.delta import plain_pairs
@@ -64,7 +65,7 @@ def _same(theirs: Tensor, ours: Tensor) -> bool:
 def _architecture(base: Base) -> nn.Module:
     """The model of a base with zeros that share one number."""
     try:
-        config = transformers.AutoConfig.from_pretrained(base.folder, local_files_only=True)
+        config = read_config(base.folder, len(base.tensors))
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):

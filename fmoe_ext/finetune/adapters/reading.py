@@ -3,6 +3,7 @@
 Each expert's delta is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like.
 """
 
+import functools
 import json
 import math
 import re
@@ -25,6 +26,7 @@ from fmoe_ext.checkpoint.safetensors_file import (
 from fmoe_ext.finetune.adapters.options import is_quick, refusals
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 
+_MOST_MATCHES = 10**7  # of patterns with the names of modules, of a second or so
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
@@ -100,8 +102,15 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
             f"{folder} has no {WEIGHTS}: give PEFT's folder; pickles (.bin, .pt) are not read, save them as safetensors"
         )
     config = read_json(inside(folder, CONFIG))
-    _check_config(folder, config)
     tensors, metadata = read_unmapped(inside(folder, WEIGHTS))
+    for name in ("rank_pattern", "alpha_pattern"):  # each may be tried on the module of each tensor
+        patterns = config.get(name)
+        count = len(patterns) if isinstance(patterns, dict) else 0
+        if count * len(tensors) > _MOST_MATCHES:
+            raise CheckpointError(
+                f"{folder}/{CONFIG}: {name} has {count} patterns for {len(tensors)} tensors, which is too many to try"
+            )
+    _check_config(folder, config)
     verify_safetensors(inside(folder, WEIGHTS))
     noted = _noted(folder, metadata)
     adapter = Adapter(folder, config, tensors, refused=list(refusals(config)))
@@ -166,12 +175,17 @@ def _is_number(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+@functools.lru_cache(2**16)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
 def _from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
     """Value of "rank" or "alpha" for a module, found in the patterns as PEFT finds it."""
     default = config["r"] if name == "rank" else config["lora_alpha"]
     for pattern, value in (config.get(f"{name}_pattern") or {}).items():
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if _compiled(pattern).match(module):
                 return value
         except re.error as error:
             raise CheckpointError(f"{CONFIG}: {pattern[:80]!r} is no pattern: {error}") from error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext.checkpoint import gguf_keys
+from fmoe_ext.checkpoint import gguf_keys, huggingface
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import Family, Turned
 from fmoe_ext.checkpoint.gguf_config import config_of
@@ -16,7 +16,6 @@ from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import in_transformers, names_outside
 from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED
 from fmoe_ext.checkpoint.gguf_packings import packed as quantized
-from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -36,12 +35,9 @@ def read_config(file: Path, reader: Any) -> Any:
 
     Raises CheckpointError for metadata that it does not compute with.
     """
-    import transformers
-
     fields = _fields(file, reader)
     if (file.parent / "config.json").exists():
-        refuse_hub_code(file.parent, model_config(file.parent))
-        config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
+        config = huggingface.read_config(file.parent, len(reader.tensors))
     else:
         shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
         config = config_of(file, fields, shapes, _factors(reader))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
+from fmoe_ext.checkpoint.huggingface import errors_of_transformers
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -23,7 +24,7 @@ from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
 from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slow
-from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
+from fmoe_ext.finetune.streaming.sources import Source, open_source
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
@@ -85,7 +86,7 @@ def stream(
     source = open_source(Path(folder), [Path(other) for other in folders])
     config = source.config
     _check_num_layers(source)
-    with errors_of_config(source.path), torch.device("meta"):
+    with errors_of_transformers(source.path), torch.device("meta"):
         dtype = dtype or _dtype_of(config)
         skeleton = _class_of(config).from_config(config)
     layers, state = _plan(source, skeleton, dtype)
@@ -212,7 +213,7 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
     model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
     if folder.is_dir() and (folder / "generation_config.json").exists():
-        with errors_of_config(folder, "generation_config.json"):
+        with errors_of_transformers(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 

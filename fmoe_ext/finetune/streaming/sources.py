@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,25 +16,13 @@ from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import layer_of
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
-from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.huggingface import check_folder, errors_of_transformers, read_config
 from fmoe_ext.checkpoint.methods import check_method, kind_of
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import mxfp4_layer, outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.finetune.streaming import gguf
-
-
-@contextmanager
-def errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
-    """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
-    try:
-        yield
-    except (ImportError, CheckpointError):
-        raise
-    except Exception as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
 
 
 class Source(Protocol):
@@ -65,14 +52,9 @@ class _Folder:
     """A folder with config.json and safetensors files."""
 
     def __init__(self, folder: Path, folders: Sequence[Path]) -> None:
-        import transformers
-
         self.path = folder
         self.base = Base(folder, folders)
-        if not self.base.config:
-            raise CheckpointError(f"{folder} has no config.json")
-        with errors_of_config(folder):
-            self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.config: Any = read_config(folder, len(self.base.tensors))
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
         check_method(self.base)
@@ -112,7 +94,7 @@ class _GgufFile:
         self.path = file
         self._reader = open_gguf(file)
         self._layers = gguf_layers(file, self._reader)
-        with errors_of_config(file.parent):
+        with errors_of_transformers(file.parent):
             self.config: Any = gguf.read_config(file, self._reader)
         self.num_tensors = len(self._reader.tensors)
 

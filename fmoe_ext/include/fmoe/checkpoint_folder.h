@@ -136,8 +136,10 @@ inline StateDict read_checkpoint(const std::string& path) {
   const std::string where = (folder / "manifest.json").string();
   const json::Value manifest = detail::read_json(where);
   const auto *version = manifest.find("version"), *tensors = manifest.find("tensors");
-  TORCH_CHECK(version && version->text == "2" && tensors && tensors->kind == json::Value::object, where,
-              " is no manifest of version 2: Python's checkpoint.load() reads older ones");
+  // 3 has the `extra` of every rank, which is not read here
+  TORCH_CHECK(version && (version->text == "2" || version->text == "3") && tensors &&
+                  tensors->kind == json::Value::object,
+              where, " is no manifest of version 2 or 3: Python's checkpoint.load() reads older ones");
   const std::string prefix = "model.";
   StateDict state;
   for (const auto& [key, entry] : tensors->members)

@@ -1,0 +1,233 @@
+"""A GGUF file, read with nothing taken on trust: no count is believed before the file is long enough for it.
+
+    magic, version, number of tensors, number of keys
+    keys:     name, type, value; an array has a type and a number, and no arrays in it
+    tensors:  name, dimensions (the fastest first), type, offset
+    padding to the alignment, then the tensors, each padded to the alignment
+
+The offset of a tensor is the sum of the padded sizes before it, as llama.cpp demands too, and the last one ends where
+the file does. So a damaged offset, size or type shows, unless it means the same number of bytes; what pads is zero.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import check_is_file
+
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_MAX_DIMENSIONS = 4  # ggml's
+_MIN_KEY, _MIN_TENSOR = 13, 24  # bytes of the shortest ones in the header
+_SCALARS = MappingProxyType(  # by the names of gguf.GGUFValueType
+    {
+        **{"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i"},
+        **{"FLOAT32": "f", "BOOL": "?", "UINT64": "Q", "INT64": "q", "FLOAT64": "d"},
+    }
+)
+_DTYPES = MappingProxyType(  # of types that numpy has; others are bytes
+    {
+        **{"F16": np.float16, "F32": np.float32, "F64": np.float64},
+        **{"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64},
+    }
+)
+
+
+@dataclass
+class Field:
+    """A key's value, decoded when it is asked for. types: gguf.GGUFValueType of it, and of an array's items."""
+
+    types: list[Any]
+    count: int  # of items
+    content: memoryview
+
+    def contents(self) -> Any:
+        """A number, text, or list of one of both; UnicodeDecodeError for a text that is none."""
+        item = self.types[-1].name
+        if item == "STRING":
+            values: list[Any] = [str(part, "utf-8") for part in _strings(self.content, self.count)]
+        else:
+            values = list(struct.unpack_from(f"={self.count}{_SCALARS[item]}", self.content))
+        return values if len(self.types) > 1 else values[0]
+
+
+@dataclass
+class Tensor:
+    """A tensor of the file. shape: the fastest dimension first, as the file has it; data: read when it is used."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensor_type: Any  # gguf.GGMLQuantizationType
+    n_elements: int
+    n_bytes: int
+    data_offset: int  # in the file
+    data: np.ndarray[Any, Any]  # as gguf's reader has it: numbers, or the bytes of rows
+
+
+class GgufFile:
+    """fields {key: Field}, tensors and alignment of a file; CheckpointError for what llama.cpp would not load."""
+
+    def __init__(self, file: str | Path) -> None:
+        from gguf import GGMLQuantizationType, GGUFValueType
+
+        self.path = Path(file)
+        self._value_types = {int(kind): kind for kind in GGUFValueType}
+        self._tensor_types = {int(kind): kind for kind in GGMLQuantizationType}
+        check_is_file(self.path)
+        with open(self.path, "rb") as opened:
+            self._size = self.path.stat().st_size
+            if self._size < 24:
+                self._refuse(f"it has {self._size} bytes")
+            self._data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        self._at = 4
+        (version,) = self._take("I")
+        if self._data[:4] != _MAGIC:
+            self._refuse("it does not begin with GGUF")
+        if version & 0xFFFF == 0:
+            raise CheckpointError(
+                f"{file} is for another order of bytes: turn it by `gguf-convert-endian FILE native`"
+            )
+        if version not in _VERSIONS:
+            self._refuse(f"it has version {version}, known are {', '.join(map(str, _VERSIONS))}")
+        num_tensors, num_keys = self._take("QQ")
+        self.fields: dict[str, Field] = {}
+        self._check_room(num_keys, _MIN_KEY, "keys")
+        for _ in range(num_keys):
+            name = self._text("the name of a key")
+            if name in self.fields:
+                self._refuse(f"it has {name!r} twice")
+            self.fields[name] = self._field(name)
+        self.alignment = self._alignment()  # bytes
+        self.tensors = self._tensors(num_tensors)
+
+    @property
+    def architecture(self) -> str:
+        field = self.fields.get("general.architecture")
+        if field is None or [kind.name for kind in field.types] != ["STRING"]:
+            self._refuse("general.architecture is not there, or no text")
+        return str(field.contents())
+
+    def _alignment(self) -> int:
+        field = self.fields.get("general.alignment")
+        if field is None:
+            return _ALIGNMENT
+        value = field.contents() if [kind.name for kind in field.types] == ["UINT32"] else None
+        if value is None or value < 1 or value & (value - 1):
+            self._refuse(f"general.alignment is {value}, expected a power of two as UINT32")
+        return int(value)
+
+    def _field(self, name: str) -> Field:
+        (kind,) = self._take("I")
+        types, count = [self._known(self._value_types, kind, name)], 1
+        if types[0].name == "ARRAY":
+            kind, count = self._take("IQ")
+            types.append(self._known(self._value_types, kind, name))
+        begin, item = self._at, types[-1].name
+        if item == "ARRAY":
+            self._refuse(f"{name} has arrays in an array")
+        if item in _SCALARS:
+            size = struct.calcsize(f"={_SCALARS[item]}")
+            self._check_room(count, size, f"items of {name}")
+            self._at += count * size
+        else:
+            self._check_room(count, 8, f"texts of {name}")
+            try:
+                self._at += sum(8 + len(part) for part in _strings(self._data[begin:], count))
+            except struct.error:
+                self._refuse(f"{name} ends behind it")
+        return Field(types, count, self._data[begin : self._at])
+
+    def _tensors(self, count: int) -> list[Tensor]:
+        from gguf import GGML_QUANT_SIZES
+
+        self._check_room(count, _MIN_TENSOR, "tensors")
+        found: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
+        end = padded = 0
+        for _ in range(count):
+            name = self._text("the name of a tensor")
+            (num_dimensions,) = self._take("I")
+            if num_dimensions > _MAX_DIMENSIONS:
+                self._refuse(f"{name} has {num_dimensions} dimensions")
+            shape = self._take("Q" * num_dimensions)
+            kind, offset = self._take("IQ")
+            if name in found:
+                self._refuse(f"it has {name!r} twice")
+            tensor_type = self._known(self._tensor_types, kind, name)
+            block, size = GGML_QUANT_SIZES[tensor_type]
+            if 0 in shape or (shape[0] if shape else 1) % block:
+                self._refuse(
+                    f"{name} is {list(shape)}, rows of {tensor_type.name} are of {block} numbers each"
+                )
+            num_bytes = math.prod(shape) // block * size
+            if offset != padded:
+                self._refuse(f"{name} is at {offset}, but the tensors before it end at {padded}")
+            if offset + num_bytes > self._size:
+                self._refuse(f"{name} {list(shape)} of {tensor_type.name} ends behind it")
+            found[name] = shape, tensor_type, num_bytes, offset
+            end = offset + num_bytes
+            padded = self._padded(end)
+        begin = self._padded(self._at)
+        if found and not begin + end <= self._size <= begin + padded:
+            self._refuse(f"its tensors end at {begin + end}, but it has {self._size} bytes")
+        return [self._tensor(name, *facts, begin) for name, facts in found.items()]
+
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], kind: Any, num_bytes: int, offset: int, begin: int
+    ) -> Tensor:
+        begin += offset
+        end = begin + num_bytes
+        if any(self._data[end : begin + self._padded(num_bytes)]):
+            self._refuse(f"what pads {name} {list(shape)} of {kind.name} is not zero")
+        rows = np.frombuffer(self._data[begin:end], _DTYPES.get(kind.name, np.uint8))
+        data = rows.reshape(*shape[:0:-1], -1) if shape else rows.reshape(())
+        return Tensor(name, shape, kind, math.prod(shape), num_bytes, begin, data)
+
+    def _padded(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment
+
+    def _known(self, types: dict[int, Any], kind: int, name: str) -> Any:
+        if kind not in types:
+            self._refuse(f"{name} has the type {kind}, which is not known")
+        return types[kind]
+
+    def _take(self, layout: str) -> tuple[Any, ...]:
+        size = struct.calcsize(f"={layout}")
+        self._check_room(1, size, "more numbers")
+        self._at += size
+        return struct.unpack_from(f"={layout}", self._data, self._at - size)
+
+    def _text(self, what: str) -> str:
+        (length,) = self._take("Q")
+        self._check_room(length, 1, f"bytes of {what}")
+        self._at += length
+        try:
+            return str(self._data[self._at - length : self._at], "utf-8")
+        except UnicodeDecodeError as error:
+            self._refuse(f"{what} is no text: {error}")
+
+    def _check_room(self, count: int, size: int, what: str) -> None:
+        if count * size > self._size - self._at:
+            self._refuse(f"{count} {what} at {self._at} do not fit into its {self._size} bytes")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self.path} is no GGUF file, or truncated, or damaged: {why}"[:500])
+
+
+def _strings(content: memoryview, count: int) -> Iterator[memoryview]:
+    """Texts that each have their length before them; struct.error where they do not fit."""
+    begin, size, unpack = 0, len(content), struct.Struct("=Q").unpack_from
+    for _ in range(count):
+        (length,) = unpack(content, begin)
+        begin += 8 + length
+        if begin > size:
+            raise struct.error("a text ends behind the file")
+        yield content[begin - length : begin]
