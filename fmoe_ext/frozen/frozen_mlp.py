@@ -257,6 +257,11 @@ def _weights_of_rows(a: SimpleNamespace) -> torch.Tensor:
 
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
+    if torch.is_grad_enabled():  # as csrc/checks.h
+        raise RuntimeError(
+            "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "
+            "fmoe_ext.frozen.frozen_mlp"
+        )
     a = _named(FrozenMlpBackward(*arguments))
     w1, w2 = _FrozenWeight(a, 1), _FrozenWeight(a, 2)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
