@@ -176,6 +176,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     grads: list[Any] = [[None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad]
     if grad_y is None:
         return tuple(grads)
+    if any(ctx.needs_input_grad[2]):
+        raise RuntimeError("frozen_mlp cannot be differentiated in its weights and biases, which are frozen")
     if not ctx.options[2]:
         raise RuntimeError(
             "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
@@ -194,7 +196,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     return tuple(grads)
 
 
-register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=PLACES)
+register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=(2, *PLACES))
 register_not_differentiable_twice("fmoe_ext::frozen_mlp_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
