@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <string>
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -59,6 +60,15 @@ inline void check_index_dtype(const Tensor& t, const char* name) {
 
 inline void check_int32(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int, name, " must be int32, but got ", dtype_text(t));
+}
+
+// Of operators that compute gradients. Autograd knows no gradient of theirs, and would take what they return
+// for a constant; it calls them without gradient mode, and a registered refusal would take host time at each
+// of those calls.
+inline void check_gradient_mode(const char* operators, const char* function) {
+  STD_TORCH_CHECK(!aoti_torch_grad_mode_is_enabled(), operators,
+                  " cannot be differentiated: call it under torch.no_grad(), or differentiate fmoe_ext.",
+                  function);
 }
 
 // Of a tensor that the gradient of `weight` is added to.

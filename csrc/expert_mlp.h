@@ -90,9 +90,11 @@ struct ExpertMlpNeeds {
   bool hidden() const { return dh() || dw2 || dtopk_weights; }  // any that goes through the activation
 };
 
-// What a backward of expert_mlp checks of grad_y after check_expert_mlp.
+// What a backward of expert_mlp or frozen_mlp checks of grad_y after check_expert_mlp.
 inline void check_expert_mlp_grad(const Tensor& grad_y, const Tensor& x, const Tensor& inverse,
                                   bool combine) {
+  check_gradient_mode("a backward of expert_mlp or frozen_mlp",
+                      "ops.expert_mlp or fmoe_ext.frozen.frozen_mlp");
   const char* grad_shape = combine ? "[T, D]" : "[R, D]";
   check_same_dtype(grad_y, x, "grad_y", "x");
   check_dim(grad_y, 2, "grad_y", grad_shape);

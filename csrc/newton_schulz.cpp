@@ -12,6 +12,9 @@ namespace {
 
 using namespace gemm;
 
+// Muon takes 5 steps; a number that is none would keep the process busy for years.
+constexpr int64_t kMaxSteps = 1000;
+
 struct Coefficients {
   double a, b, c;
 };
@@ -179,7 +182,7 @@ Tensor newton_schulz_cpu(Tensor x, double a, double b, double c, int64_t steps) 
   check_cpu(x, "x");
   check_float(x, "x");
   check_dim(x, 3, "x", "[E, M, N]");
-  STD_TORCH_CHECK(steps >= 0, "steps must be at least 0, but got ", steps);
+  STD_TORCH_CHECK(steps >= 0 && steps <= kMaxSteps, "steps must be in [0, ", kMaxSteps, "], but got ", steps);
   const Tensor found = x.is_contiguous() ? torch::stable::clone(x) : as_contiguous(x);
   const int64_t E = x.size(0), M = x.size(1), N = x.size(2);
   if (found.numel() == 0) return found;

@@ -45,6 +45,7 @@ inline void check_unpermute(const Tensor& y, const Tensor& row_idx, const Tensor
 inline void check_unpermute_backward(const Tensor& grad_out, const std::optional<Tensor>& y,
                                      const Tensor& row_idx, const Tensor& inverse,
                                      const std::optional<Tensor>& topk_weights) {
+  check_gradient_mode("unpermute_backward", "ops.unpermute");
   check_float(grad_out, "grad_out");
   check_permute(grad_out, row_idx, inverse, "grad_out");
   check_topk_weights(topk_weights, grad_out, inverse);

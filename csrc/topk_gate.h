@@ -41,6 +41,7 @@ inline void check_topk_gate(const Tensor& logits, int64_t top_k, const std::opti
 
 inline void check_topk_gate_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& topk_idx,
                                      const Tensor& topk_weights) {
+  check_gradient_mode("topk_gate_backward", "ops.topk_gate");
   check_logits(logits);
   const int64_t T = logits.size(0);
   check_dim(topk_idx, 2, "topk_idx", "[T, K]");

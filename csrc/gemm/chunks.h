@@ -90,7 +90,7 @@ inline Chunks make_chunks(const std::vector<int64_t>& bounds, const ChunkLimits&
 
 // As many rows as fit, but enough of them to be worth a chunk.
 inline int64_t rows_within(int64_t bytes, int64_t row_bytes) {
-  return std::max<int64_t>(bytes / row_bytes, 64);
+  return std::max<int64_t>(bytes / std::max<int64_t>(row_bytes, 1), 64);  // rows may have no columns
 }
 
 // Limits for rows of row_bytes in a workspace, of experts with weights of expert_bytes.
@@ -98,7 +98,7 @@ inline ChunkLimits limits_within(int64_t workspace, int64_t row_bytes, int64_t e
                                  int64_t num_rows) {
   ChunkLimits limits{rows_within(workspace, row_bytes)};
   if (expert_bytes > kCoreBytes) return limits;
-  limits.rows_apart = kCoreBytes / row_bytes;
+  limits.rows_apart = kCoreBytes / std::max<int64_t>(row_bytes, 1);
   if (num_threads() > 1)  // several for each thread, so that all end at about the same time
     limits.rows_apart = std::min(limits.rows_apart, divide_up(num_rows, 4 * num_threads()));
   limits.rows_apart = std::min(limits.rows_apart, limits.rows / 2);

@@ -384,3 +384,29 @@ def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
         ep_size = parallel.size
         parallel.sharing_ranks = gather_values(mesh.mesh.tolist(), find_group(parallel.group))
     sharded.set_gradient_divide_factor(mesh.size() * ep_size / layer.slice_size)
+    _follow_requires_grad(sharded)
+
+
+def _follow_requires_grad(experts: Any) -> None:
+    """Makes each forward honour requires_grad as it was set last, of the shards or of the gathered parameters.
+
+    torch leaves parameters gathered after a forward that no backward follows, as one of frozen experts. It then reads
+    requires_grad of neither kind again: what was set in between was lost, and with it gradients (pytorch#186998).
+    """
+    shards = list(experts.parameters())
+    last = [p.requires_grad for p in shards]
+
+    def before_forward(experts: Any, args: Any) -> None:
+        nonlocal shards, last
+        now = list(experts.parameters())
+        wanted = [p.requires_grad for p in now]
+        if all(map(is_dtensor, now)):
+            shards = now
+        elif wanted != (of_shards := [p.requires_grad for p in shards]):
+            wanted = of_shards if wanted == last else wanted
+            experts.reshard()
+            for p, flag in zip(experts.parameters(), wanted, strict=True):
+                p.requires_grad_(flag)
+        last = wanted
+
+    experts.register_forward_pre_hook(before_forward, prepend=True)  # before torch's own, which gathers

@@ -14,7 +14,7 @@ from fmoe_ext.ops._autograd import (
     register_autocast,
     register_autograd,
     register_fake,
-    register_not_differentiable_twice,
+    register_not_differentiable,
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 
@@ -140,8 +140,9 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 
 
 register_autograd("fmoe_ext::frozen_gemm", _backward, _setup_context, places=(0, 3))
-register_not_differentiable_twice("fmoe_ext::frozen_gemm_backward")
+register_not_differentiable("fmoe_ext::frozen_gemm_backward")
 
+register_not_differentiable("fmoe_ext::_mxfp4_gemm", "frozen_gemm has its gradient")
 register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 
 

@@ -176,6 +176,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     grads: list[Any] = [[None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad]
     if grad_y is None:
         return tuple(grads)
+    if any(ctx.needs_input_grad[2]):
+        raise RuntimeError("frozen_mlp cannot be differentiated in its weights and biases, which are frozen")
     if not ctx.options[2]:
         raise RuntimeError(
             "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
@@ -194,7 +196,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     return tuple(grads)
 
 
-register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=PLACES)
+register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=(2, *PLACES))
 register_not_differentiable_twice("fmoe_ext::frozen_mlp_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
@@ -257,6 +259,11 @@ def _weights_of_rows(a: SimpleNamespace) -> torch.Tensor:
 
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
+    if torch.is_grad_enabled():  # as csrc/checks.h
+        raise RuntimeError(
+            "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "
+            "fmoe_ext.frozen.frozen_mlp"
+        )
     a = _named(FrozenMlpBackward(*arguments))
     w1, w2 = _FrozenWeight(a, 1), _FrozenWeight(a, 2)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs

@@ -29,7 +29,7 @@ def no_forward_mode(name: str) -> NotImplementedError:
 
 
 class _Node(threading.local):
-    """runs: True while this thread computes the forward of a node of our own, which refuses tangents itself."""
+    """runs: True while this thread computes in a node of our own, which refuses tangents itself."""
 
     runs = False
 
@@ -40,7 +40,7 @@ NODE: Final = _Node()
 class _ReverseModeOnly(Library):
     """Puts a check for forward-mode tangents in front of the kernels that it is given."""
 
-    def __init__(self, places: Sequence[int]) -> None:
+    def __init__(self, places: Sequence[int] | None) -> None:
         super().__init__("fmoe_ext", "IMPL")
         self._places = places
 
@@ -49,11 +49,29 @@ class _ReverseModeOnly(Library):
 
         def checked(keyset: Any, *args: Any) -> Any:
             if not NODE.runs:
-                for place in places:
-                    t = args[place] if place < len(args) else None  # defaults at the end are left out
-                    if t is not None and unpack_dual(t).tangent is not None:
+                for t in tensors_of(args):
+                    if unpack_dual(t).tangent is not None:
                         refuse_tangents(op_name, t)
-            return fn(keyset, *args)
+            try:
+                return fn(keyset, *args)
+            except RuntimeError as error:
+                # torch.library's registration cannot be transformed, and torch's own words are for its author
+                if isinstance(error, NotImplementedError) or not _are_wrapped(*tensors_of(args)):
+                    raise
+                way_out = (
+                    "inside torch.compile: transform the compiled function, as in torch.func.grad(torch.compile(f)), "
+                    "or take the gradient by torch.autograd.grad() in it"
+                    if torch.compiler.is_compiling()
+                    else "itself: call the function of fmoe_ext.ops or fmoe_ext.frozen in its place"
+                )
+                raise RuntimeError(
+                    f"torch.func (grad, vjp, jacrev) cannot transform torch.ops.fmoe_ext.{op_name} {way_out}"
+                ) from error
+
+        def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
+            given = args if places is None else [args[place] for place in places if place < len(args)]
+            entries = [t for entry in given for t in (entry if isinstance(entry, list) else (entry,))]
+            return [t for t in entries if isinstance(t, torch.Tensor)]  # defaults at the end are left out
 
         super().impl(op_name, checked, dispatch_key, **options)
 
@@ -64,8 +82,10 @@ _functional: Final[dict[str, type[torch.autograd.Function]]] = {}  # by the name
 
 def is_transformed(*tensors: torch.Tensor | None) -> bool:
     """True if a transform of torch.func (grad, vjp, jacrev) has wrapped one of these: wrappers have no memory."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _are_wrapped(*tensors)
+
+
+def _are_wrapped(*tensors: torch.Tensor | None) -> bool:
     try:
         for t in tensors:
             if type(t) is torch.Tensor:  # as wrappers are, but neither parameters nor fake tensors
@@ -83,7 +103,7 @@ def call_functional(op_name: str, *args: Any) -> Any:
 def call(op_name: str, *args: Any) -> Any:
     """The operator in a backward, inside torch.func's transforms too; args: all of them, the gradient first.
 
-    Only so is an operator of register_second_derivative() differentiated again.
+    Only so is the gradient differentiated again by torch.func: the dispatcher's registration cannot be transformed.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
@@ -92,11 +112,17 @@ def call(op_name: str, *args: Any) -> Any:
     name = op_name.removeprefix("fmoe_ext::")
     if unpack_dual(args[0]).tangent is not None:  # the forward has refused those of the others
         refuse_tangents(name, args[0])
-    return getattr(torch.ops.fmoe_ext, name)(*args)
+    op = getattr(torch.ops.fmoe_ext, name)
+    if torch.is_grad_enabled() and "_backward" in name and not torch.compiler.is_compiling():
+        with (
+            torch.no_grad()
+        ):  # a part of a graph of gradients (create_graph) that depends on nothing; see checks.h
+            return op(*args)
+    return op(*args)
 
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
-    """op(*args) in the forward of a node of our own, whose jvp refuses tangents."""
+    """op(*args) in a node of our own, which refuses tangents itself: looking for them twice takes host time."""
     NODE.runs = True
     try:
         return op(*args)
@@ -129,11 +155,11 @@ def register_autograd(
     backward: Callable[..., Any],
     setup_context: Callable[..., None] | None = None,
     *,
-    places: Sequence[int],
+    places: Sequence[int] | None = None,
 ) -> None:
     """torch.library.register_autograd, but forward-mode differentiation raises, where that would give zeros.
 
-    places: of the arguments that a tangent may come with, those of a floating dtype.
+    places: of the arguments that a tangent may come with, those of a floating dtype; None: all tensors.
     """
     setup_context, backward = with_mode_of_forward(setup_context, backward)
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
@@ -219,14 +245,25 @@ def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 def register_second_derivative(
     op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
 ) -> None:
-    """The gradient of a backward operator for call(). The dispatcher does not know it: that costs each call time."""
+    """The gradient of a backward operator for call(). The dispatcher does not know it: that costs each call time.
+
+    So that nobody takes the operator's results for constants, its kernels refuse gradient mode (csrc/checks.h).
+    """
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
 
 
 def register_not_differentiable_twice(op_name: str) -> None:
     """Makes a second differentiation raise instead of giving gradients that lack a term."""
+    register_second_derivative(op_name, _refusal(op_name, "second derivatives are not implemented"))
 
+
+def register_not_differentiable(op_name: str, reason: str = "second derivatives are not implemented") -> None:
+    """The same for those who call the operator itself; by default torch warns and takes its results for constants."""
+    register_autograd(op_name, _refusal(op_name, reason))
+
+
+def _refusal(op_name: str, reason: str) -> Callable[..., None]:
     def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(f"{op_name} cannot be differentiated: second derivatives are not implemented")
+        raise RuntimeError(f"{op_name} cannot be differentiated: {reason}")
 
-    register_second_derivative(op_name, backward)
+    return backward

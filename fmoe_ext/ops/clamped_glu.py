@@ -7,7 +7,7 @@ from fmoe_ext.ops._autograd import (
     call,
     register_autograd,
     register_fake,
-    register_not_differentiable_twice,
+    register_not_differentiable,
 )
 from fmoe_ext.ops.activations import clamp_above, clamp_both
 
@@ -102,4 +102,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 register_autograd("fmoe_ext::clamped_glu", _backward, _setup, places=(0,))
-register_not_differentiable_twice("fmoe_ext::clamped_glu_backward")
+register_not_differentiable("fmoe_ext::clamped_glu_backward")

@@ -1,7 +1,12 @@
-import torch
+from typing import Any, Final
 
-from fmoe_ext.ops._autograd import register_fake
+import torch
+from torch.autograd.forward_ad import unpack_dual
+
+from fmoe_ext.ops._autograd import is_transformed, register_autograd, register_fake
 from fmoe_ext.ops.processor import cpu_isa, fast_bfloat16
+
+MAX_STEPS: Final = 1000  # Muon takes 5; the operator's own bound
 
 
 def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
@@ -10,19 +15,27 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
     x [E, M, N] of one floating dtype, M <= N is cheaper; coefficients (a, b, c) -> [E, M, N]. Every product is summed
     in float32 (double: float64) and rounded to the dtype of x. On the CPU one operator takes each matrix through all
     steps and computes half of G and of the polynomial, which are symmetric. PyTorch computes them on CUDA, in bfloat16
-    where fast_bfloat16() and cpu_isa() is not "avx512_bf16", and where x needs a gradient. Raises RuntimeError for
-    another shape or dtype.
+    where fast_bfloat16() and cpu_isa() is not "avx512_bf16", and where x has a gradient, a tangent or a transform of
+    torch.func. Raises RuntimeError for another shape or dtype, and for more than MAX_STEPS.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
     """
-    if x.dim() != 3 or not x.is_floating_point() or steps < 0:
+    if x.dim() != 3 or not x.is_floating_point() or not 0 <= steps <= MAX_STEPS:
         raise RuntimeError(
-            f"x must be a floating tensor [E, M, N] and steps at least 0, but got {x.dtype} {list(x.shape)} and {steps}"
+            f"x must be a floating tensor [E, M, N] and steps in [0, {MAX_STEPS}], but got {x.dtype} {list(x.shape)} "
+            f"and {steps}"
         )
-    needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    if x.device.type == "cpu" and not needs_gradient and not _torch_is_faster(x.dtype):
+    is_ours = x.device.type == "cpu" and not _torch_is_faster(x.dtype)
+    if is_ours and not _is_differentiated(x):
         found: torch.Tensor = torch.ops.fmoe_ext.newton_schulz(x, *coefficients, steps)
         return found
     return newton_schulz_ref(x, coefficients, steps) if steps else x.clone()
+
+
+def _is_differentiated(x: torch.Tensor) -> bool:
+    """True if somebody wants a derivative, backward, forward or by torch.func; PyTorch's operators have all of them."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return True
+    return unpack_dual(x).tangent is not None or is_transformed(x)
 
 
 def _torch_is_faster(dtype: torch.dtype) -> bool:
@@ -41,3 +54,21 @@ def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float],
 @register_fake("fmoe_ext::newton_schulz", x=3)
 def _(x: torch.Tensor, a: float, b: float, c: float, steps: int) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, *ctx.coefficients, ctx.steps = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """For those who call the operator itself: PyTorch computes all steps again, with their gradients."""
+    (x,) = ctx.saved_tensors
+    is_differentiated_again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        y = newton_schulz_ref(x, tuple(ctx.coefficients), ctx.steps)
+    (dx,) = torch.autograd.grad(y, x, grad, create_graph=is_differentiated_again)
+    return dx, None, None, None, None
+
+
+register_autograd("fmoe_ext::newton_schulz", _backward, _setup_context, places=(0,))

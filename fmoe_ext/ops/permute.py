@@ -131,15 +131,14 @@ def _unpermute_backward_backward(
 ) -> tuple[Any, ...]:
     """unpermute is linear in y and in the weights: its second derivatives are made of the same ops."""
     grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
-    ops = torch.ops.fmoe_ext
-    grad_grad_out = ops.unpermute(grad_grad_y, row_idx, inverse, topk_weights)
+    grad_grad_out = call("fmoe_ext::unpermute", grad_grad_y, row_idx, inverse, topk_weights)
     grad_y = grad_topk_weights = None
     if topk_weights is not None:
         _, grad_topk_weights = call(
             "fmoe_ext::unpermute_backward", grad_out, grad_grad_y, row_idx, inverse, topk_weights
         )
     if y is not None:
-        grad_grad_out = grad_grad_out + ops.unpermute(y, row_idx, inverse, grad_grad_weights)
+        grad_grad_out = grad_grad_out + call("fmoe_ext::unpermute", y, row_idx, inverse, grad_grad_weights)
         grad_y, _ = call("fmoe_ext::unpermute_backward", grad_out, None, row_idx, inverse, grad_grad_weights)
     return grad_grad_out, grad_y, None, None, grad_topk_weights
 

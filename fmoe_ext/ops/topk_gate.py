@@ -2,6 +2,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.func import vjp
 
 from fmoe_ext.ops._autograd import (
     below,
@@ -300,11 +301,13 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, ...]:
     """Rare, so in plain PyTorch; topk_weights counts as what it is, a function of logits."""
     grad_weights, logits, topk_idx = ctx.saved_tensors
-    with torch.enable_grad():
-        grad_weights, logits = grad_weights.detach().requires_grad_(), logits.detach().requires_grad_()
-        weights = weights_ref(logits, topk_idx, SCORES[ctx.score], ctx.normalize, ctx.scale)
-        (grad_logits,) = torch.autograd.grad(weights, logits, grad_weights, create_graph=True)
-        grads = torch.autograd.grad(grad_logits, (grad_weights, logits), grad_grad_logits)
+
+    def gradient(grad_weights: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        options = (topk_idx, SCORES[ctx.score], ctx.normalize, ctx.scale)
+        return vjp(lambda logits: weights_ref(logits, *options), logits)[1](grad_weights)[0]
+
+    # of torch.func, since the tensors may be those of a transform
+    grads = vjp(gradient, grad_weights, logits)[1](grad_grad_logits)
     return *grads, None, None, None, None, None
 
 

@@ -10,6 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.distributed import (
     DistributedGroupedDataParallel,
     clip_grad_norm_,
@@ -121,6 +122,37 @@ def fsdp2_over_experts():
         fully_shard_experts(bare.moe[0], DeviceMesh.from_group(groups.ep, "cpu"))
 
 
+def unfrozen_after_a_forward():
+    """Experts that were frozen in a forward without backward learn from the next one, and may be frozen again."""
+    groups, x = init_groups(ep=1), torch.randn(6, 4, dtype=torch.float64)
+
+    def sharded():
+        torch.manual_seed(0)
+        layer = FMoETransformerMLP(3, 4, 5).double()
+        fully_shard_experts(layer, DeviceMesh.from_group(groups.experts, "cpu"))
+        return layer
+
+    def gradients(layer):
+        layer(x).square().sum().backward()
+        return [None if p.grad is None else p.grad.full_tensor() for p in layer.experts.parameters()]
+
+    expected = gradients(sharded())
+    for is_held in (
+        True,
+        False,
+    ):  # those that the user held before, or those of the module, which are gathered now
+        layer = sharded()
+        held = list(layer.experts.parameters())
+        layer.experts.requires_grad_(False)
+        layer(x)
+        for p in held if is_held else layer.experts.parameters():
+            p.requires_grad_(True)
+        torch.testing.assert_close(gradients(layer), expected, rtol=0, atol=0)
+        layer.zero_grad()
+        next(layer.experts.parameters()).requires_grad_(False)
+        assert [g is None for g in gradients(layer)] == [True, False, False, False]
+
+
 def ddp():
     """DistributedDataParallel with the experts ignored: it takes what requires a gradient when it is made."""
     groups, bare = start()
@@ -184,3 +216,7 @@ def test_as_one_process(pool, train):
 
 def test_fsdp2_over_experts(pool):
     pool.run(fsdp2_over_experts, world_size=4)
+
+
+def test_requires_grad_is_followed_after_a_forward_without_backward(pool):
+    pool.run(unfrozen_after_a_forward, world_size=2)

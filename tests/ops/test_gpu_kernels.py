@@ -227,6 +227,7 @@ def test_missing_tensor_is_refused_by_the_kernel_where_torch_won(switches, monke
             getattr(torch.ops.fmoe_ext, name)(*given)
 
 
+@torch.no_grad()
 def test_needs_of_another_number_are_refused_by_the_kernel_where_torch_won(switches, monkeypatch):
     let_torch_win_all(monkeypatch)
     x, weight, offs, _, grad = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)

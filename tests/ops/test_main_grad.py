@@ -293,6 +293,7 @@ def test_main_grad_that_does_not_fit_is_rejected(misfit):
     assert not fused.w2.main_grad.any()
 
 
+@torch.no_grad()
 def test_native_arguments_are_rejected():
     x, weight, offs, _, grad = (t.detach() for t in make_inputs(7, 3, 4, [2, 2, 6], torch.bfloat16))
 
@@ -324,6 +325,7 @@ def test_second_derivative_raises():
         dx.sum().backward()
 
 
+@torch.no_grad()
 def test_opcheck():
     x, weight, offs, _, grad = (t.detach() for t in make_inputs(7, 3, 4, [2, 2, 6], torch.bfloat16))
     main = torch.randn(weight.shape)

@@ -133,6 +133,7 @@ def test_gradcheck(check):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
 def test_threads(isa, dtype):
     index = routing(3_000, 4, 9)
     x, y = torch.randn(3_000, 130).to(dtype), torch.randn(12_000, 130).to(dtype)
@@ -147,6 +148,7 @@ def test_threads(isa, dtype):
     assert all(torch.equal(alone, together) for alone, together in zip(*results, strict=True))
 
 
+@torch.no_grad()
 def test_opcheck():
     row_idx, inverse = routing(4, 3, 5)
     x, y = torch.randn(4, 6, requires_grad=True), torch.randn(12, 6, requires_grad=True)
@@ -162,6 +164,7 @@ def test_opcheck():
 
 
 @pytest.mark.bad_indices
+@torch.no_grad()
 def test_rejects():
     row_idx, inverse = routing(4, 3, 5)
     x, y, w = torch.randn(4, 6), torch.randn(12, 6), torch.rand(4, 3)

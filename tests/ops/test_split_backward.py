@@ -185,6 +185,7 @@ def test_second_derivatives_raise(make):
 @pytest.mark.parametrize(
     "needs", [[True] * 6, pytest.param([True, False, True, False, True, False], marks=pytest.mark.long)]
 )
+@torch.no_grad()
 def test_opcheck_of_the_halves(needs):
     problem = Problem(6, 2, 3, 5, 12, torch.float32)  # dh: two cache lines a row, of three
     x, w1, b1, w2, b2, topk_weights = (t.detach() for t in problem.tensors.values())

@@ -188,6 +188,7 @@ def test_autocast_leaves_the_dtype_alone():
     assert torch.equal(weights, topk_gate(logits, 2)[1]) and torch.equal(topk_idx, logits.topk(2).indices)
 
 
+@torch.no_grad()
 def test_opcheck():
     logits = torch.randn(4, 8, requires_grad=True)
     ops = torch.ops.fmoe_ext
@@ -252,6 +253,7 @@ def test_rejects():
 @pytest.mark.cpu(
     "on a GPU an index out of range counts as dropped; FMOE_DEBUG=1 is about the functions of ops"
 )
+@torch.no_grad()
 def test_backward_rejects_a_choice_out_of_range():
     logits = torch.randn(4, 8)
     topk_idx, weights = topk_gate(logits, 2)

@@ -167,6 +167,7 @@ def test_garbage_indices_touch_nothing_outside(offs):
         assert torch.autograd.grad(y.sum(), leaf)[0].isfinite().all()
 
 
+@torch.no_grad()
 def test_rejects_as_our_kernels_do():
     x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
