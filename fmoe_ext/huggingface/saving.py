@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,9 +81,24 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
     if any(layer.world_size > 1 for layer in model.modules() if isinstance(layer, FMoE)):
         _save_from_all_ranks(model, folder, **options)
         return
-    type(model).save_pretrained(model, folder, **options | {"save_original_format": False})
-    if options.get("is_main_process", True):
-        _refuse_dense_models(folder)
+    options = options | {"save_original_format": False}
+    if not options.get("is_main_process", True):
+        type(model).save_pretrained(model, folder, **options)
+        return
+    with _replaced(folder, options) as unfinished:
+        type(model).save_pretrained(model, unfinished, **options)
+        _refuse_dense_models(unfinished)
+
+
+@contextmanager
+def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
+    """shards.replacing(folder) for Transformers' save_pretrained(..., **options), which writes file by file."""
+    from fmoe_ext.checkpoint.shards import replacing  # not at the top: fmoefy imports this module
+
+    if options.get("push_to_hub"):
+        options.setdefault("repo_id", folder.name)  # Transformers takes the name of the folder it writes
+    with replacing(folder) as unfinished:
+        yield unfinished
 
 
 def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -114,7 +130,8 @@ def save_spread(model: Any, save_directory: Any, **options: Any) -> None:
     """save_pretrained() of a whole model of Transformers; every rank calls it, the first of the job writes."""
     state = _whole_state(model, options.pop("state_dict", None))
     if dist.get_rank() == 0:
-        type(model).save_pretrained(model, save_directory, state_dict=state, **options)
+        with _replaced(Path(save_directory), options) as unfinished:
+            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
     dist.barrier()
 
 
