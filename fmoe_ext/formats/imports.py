@@ -38,7 +38,7 @@ from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.checkpoint.written_names import as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
-from fmoe_ext.formats.writing import plan_export, write_files
+from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.tokens import current_batch, enter, leave, with_ids
@@ -122,7 +122,7 @@ def import_model(source: Any, **options: Any) -> Any:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer)
     heed_attention_masks(model)
-    _turn_off_router_logits(model.config)
+    _turn_off_router_logits(model)
     model.register_load_state_dict_pre_hook(_take_format)
     replace_save_pretrained(model, _save_imported)
     return model
@@ -153,14 +153,17 @@ def _family_of(config: dict[str, Any]) -> Family:
     return family
 
 
-def _turn_off_router_logits(config: Any) -> None:
+def _turn_off_router_logits(model: Any) -> None:
+    config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
+        weight = getattr(config, "router_aux_loss_coef", "weight")
         warnings.warn(
-            f"output_router_logits is off now: add {config.router_aux_loss_coef} * fmoe_ext.gates.total_loss(model) to "
+            f"output_router_logits is off now: add {weight} * fmoe_ext.gates.total_loss(model) to "
             "the loss in its place",
             stacklevel=3,
         )
         config.output_router_logits = False
+        setattr(model, HAD_ROUTER_LOGITS, True)  # what is saved says so again
 
 
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

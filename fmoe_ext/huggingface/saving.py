@@ -68,6 +68,32 @@ def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
+    """Puts into a configuration what the model that is saved decides, and what may have changed since it was made.
+
+    These are the dtype, the size of the vocabulary, and whether head and embedding are one. A dtype that is not the
+    files' would round them when they are loaded, and embeddings that are tied by mistake are overwritten.
+    """
+    inner = config.get_text_config()
+    for part in (config, inner):
+        part.dtype = dtype
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # of models that read no tokens
+        return
+    if not isinstance(embedding, nn.Embedding):
+        return
+    if hasattr(inner, "vocab_size"):
+        inner.vocab_size = embedding.weight.shape[0]
+    for part in (config, inner):
+        if isinstance(head, nn.Module) and hasattr(part, "tie_word_embeddings"):
+            part.tie_word_embeddings = _is_one(embedding.weight, head.weight)
+
+
+def _is_one(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() != 0 and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+
+
 @torch.no_grad()
 def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
     """save_pretrained() of a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
@@ -82,6 +108,7 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
         _save_from_all_ranks(model, folder, **options)
         return
     options = options | {"save_original_format": False}
+    describe(model.config, model, model.dtype)
     if not options.get("is_main_process", True):
         type(model).save_pretrained(model, folder, **options)
         return
@@ -102,13 +129,15 @@ def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
 
 
 def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-    from fmoe_ext.checkpoint.saving import gathered  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.model_folder import usual_dtype  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.saving import gathered
     from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
 
     with gathered(folder, model) as whole:
         if whole is not None:
             with replacing(folder) as unfinished:
                 write_model_files(unfinished, whole.tensors, num_bytes_of(max_shard_size))
+                describe(model.config, model, usual_dtype(whole.tensors.values()))
                 model.config.architectures = [type(model).__name__]
                 model.config.save_pretrained(unfinished)
                 _refuse_dense_models(unfinished)

@@ -5,7 +5,6 @@ A merge that was ended goes on after the last shard that it noted as complete.
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,7 +14,7 @@ import torch
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base, usual_dtype
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import INDEX, check_is_free, continued
 from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
@@ -39,10 +38,7 @@ class _Merge:
         if adapter.undecided:
             next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
         self.adapter, self.base = adapter, base
-        counts = Counter({d: 0 for d in FLOATS})
-        for tensor in base.tensors.values():
-            counts[tensor.dtype] += tensor.num_bytes
-        self.usual = max(FLOATS, key=lambda d: counts[d])
+        self.usual = usual_dtype(base.tensors.values()) or FLOATS[0]
         self.dtype = dtype or self.usual
         self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})
         self.losses: Losses = {}
@@ -244,8 +240,8 @@ def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:
     if len(plan.base.files) > 1:
         metadata = {"total_parameters": parameters, "total_size": size}
         texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
-    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed):
-        key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
+    key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
+    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed or not plan.base.config.get(key)):
         texts["config.json"] = plan.base.config | {key: str(plan.dtype).removeprefix("torch.")}
     for name, text in texts.items():
         with atomic_file(work / name) as written:
