@@ -1,4 +1,4 @@
-"""What a power cut may leave of a writer's files, at every point of its work (Pillai et al., ALICE, OSDI 2014).
+"""Replay of a writer with all that a power cut may take, at every point of its work (Pillai et al., ALICE, OSDI 2014).
 
 A file system promises little: fsync of a file keeps its bytes, fsync of a folder keeps the names in it. All else may
 be on disk or not, in any order: a rename without the bytes of its file, a file without its name. `recorded` runs a
@@ -60,7 +60,7 @@ def seen(root):
 
 
 class _Disk:
-    """What is in a folder, and what of it was synced. Folders and files are known by their inode.
+    """The content of a folder, and the part of it that was synced. Folders and files are known by their inode.
 
     names: {folder: {name: inode}} as programs see it, kept: as it is on disk; pending: changes between them, in order.
     """

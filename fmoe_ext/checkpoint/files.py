@@ -39,7 +39,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Makes the bytes of a file durable, or the names in a folder, whoever wrote them."""
+    """Makes the bytes of a file durable, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -74,7 +74,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """What tells an input of a job from another one: place, size and content, of a large file the first part and time.
+    """Place, size and content of a job's input, of a large file the first part and the time: other inputs differ.
 
     Jobs that go on after an end compare it: to read all of a large model again would take as long as the job.
     """

@@ -58,7 +58,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 class Unfinished:
-    """What a job has written: folder, which is to become `out`; done, what the job notes of it (JSON).
+    """A job that is not done: folder, which is to become `out`, and done, its notes of what is in there (JSON).
 
     place: the folder of both. `done` says of files in `folder` that they are whole: note() it once they are on disk.
     """
@@ -99,7 +99,7 @@ class Unfinished:
 
 @contextmanager
 def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfinished]:
-    """What a job writes over several calls: its folder becomes `out` when the body of the last one has ended.
+    """A folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
 
     about: the digests of the job's inputs, and its choices (JSON). What a call that ended early has written stays in
     .<out>.<doing> beside `out`, with the note of the job that it belongs to: the same job goes on with it, another

@@ -75,8 +75,9 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     files' would round them when they are loaded, and embeddings that are tied by mistake are overwritten.
     """
     inner = config.get_text_config()
-    for part in (config, inner):
-        part.dtype = dtype
+    config.dtype = dtype
+    if getattr(inner, "dtype", None) is not None:
+        inner.dtype = dtype
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:  # of models that read no tokens
@@ -85,9 +86,10 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
         return
     if hasattr(inner, "vocab_size"):
         inner.vocab_size = embedding.weight.shape[0]
-    for part in (config, inner):
-        if isinstance(head, nn.Module) and hasattr(part, "tie_word_embeddings"):
-            part.tie_word_embeddings = _is_one(embedding.weight, head.weight)
+    head_weight = getattr(head, "weight", None)
+    if head_weight is not None:
+        part = config if hasattr(config, "tie_word_embeddings") else inner
+        part.tie_word_embeddings = _is_one(embedding.weight, head_weight)
 
 
 def _is_one(a: Tensor, b: Tensor) -> bool:

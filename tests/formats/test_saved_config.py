@@ -120,7 +120,7 @@ def made(kind):
 
 @pytest.mark.parametrize("kind", ["imported", "fmoefied"])
 def test_tie_and_vocabulary_are_those_of_the_model(kind, tmp_path):
-    """Whoever changed the embeddings by hand may have left the configuration as it was."""
+    """Embeddings that were changed by hand leave the configuration as it was."""
     model, load = made(kind)
     with torch.no_grad():
         rows = torch.cat((model.model.embed_tokens.weight, torch.ones(3, 32)))

@@ -195,7 +195,7 @@ def merge(
 
 
 def _about(plan: _Merge) -> dict[str, Any]:
-    """What makes a merge this one: only it goes on with its files."""
+    """The inputs and choices of a merge: one of others does not go on with its files."""
     config = plan.base.folder / "config.json"
     files = [plan.adapter.folder / CONFIG, plan.adapter.folder / WEIGHTS, *plan.base.files, config]
     return {

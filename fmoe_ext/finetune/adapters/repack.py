@@ -147,7 +147,7 @@ class _Repack:
         return [self.source] if self.base is None else [*self.base.files]
 
     def about(self, text: str, split: Sequence[float]) -> dict[str, Any]:
-        """What makes a merge this one: only it goes on with its files."""
+        """The inputs and choices of a merge: one of others does not go on with its files."""
         config = (self.source.parent if self.is_file else self.source) / "config.json"
         files = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *self.weights, config]
         return {
