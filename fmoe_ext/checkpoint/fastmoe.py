@@ -10,7 +10,6 @@ The state of the optimizer is not read: FastMoE numbers it by an order that is n
 """
 
 import argparse
-import os
 import pickle
 import re
 import shutil
@@ -29,7 +28,7 @@ from fmoe_ext.checkpoint.files import (
     explained,
     locked,
     made_folder,
-    sync_folder,
+    publish,
     unique,
 )
 from fmoe_ext.checkpoint.megatron_core import TRACKER, expert_layers, iteration_folder
@@ -162,11 +161,10 @@ def write_fastmoe(
         try:
             for rank in range(num_ranks):
                 _write_rank(unfinished, tensors, rank, num_ranks, iteration)
-            os.rename(unfinished, target)
+            publish(unfinished, target)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        sync_folder(folder)
         with atomic_file(folder / TRACKER) as file:
             file.write(str(iteration).encode())
 

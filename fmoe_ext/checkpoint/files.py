@@ -71,11 +71,54 @@ def check_torch_file(file: BinaryIO, what: object) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+    sync_file(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the bytes of a file durable, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """Gives a finished folder its name, when a power cut can take nothing of it any more.
+
+    Data first, then the names of files, then the rename, then the name of the folder: a disk may write them in any
+    other order, and the name would stand for files that are empty.
+    """
+    sync_tree(unfinished)
+    os.rename(unfinished, folder)
+    for parent in {unfinished.parent, folder.parent}:
+        sync_file(parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Makes all files of a folder durable, and their names."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(parent, name) for name in names), Path(parent)):
+            if not path.is_symlink():
+                sync_file(path)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A copy that is complete and on disk, or absent."""
+    with open(source, "rb") as file, atomic_file(target) as copy:
+        shutil.copyfileobj(file, copy, BLOCK)
+
+
+def fingerprint(file: Path) -> list[Any]:
+    """Place, size and content of a job's input, of a large file the first part and the time: other inputs differ.
+
+    Jobs that go on after an end compare it: to read all of a large model again would take as long as the job.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        first = hashlib.sha256(opened.read(BLOCK)).hexdigest()
+    time = file.stat().st_mtime_ns if size > BLOCK else 0
+    return [str(file.absolute()), size, first, time]
 
 
 def read_text(path: Path) -> str:
@@ -165,6 +208,8 @@ def made_folder(folder: Path) -> Iterator[None]:
             with suppress(OSError):
                 parent.rmdir()
         raise
+    for parent in made:
+        sync_file(parent.parent)
 
 
 @contextmanager

@@ -31,12 +31,12 @@ from fmoe_ext.checkpoint.layouts import (
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_safetensors
+from fmoe_ext.checkpoint.shards import CONFIG, INDEX, check_is_whole
 
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
 T = TypeVar("T")
 
 _MAX_LAYERS = 1000  # of a configuration without files that could say how many there are
-INDEX = "model.safetensors.index.json"
 
 BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
 EXPERTS = re.compile(
@@ -307,8 +307,11 @@ def refuse_hub_code(path: Path, config: Any) -> None:
 
 
 def model_config(path: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder; {} for anything else."""
-    return read_json(inside(path, "config.json")) if (path / "config.json").exists() else {}
+    """config.json of a Hugging Face folder; {} for anything else, CheckpointError for half of a save."""
+    if (path / CONFIG).exists():
+        return read_json(inside(path, CONFIG))
+    check_is_whole(path)
+    return {}
 
 
 def read_model(files: Iterable[Path], names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:

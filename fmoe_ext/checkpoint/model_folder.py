@@ -1,6 +1,7 @@
 """A model's Hugging Face folder, read a tensor at a time."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,15 @@ from fmoe_ext.checkpoint.huggingface import model_config, model_files, without_r
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_unmapped
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def usual_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The float dtype that most bytes of a model have: the one that config.json names; None without floats."""
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.dtype in FLOATS:
+            counts[tensor.dtype] += tensor.num_bytes
+    return max(counts, key=lambda dtype: (counts[dtype], -FLOATS.index(dtype)), default=None)
 
 
 class Base:

@@ -1,20 +1,36 @@
-"""The files of a Hugging Face folder, written beside its place and put there when all of them are on disk."""
+"""The files of a Hugging Face folder, written beside its place and put there when all of them are on disk.
+
+Three ways to a folder, which all end in files.publish() or in its order (data, names, rename, folder):
+new_folder() writes a new one in one call; continued() over several calls of one job, each of which may be ended
+anywhere; replacing() puts a model in the place of another in a folder that has other files too.
+"""
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, made_folder, sync_folder, unique
+from fmoe_ext.checkpoint.files import (
+    atomic_file,
+    locked,
+    made_folder,
+    publish,
+    read_json,
+    sync_file,
+    sync_tree,
+    unique,
+)
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 2**30
 LAYER = re.compile(r"(.*?\.\d+\.)")
+CONFIG, INDEX, JOB = "config.json", "model.safetensors.index.json", "job.json"
 MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 UNITS = MappingProxyType(
     {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -30,42 +46,129 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     check_is_free(folder)
     with made_folder(folder.parent):
-        for abandoned in folder.parent.glob(f".{folder.name}.*.tmp"):
-            shutil.rmtree(abandoned, ignore_errors=True)
+        _remove([*folder.parent.glob(f".{folder.name}.*.tmp")])
         unfinished = folder.with_name(f".{folder.name}.{unique()}.tmp")
         try:
             unfinished.mkdir()
             yield unfinished
-            os.rename(unfinished, folder)
+            publish(unfinished, folder)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        sync_folder(folder.parent)
+
+
+class Unfinished:
+    """A job that is not done: folder, which is to become `out`, and done, its notes of what is in there (JSON).
+
+    place: the folder of both. `done` says of files in `folder` that they are whole: note() it once they are on disk.
+    """
+
+    def __init__(self, place: Path, about: Mapping[str, Any]) -> None:
+        self.place, self.folder = place, place / "model"
+        self._file = place / JOB
+        self._about = json.loads(json.dumps(about))
+        self.done: dict[str, Any] = {}
+        others = [path for path in place.iterdir() if not path.name.endswith(".tmp")]
+        if others:
+            note = read_json(self._file) if self._file.exists() else {}
+            if note.get("about") != self._about:
+                raise CheckpointError(
+                    f"{place} holds parts of another job: remove it, or give another folder"
+                )
+            if self.folder.is_dir():
+                self.done = note["done"]
+                return
+        self.note()  # before `folder` is there, so that it always belongs to the job of the note
+        self.folder.mkdir()
+        sync_file(place)
+
+    def note(self) -> None:
+        """Writes `done` to disk."""
+        with atomic_file(self._file) as file:
+            file.write(json.dumps({"about": self._about, "done": self.done}, indent=2).encode())
+
+    def remove(self) -> None:
+        """Removes what is left beside the published folder, the note last: without it the rest has no owner."""
+        for path in self.place.iterdir():
+            if path != self._file:
+                path.unlink()
+        sync_file(self.place)
+        self._file.unlink()
+        self.place.rmdir()
+
+
+@contextmanager
+def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfinished]:
+    """A folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
+
+    about: the digests of the job's inputs, and its choices (JSON). What a call that ended early has written stays in
+    .<out>.<doing> beside `out`, with the note of the job that it belongs to: the same job goes on with it, another
+    one gets a CheckpointError. The note is removed after `out` has its name: there is no moment at which the files of
+    one job could be taken for another's.
+    """
+    place = out.with_name(f".{out.name}.{doing}")
+    with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"{doing} into {out}"):
+        check_is_free(out)
+        place.mkdir(exist_ok=True)
+        sync_file(out.parent)
+        unfinished = Unfinished(place, about)
+        yield unfinished
+        publish(unfinished.folder, out)
+        unfinished.remove()
+        sync_file(out.parent)
 
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write into, whose files take the places of those of `folder` one by one when the body has ended.
+    """A folder to write into, whose files take the places of those of `folder` when the body has ended.
 
     Files of a model that an earlier save had more are removed. Where the body fails, `folder` is as it was.
+    Files can only be renamed one by one, so that a call that is ended could leave some of each model. config.json and
+    the index go first and come last: a folder without them is refused by Transformers, and by check_is_whole() with
+    the reason.
     """
     with made_folder(folder):
-        for abandoned in folder.glob(".new.*.tmp"):
-            shutil.rmtree(abandoned, ignore_errors=True)
+        abandoned = [*folder.glob(".new.*.tmp")]
+        if (folder / CONFIG).exists():  # else one of them has the only whole model
+            _remove(abandoned)
         unfinished = folder / f".new.{unique()}.tmp"
         try:
             unfinished.mkdir()
             yield unfinished
-            names = {file.name for file in unfinished.iterdir()}
-            # what names the others, last
-            for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
-                os.replace(unfinished / name, folder / name)
-            for old in folder.iterdir():
-                if MODEL_FILE.fullmatch(old.name) and old.name not in names:
-                    old.unlink()
-        finally:
+            sync_tree(unfinished)
+            sync_file(folder)
+        except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
-        sync_folder(folder)
+            raise
+        names = {file.name for file in unfinished.iterdir()}
+        last = [name for name in (INDEX, CONFIG) if name in names]
+        for name in (CONFIG, INDEX):
+            (folder / name).unlink(missing_ok=True)
+            sync_file(folder)
+        for old in folder.iterdir():
+            if MODEL_FILE.fullmatch(old.name) and old.name not in names:
+                old.unlink()
+        for name in (*sorted(names - {*last}), *last):
+            if name in last:
+                sync_file(folder)
+            os.replace(unfinished / name, folder / name)
+        sync_file(folder)
+        _remove([*abandoned, unfinished])
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_is_whole(folder: Path) -> None:
+    """CheckpointError for a folder in which a save has ended between removing the old model and naming the new one."""
+    parts = min(folder.glob(".new.*.tmp"), default=None)
+    if parts is not None and not (folder / CONFIG).exists():
+        raise CheckpointError(
+            f"{folder}: a save was ended while it replaced the model, so that the files are of two: save again, or "
+            f"move what is in {parts.name} into the folder, {CONFIG} last"
+        )
 
 
 def check_is_free(folder: Path) -> None:
@@ -93,7 +196,7 @@ def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_sha
         "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
     }
-    with atomic_file(folder / "model.safetensors.index.json") as file:
+    with atomic_file(folder / INDEX) as file:
         file.write(json.dumps(index, indent=2).encode())
     return [folder / name for name in names]
 

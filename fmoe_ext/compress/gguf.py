@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import explained, unique
+from fmoe_ext.checkpoint.files import explained, sync_file, unique
 from fmoe_ext.checkpoint.gguf_experts import open_gguf
 
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -43,9 +43,11 @@ class GgufCut:
             abandoned.unlink()
         unfinished = work / f".{self.file.name}.{unique()}.tmp"
         try:
-            with explained(unfinished, self.file.stat().st_size):
+            with explained(work / self.file.name, self.file.stat().st_size):
                 self._write(unfinished, kept)
+            sync_file(unfinished)
             unfinished.rename(work / self.file.name)
+            sync_file(work)
         finally:
             unfinished.unlink(missing_ok=True)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,9 +13,15 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
+from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, read_json
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, write_model_files
+from fmoe_ext.checkpoint.shards import (
+    MAX_SHARD_BYTES,
+    Unfinished,
+    check_is_free,
+    continued,
+    write_model_files,
+)
 from fmoe_ext.compress.choose import best, number_to_keep
 from fmoe_ext.compress.cut import Cut, config_with
 from fmoe_ext.compress.gguf import GgufCut
@@ -29,7 +33,7 @@ from fmoe_ext.finetune.text import sequences
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 REPORT, PAGE = "prune_report.json", "prune_report.html"
-JOB, SCORES = ".job.json", ".scores.json"  # of a job that is not done
+SCORES = "scores.json"  # of a job that is not done
 Say: TypeAlias = Callable[[str], None]
 
 
@@ -138,7 +142,8 @@ class _Job:
             raise CheckpointError(f"batch must be at least 1, but got {batch}")
         calibration, self.test = sequences(tokens, seq_len, held_out, self.size, self.config.vocab_size)
         self.batches = calibration.split(batch)
-        files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in self.files]
+        config = self.folder.parent if self.is_gguf else self.folder
+        files = [fingerprint(f) for f in (*self.files, config / "config.json") if f.exists()]
         text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         self.about = {
             "model": str(self.folder.absolute()),
@@ -150,29 +155,24 @@ class _Job:
     def run(self, out: Path, scores: Path | None) -> dict[str, Any]:
         """Measures, and writes `out` -> the report; scores: a file for them instead of one beside `out`."""
         self.earlier(scores)  # refuses another text before a folder is made
-        work, lock = out.with_name(f".{out.name}.pruning"), out.with_name(f".{out.name}.lock")
-        with made_folder(out.parent), locked(lock, f"pruning into {out}"):
-            choices = {"keep": self.number, "criterion": self.criterion, "merge": self.least}
-            note = _begun(work, self.about | choices)
-            report, kept = self.measured(scores or work / SCORES, note)
-            _write(work / JOB, note)
+        choices = {"keep": self.number, "criterion": self.criterion, "merge": self.least}
+        with continued(out, "pruning", self.about | choices) as job:
+            work = job.folder
+            report, kept = self.measured(scores or job.place / SCORES, job.done)
+            _go_on_with(job, kept)
             self.write(work, kept)
             result = work / self.folder.name if self.is_gguf else work
             report["loss_after"] = self.loss(stream(result, self.memory))  # and proves that it loads
             _write(work / REPORT, report)
             with atomic_file(work / PAGE) as file:
                 file.write(render(report).encode())
-            for name in (JOB, SCORES):
-                (work / name).unlink(missing_ok=True)
-            os.rename(work, out)
-            sync_folder(out.parent)
         return report
 
-    def measured(self, file: Path | None, note: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shares]]:
+    def measured(self, file: Path | None, done: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shares]]:
         """(report before anything is written, {path: experts that stay, with their shares}); frees the model."""
         found = self._scores(file)
-        if "loss_before" not in note:
-            note["loss_before"] = self.loss(self.model)
+        if "loss_before" not in done:
+            done["loss_before"] = self.loss(self.model)
         self.model = None
         gc.collect()  # its modules refer to each other, and its buffers are half of the memory
         by_layer = found.of(self.criterion)
@@ -184,7 +184,7 @@ class _Job:
             "experts_before": self.size,
             "experts_after": self.number,
             "left_out": sorted(self.cut.left_out),
-            "loss_before": note["loss_before"],
+            "loss_before": done["loss_before"],
             "layers": {path: _layer_report(found, path, by_layer[path], kept[path]) for path in kept},
         }
         return report, kept
@@ -227,7 +227,7 @@ class _Job:
         write_model_files(work, tensors, MAX_SHARD_BYTES)
         for entry in sorted(self.folder.iterdir()):
             if entry.suffix in COPIED and not entry.name.endswith("index.json") and entry.is_file():
-                shutil.copyfile(inside(self.folder, entry.name), work / entry.name)
+                copy_file(inside(self.folder, entry.name), work / entry.name)
         _write(work / "config.json", self.cut.config)
 
     @torch.no_grad()
@@ -240,15 +240,14 @@ class _Job:
         return torch.stack(losses).mean().item() if losses else None
 
 
-def _begun(work: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The note of a job, made or found; CheckpointError where the folder holds parts of another one."""
-    work.mkdir(exist_ok=True)
-    if not (work / JOB).exists():
-        _write(work / JOB, {"about": about})
-    note = read_json(work / JOB)
-    if note.get("about") != json.loads(json.dumps(about)):
-        raise CheckpointError(f"{work} holds parts of another pruning: remove it, or give another folder")
-    return note
+def _go_on_with(job: Unfinished, kept: Mapping[str, Shares]) -> None:
+    """Notes which experts the files are made of; CheckpointError where some are there that are made of others."""
+    chosen = json.loads(json.dumps(kept))
+    if job.done.setdefault("kept", chosen) != chosen:
+        raise CheckpointError(
+            f"{job.place} holds files of other experts than these scores choose: remove it, or give another folder"
+        )
+    job.note()
 
 
 def _layer_report(found: Scores, path: str, scores: Tensor, kept: Shares) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.checkpoint.written_names import as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
-from fmoe_ext.formats.writing import plan_export, write_files
+from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.tokens import current_batch, enter, leave, with_ids
@@ -135,7 +135,7 @@ def import_model(source: Any, **options: Any) -> Any:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer)
     heed_attention_masks(model)
-    _turn_off_router_logits(model.config)
+    _turn_off_router_logits(model)
     for part in {model, getattr(model, "base_model", model)}:  # the part that computes the hidden states, too
         part.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_take_format)
@@ -168,14 +168,17 @@ def _family_of(config: dict[str, Any]) -> Family:
     return family
 
 
-def _turn_off_router_logits(config: Any) -> None:
+def _turn_off_router_logits(model: Any) -> None:
+    config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
+        weight = getattr(config, "router_aux_loss_coef", "weight")
         warnings.warn(
-            f"output_router_logits is off now: add {config.router_aux_loss_coef} * fmoe_ext.gates.total_loss(model) to "
+            f"output_router_logits is off now: add {weight} * fmoe_ext.gates.total_loss(model) to "
             "the loss in its place",
             stacklevel=3,
         )
         config.output_router_logits = False
+        setattr(model, HAD_ROUTER_LOGITS, True)  # what is saved says so again
 
 
 def _refuse_router_logits(model: Any, _: Any, kwargs: dict[str, Any]) -> None:

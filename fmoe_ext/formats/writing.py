@@ -15,6 +15,7 @@ from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.families.family import Family, Numbers, as_configured
+from fmoe_ext.checkpoint.model_folder import usual_dtype
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -23,6 +24,7 @@ from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folde
 from fmoe_ext.checkpoint.written_names import as_written
 from fmoe_ext.formats.gguf import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
+from fmoe_ext.huggingface.saving import describe
 
 GGUF = "gguf"
 TOKENIZER_FILES = (
@@ -35,6 +37,7 @@ TOKENIZER_FILES = (
 )
 # Numbers of layers that predict further tokens, which models in memory do not have
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+HAD_ROUTER_LOGITS = "had_router_logits"  # attribute of an imported model
 NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
@@ -51,7 +54,8 @@ def export(
     """Writes a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
-    the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model.
+    the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model;
+    config.json names the one of most weights, to which from_pretrained() casts the others.
     format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
     each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
     tokenizer: one of Transformers, or a folder that has its files.
@@ -156,6 +160,9 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
     }
+    describe(config, state.model, usual_dtype(shapes.values()))
+    if getattr(state.model, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
+        config.get_text_config().output_router_logits = True
     tied = _tied(state, config)
     target = _target(to_huggingface(shapes, family.in_modules), config, state.model, tied)
     return Plan(state.model, family, target, tied)
@@ -173,6 +180,8 @@ def _text_of(model: Any, format: str) -> dict[str, Any] | None:
 def _around(config: Any, text: Any) -> Any:
     """The configuration of a model of more parts with these values for its language model."""
     config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     inner = config.get_text_config()
     for name, value in text.to_dict().items():
         if name not in NOT_COPIED:

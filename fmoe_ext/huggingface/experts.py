@@ -49,7 +49,8 @@ def register() -> None:
     """Makes "fmoe" an experts implementation of Transformers; calling it again changes nothing.
 
     Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
-    the experts of every architecture that uses Transformers' experts interface on fmoe_ext.
+    the experts of every architecture that uses Transformers' experts interface on fmoe_ext. A Trainer that resumes such
+    a model, or loads the best one at the end, needs use(model) as well: Transformers alone loads no experts there.
     Raises ImportError if Transformers is missing or older than 5.7.
     """
     require_transformers(f'experts_implementation="{NAME}"')
@@ -74,6 +75,8 @@ def require_transformers(needed_by: str) -> None:
 def use(model: Any) -> Any:
     """register(), then model.set_experts_implementation("fmoe") -> the model; warns if that changes nothing.
 
+    From then on model.load_state_dict() also takes the names that save_pretrained() writes, where each expert is a
+    tensor. Trainer.train(resume_from_checkpoint=) loads these, and without it drops all experts with a line in the log.
     Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
     SwitchTransformers and JetMoe among them.
 
@@ -94,7 +97,18 @@ def use(model: Any) -> Any:
             f"eager, whatever the experts implementation. fmoefy(model, ...) replaces dense MLPs only",
             stacklevel=2,
         )
+    model.register_load_state_dict_pre_hook(_take_names_of_files)
     return model
+
+
+def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Puts what save_pretrained() wrote under the names that the modules have."""
+    if prefix == "" and not state_dict.keys() <= model.state_dict().keys():
+        from fmoe_ext.checkpoint.written_names import as_in_modules  # it brings torch.distributed.checkpoint
+
+        found = as_in_modules(model, state_dict)
+        state_dict.clear()
+        state_dict |= found
 
 
 def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "none") -> Any:

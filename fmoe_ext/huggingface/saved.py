@@ -31,7 +31,7 @@ def from_pretrained(
 
     folder: a local one, with config.json and model.safetensors or its parts. gate, activation, moe_kwargs: what
     fmoefy was given and a file cannot hold (your own gate or activation); an error says which is missing.
-    dtype: None takes that of the file.
+    dtype: None takes that of each tensor in the files.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
     damaged JSON, and for files and links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
@@ -52,7 +52,12 @@ def from_pretrained(
     for entry in record["layers"]:
         _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
     model.config._name_or_path = str(folder)
-    _load(model, _read_tensors(folder))
+    tensors = _read_tensors(folder)
+    if dtype is None:  # a gate may be wider than the rest, of which config.json has the dtype
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if name in tensors and tensors[name].is_floating_point():
+                value.data = value.data.to(tensors[name].dtype)
+    _load(model, tensors)
     if inside(folder, "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()

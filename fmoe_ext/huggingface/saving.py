@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +68,34 @@ def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
+    """Puts into a configuration what the model that is saved decides, and what may have changed since it was made.
+
+    These are the dtype, the size of the vocabulary, and whether head and embedding are one. A dtype that is not the
+    files' would round them when they are loaded, and embeddings that are tied by mistake are overwritten.
+    """
+    inner = config.get_text_config()
+    config.dtype = dtype
+    if getattr(inner, "dtype", None) is not None:
+        inner.dtype = dtype
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # of models that read no tokens
+        return
+    if not isinstance(embedding, nn.Embedding):
+        return
+    if hasattr(inner, "vocab_size"):
+        inner.vocab_size = embedding.weight.shape[0]
+    head_weight = getattr(head, "weight", None)
+    if head_weight is not None:
+        part = config if hasattr(config, "tie_word_embeddings") else inner
+        part.tie_word_embeddings = _is_one(embedding.weight, head_weight)
+
+
+def _is_one(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() != 0 and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+
+
 @torch.no_grad()
 def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
     """save_pretrained() of a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
@@ -80,19 +109,37 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
     if any(layer.world_size > 1 for layer in model.modules() if isinstance(layer, FMoE)):
         _save_from_all_ranks(model, folder, **options)
         return
-    type(model).save_pretrained(model, folder, **options | {"save_original_format": False})
-    if options.get("is_main_process", True):
-        _refuse_dense_models(folder)
+    options = options | {"save_original_format": False}
+    describe(model.config, model, model.dtype)
+    if not options.get("is_main_process", True):
+        type(model).save_pretrained(model, folder, **options)
+        return
+    with _replaced(folder, options) as unfinished:
+        type(model).save_pretrained(model, unfinished, **options)
+        _refuse_dense_models(unfinished)
+
+
+@contextmanager
+def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
+    """shards.replacing(folder) for Transformers' save_pretrained(..., **options), which writes file by file."""
+    from fmoe_ext.checkpoint.shards import replacing  # not at the top: fmoefy imports this module
+
+    if options.get("push_to_hub"):
+        options.setdefault("repo_id", folder.name)  # Transformers takes the name of the folder it writes
+    with replacing(folder) as unfinished:
+        yield unfinished
 
 
 def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-    from fmoe_ext.checkpoint.saving import gathered  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.model_folder import usual_dtype  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.saving import gathered
     from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
 
     with gathered(folder, model) as whole:
         if whole is not None:
             with replacing(folder) as unfinished:
                 write_model_files(unfinished, whole.tensors, num_bytes_of(max_shard_size))
+                describe(model.config, model, usual_dtype(whole.tensors.values()))
                 model.config.architectures = [type(model).__name__]
                 model.config.save_pretrained(unfinished)
                 _refuse_dense_models(unfinished)
@@ -114,7 +161,8 @@ def save_spread(model: Any, save_directory: Any, **options: Any) -> None:
     """save_pretrained() of a whole model of Transformers; every rank calls it, the first of the job writes."""
     state = _whole_state(model, options.pop("state_dict", None))
     if dist.get_rank() == 0:
-        type(model).save_pretrained(model, save_directory, state_dict=state, **options)
+        with _replaced(Path(save_directory), options) as unfinished:
+            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
     dist.barrier()
 
 

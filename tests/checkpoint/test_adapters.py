@@ -226,9 +226,8 @@ def test_killed_merge_goes_on(made, tmp_path, tmp_path_factory):
         process.kill()
         process.join()
     work = tmp_path / ".out.merging"
-    done = {
-        f.name: f.stat().st_mtime_ns for f in work.glob("*.safetensors") if (work / f"{f.name}.json").exists()
-    }
+    noted = json.loads((work / "job.json").read_text())["done"]["losses"]
+    done = {name: (work / "model" / name).stat().st_mtime_ns for name in noted}
     assert done and not (tmp_path / "out").exists()
     merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
     after = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
@@ -256,8 +255,8 @@ def test_full_disk_is_one_error_and_the_merge_goes_on(made, tmp_path, monkeypatc
 def test_another_merge_does_not_continue(made, tmp_path):
     _, base_folder, folder, _, _ = made
     (tmp_path / ".out.merging").mkdir()
-    (tmp_path / ".out.merging/merge_report.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds parts of another merge"):
+    (tmp_path / ".out.merging/job.json").write_text('{"about": {}}')
+    with pytest.raises(CheckpointError, match="holds parts of another job"):
         merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from fmoe_ext import checkpoint
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, locked
+from fmoe_ext.checkpoint.files import atomic_file, fingerprint, locked
+from fmoe_ext.checkpoint.shards import continued
 from tests.forked import run_python
 
 PAIRS = 20
@@ -117,6 +118,41 @@ def test_unfinished_file_of_a_dead_process(tmp_path):
             second.write(b"second")
         first.write(b"first")
     assert path.read_bytes() == b"first" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_job_goes_on_with_its_own_files_alone(tmp_path):
+    """Inputs of the same size and time differ by content; a note whose files are published vouches for nothing."""
+    source, out = tmp_path / "source", tmp_path / "out"
+
+    def ends(content, done=None, early=False):
+        source.write_bytes(content)
+        os.utime(source, (1, 1))
+        with continued(out, "merging", {"files": [fingerprint(source)]}) as job:
+            assert job.done == (done or {})
+            (job.folder / "a").write_bytes(content)
+            job.done["a"] = 1
+            job.note()
+            if early:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ends(b"one", early=True)
+    with pytest.raises(
+        CheckpointError, match="holds parts of another job: remove it, or give another folder"
+    ):
+        ends(b"two")
+    note = (tmp_path / ".out.merging/job.json").read_bytes()
+    ends(b"one", {"a": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    (tmp_path / ".out.merging").mkdir()  # ended between the rename and the removal of the note
+    (tmp_path / ".out.merging/job.json").write_bytes(note)
+    with pytest.raises(CheckpointError, match="out exists already"):
+        ends(b"one")
+    (out / "a").unlink()
+    with pytest.raises(CheckpointError, match="holds parts of another job"):
+        ends(b"two")
+    ends(b"one")
+    assert (out / "a").read_bytes() == b"one"
 
 
 def test_old_checkpoint_that_is_a_link(tmp_path):

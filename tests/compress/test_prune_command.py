@@ -130,8 +130,8 @@ def test_killed_call_goes_on_to_the_same_bytes(given, tmp_path, capsys):
 
 def test_parts_of_another_call_are_refused(given, tmp_path, capsys):
     (tmp_path / ".out.pruning").mkdir()
-    (tmp_path / ".out.pruning/.job.json").write_text('{"about": {"keep": 2}}')
-    with pytest.raises(SystemExit, match="holds parts of another pruning: remove it, or give another folder"):
+    (tmp_path / ".out.pruning/job.json").write_text('{"about": {"keep": 2}}')
+    with pytest.raises(SystemExit, match="holds parts of another job: remove it, or give another folder"):
         main([*given, "--keep", "0.5"])
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import fmoe_ext
-from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, fmoefy
+from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, fmoefy, huggingface
 from fmoe_ext.checkpoint import CheckpointError
 from tests.formats.format_models import (
     DENSE,
@@ -275,18 +275,22 @@ def resumed(make_model, folder):
     return second
 
 
-@pytest.mark.parametrize("imported", rest_is_long([True, False], [True]), ids=["imported", "fmoefied"])
-def test_trainer_resumes(imported, tmp_path):
+@pytest.mark.parametrize(
+    "kind", rest_is_long(["imported", "fmoefied", "used", "used gpt_oss"], ["imported", "used"])
+)
+def test_trainer_resumes(kind, tmp_path):
     """Interrupted after two steps and resumed by another process's model: the weights of four steps, bitwise."""
     pytest.importorskip("accelerate")
 
     def new():
-        if imported:
-            return fmoe_ext.import_model(make("mixtral", **MODELS["mixtral"]))
-        return randomised(fmoefy(make("llama"), 4))
+        if kind == "fmoefied":
+            return randomised(fmoefy(make("llama"), 4))
+        name = kind.partition(" ")[2] or "mixtral"
+        model = make(name, **MODELS[name])
+        return fmoe_ext.import_model(model) if kind == "imported" else huggingface.use(model)
 
     second = resumed(new, tmp_path)
-    if imported:
+    if kind == "imported":
         assert_equal_logits(load(tmp_path / "parts/checkpoint-4"), logits(second))
 
 

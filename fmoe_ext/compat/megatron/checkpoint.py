@@ -61,7 +61,10 @@ def _write(state: dict[str, Any], path: Path) -> None:
     """Writes a file in place of an older one, which stays where that fails; the error names the path."""
     partial = path.with_suffix(".partial")
     try:
-        torch.save(state, partial)
+        with open(partial, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut could leave the name with an empty file
         os.replace(partial, path)
     except Exception as error:  # torch's writer raises RuntimeError for a full disk
         partial.unlink(missing_ok=True)

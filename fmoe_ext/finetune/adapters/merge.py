@@ -1,14 +1,11 @@
 """Add an adapter to its base, tensor by tensor: files of the base's names, with what rounding took from each expert.
 
-A shard is complete when its record (<shard>.json) is there. A killed merge goes on after the last complete one.
+A merge that was ended goes on after the last shard that it noted as complete.
 """
 
-import hashlib
 import json
-import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,15 +13,16 @@ import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base, usual_dtype
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
+from fmoe_ext.checkpoint.shards import INDEX, check_is_free, continued
 from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
 from fmoe_ext.finetune.adapters.delta import compare, delta, linear, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
-INDEX, REPORT = "model.safetensors.index.json", "merge_report.json"
+REPORT = "merge_report.json"
 Losses: TypeAlias = dict[str, float]
 
 
@@ -40,10 +38,7 @@ class _Merge:
         if adapter.undecided:
             next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
         self.adapter, self.base = adapter, base
-        counts = Counter({d: 0 for d in FLOATS})
-        for tensor in base.tensors.values():
-            counts[tensor.dtype] += tensor.num_bytes
-        self.usual = max(FLOATS, key=lambda d: counts[d])
+        self.usual = usual_dtype(base.tensors.values()) or FLOATS[0]
         self.dtype = dtype or self.usual
         self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})
         self.losses: Losses = {}
@@ -175,63 +170,47 @@ def merge(
     taken, and on a full disk; what is complete stays beside `out`, and the same call goes on with it.
     """
     out = Path(out).absolute()
-    if out.exists():
-        raise CheckpointError(f"{out} exists already: give a new folder, or remove it first")
+    check_is_free(out)
     plan = _Merge(adapter, base, dtype)
-    work = out.with_name(f".{out.name}.merging")
-    with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"merging into {out}"):
-        work.mkdir(exist_ok=True)
-        _check_same(work, plan)
-        _check_room(plan, work)
-        losses: Losses = {}
+    with continued(out, "merging", _about(plan)) as job:
+        losses = job.done.setdefault("losses", {})  # of the shards that are complete
+        left = {
+            f: n for f, n in base.files.items() if f.name not in losses or not (job.folder / f.name).exists()
+        }
+        _check_room(plan, job.folder, [name for names in left.values() for name in names])
         for file, names in base.files.items():
-            losses |= _write_shard(plan, work / file.name, names, progress)
-        report = _report(plan, losses)
-        _write_rest(plan, work, report)
-        os.rename(work, out)
-        sync_folder(out.parent)
+            if file in left:
+                plan.losses = {}
+                shard = {name: plan.tensor(name) for name in names}
+                write_safetensors(job.folder / file.name, shard, progress=progress)
+                losses[file.name] = plan.losses
+                job.note()
+            elif progress is not None:
+                progress(sum(plan.tensor(name).num_bytes for name in names))
+        report = _report(
+            plan, {name: loss for file in base.files for name, loss in losses[file.name].items()}
+        )
+        _write_rest(plan, job.folder, report)
     return report
 
 
-def _check_same(work: Path, plan: _Merge) -> None:
-    """Notes what is merged; CheckpointError where the folder holds parts of another merge."""
-    digest = hashlib.sha256((plan.adapter.folder / CONFIG).read_bytes())
-    files = [plan.adapter.folder / WEIGHTS, *plan.base.files]
-    times = [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    choices = [str(plan.dtype), plan.adapter.packing, plan.adapter.orientation]
-    job = {"config": digest.hexdigest(), "files": times, "choices": choices}
-    note = work / REPORT
-    if note.exists():
-        if read_json(note) != job:
-            raise CheckpointError(f"{work} holds parts of another merge: remove it, or give another folder")
-        return
-    with atomic_file(note) as file:
-        file.write(json.dumps(job).encode())
+def _about(plan: _Merge) -> dict[str, Any]:
+    """The inputs and choices of a merge: one of others does not go on with its files."""
+    config = plan.base.folder / "config.json"
+    files = [plan.adapter.folder / CONFIG, plan.adapter.folder / WEIGHTS, *plan.base.files, config]
+    return {
+        "files": [fingerprint(file) for file in files if file.exists()],
+        "choices": [str(plan.dtype), plan.adapter.packing, plan.adapter.orientation],
+    }
 
 
-def _check_room(plan: _Merge, work: Path) -> None:
-    done = {file for file in plan.base.files if (work / f"{file.name}.json").exists()}
-    needed = sum(
-        plan.tensor(n).num_bytes for f, names in plan.base.files.items() if f not in done for n in names
-    )
-    free = shutil.disk_usage(work).free
+def _check_room(plan: _Merge, folder: Path, names: Sequence[str]) -> None:
+    needed = sum(plan.tensor(name).num_bytes for name in names)
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{work}: {needed:,} bytes needed, {free:,} are free: make room and run the same command again"
+            f"{folder}: {needed:,} bytes needed, {free:,} are free: make room and run the same command again"
         )
-
-
-def _write_shard(plan: _Merge, path: Path, names: list[str], progress: Callable[[int], Any] | None) -> Losses:
-    record = path.with_name(f"{path.name}.json")
-    if record.exists() and path.exists():
-        if progress is not None:
-            progress(sum(plan.tensor(name).num_bytes for name in names))
-        return dict(read_json(record))
-    plan.losses = {}
-    write_safetensors(path, {name: plan.tensor(name) for name in names}, progress=progress)
-    with atomic_file(record) as file:
-        file.write(json.dumps(plan.losses).encode())
-    return plan.losses
 
 
 def _report(plan: _Merge, losses: Losses) -> dict[str, Any]:
@@ -249,23 +228,21 @@ def _report(plan: _Merge, losses: Losses) -> dict[str, Any]:
 
 
 def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:
-    """Index, configuration, tokenizer, report; what only a merge that goes on needs is removed."""
+    """Index, configuration, tokenizer, report."""
     stored = {name: plan.tensor(name) for name in plan.base.tensors}
     parameters = sum(t.num_bytes // t.dtype.itemsize for t in stored.values())
     size = sum(t.num_bytes for t in stored.values())
     where = {name: file.name for file, names in plan.base.files.items() for name in names}
     for entry in sorted(plan.base.folder.iterdir()):
         if entry.suffix in COPIED and not entry.name.endswith("index.json") and entry.is_file():
-            shutil.copyfile(inside(plan.base.folder, entry.name), work / entry.name)
+            copy_file(inside(plan.base.folder, entry.name), work / entry.name)
     texts = {REPORT: report}
     if len(plan.base.files) > 1:
         metadata = {"total_parameters": parameters, "total_size": size}
         texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
-    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed):
-        key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
+    key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
+    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed or not plan.base.config.get(key)):
         texts["config.json"] = plan.base.config | {key: str(plan.dtype).removeprefix("torch.")}
     for name, text in texts.items():
         with atomic_file(work / name) as written:
             written.write(json.dumps(text, indent=2).encode())
-    for file in plan.base.files:
-        (work / f"{file.name}.json").unlink(missing_ok=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,10 +20,10 @@ import torch
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
+from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, sync_file
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import renew_checksum
-from fmoe_ext.checkpoint.shards import check_is_free
+from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
 from fmoe_ext.finetune.adapters.delta import compare_experts, delta, linear, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.merge import COPIED
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter
@@ -35,7 +33,7 @@ from fmoe_ext.frozen import Quantized
 from fmoe_ext.frozen.rounding import ROUNDED, error_of, round_packed, shrunk_moments, to_nearest
 from fmoe_ext.huggingface.glu import apply_gate
 
-CERTIFICATE, JOB = "merge_certificate.json", ".job.json"
+CERTIFICATE = "merge_certificate.json"
 Say: TypeAlias = Callable[[str], None]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
 _ROLES = ("w1", "w2")
@@ -67,18 +65,18 @@ def repack(
     adapter.require_whole()
     if adapter.undecided:
         next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
-    job = _Repack(adapter, source, memory, say)
+    plan = _Repack(adapter, source, memory, say)
     if tokens is not None:
-        job.take_text(tokens, seq_len, held_out)
-    work = out.with_name(f".{out.name}.merging")
-    with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"merging into {out}"):
-        certificate = job.run(work, _digest(tokens), [seq_len, held_out])
-        _publish(work, out, certificate, force)
+        plan.take_text(tokens, seq_len, held_out)
+    with continued(out, "merging", plan.about(_digest(tokens), [seq_len, held_out])) as job:
+        certificate = plan.run(job)
+        _check_better(out, certificate, force)
+        _write(job.folder / CERTIFICATE, certificate)
     return certificate
 
 
-def _publish(work: Path, out: Path, certificate: dict[str, Any], force: bool) -> None:
-    """Moves a finished folder to `out`; CheckpointError if it is not better than no adapter, unless force."""
+def _check_better(out: Path, certificate: dict[str, Any], force: bool) -> None:
+    """CheckpointError if what is to become `out` is not better than no adapter, unless force."""
     beside = out.with_name(f"{out.name}.certificate.json")
     worse = certificate["not_better"]
     if worse and not force:
@@ -89,10 +87,6 @@ def _publish(work: Path, out: Path, certificate: dict[str, Any], force: bool) ->
             f"bfloat16. --force writes it. The certificate is {beside}"
         )
     beside.unlink(missing_ok=True)
-    _write(work / CERTIFICATE, certificate)
-    (work / JOB).unlink()
-    os.rename(work, out)
-    sync_folder(out.parent)
 
 
 def as_text(certificate: Mapping[str, Any]) -> str:
@@ -147,38 +141,64 @@ class _Repack:
             raise CheckpointError(f"held_out={held_out} leaves no text to measure the error on")
         self.ids, self.rows = torch.cat((calibration, measured)), calibration.numel()
 
-    def run(self, work: Path, text: str, split: Sequence[float]) -> dict[str, Any]:
+    @property
+    def weights(self) -> list[Path]:
+        """The files of the model's weights."""
+        return [self.source] if self.base is None else [*self.base.files]
+
+    def about(self, text: str, split: Sequence[float]) -> dict[str, Any]:
+        """The inputs and choices of a merge: one of others does not go on with its files."""
+        config = (self.source.parent if self.is_file else self.source) / "config.json"
+        files = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *self.weights, config]
+        return {
+            "files": [fingerprint(file) for file in files if file.exists()],
+            "text": text,
+            "split": list(split),
+            "choices": [self.adapter.packing, self.adapter.orientation],
+        }
+
+    def run(self, job: Unfinished) -> dict[str, Any]:
         """Copies the files, replaces the bytes of experts -> the certificate."""
-        work.mkdir(exist_ok=True)
-        sources = [self.source] if self.base is None else [*self.base.files]
-        used = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *sources]
-        times = [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in used]
-        about = {"files": times, "text": text, "split": list(split), "packing": self.adapter.packing}
-        note = read_json(work / JOB) if (work / JOB).exists() else {"about": about, "layers": {}}
-        if note["about"] != about:
-            raise CheckpointError(f"{work} holds parts of another merge: remove it, or give another folder")
-        _write(work / JOB, note)
-        _copy(self.source, sources, work)
-        self._merge_plain(work)
-        with self._watched(work, note):
+        job.done.setdefault("layers", {})
+        self._copy(job)
+        self._merge_plain(job.folder)
+        with self._watched(job):
             if self.ids is None:
                 for path in self.modules:
-                    self._layer(work, note, path, None, None)
+                    self._layer(job, path, None, None)
             else:
                 with torch.no_grad():
                     self.model.base_model(input_ids=self.ids, use_cache=False)
-        for file in work.glob("*.safetensors"):
+        for file in job.folder.glob("*.safetensors"):
             renew_checksum(file)
-        return _certificate(note["layers"], self.ids is not None)
+        return _certificate(job.done["layers"], self.ids is not None)
+
+    def _copy(self, job: Unfinished) -> None:
+        """Copies the weights, unless an earlier call has, and what tells programs how to read them."""
+        copied = job.done.setdefault("copied", [])
+        for file in self.weights:
+            if file.name not in copied:
+                copy_file(file, job.folder / file.name)
+                copied.append(file.name)
+                job.note()
+            elif not (job.folder / file.name).exists():
+                raise CheckpointError(
+                    f"{job.folder} has lost {file.name}: remove {job.place} and merge again"
+                )
+        folder = self.source.parent if self.is_file else self.source
+        others = [folder / "config.json"] if self.is_file else sorted(folder.iterdir())
+        for file in others:
+            if file.suffix in COPIED and file.is_file():
+                copy_file(inside(folder, file.name), job.folder / file.name)
 
     @contextmanager
-    def _watched(self, work: Path, note: dict[str, Any]) -> Iterator[None]:
+    def _watched(self, job: Unfinished) -> Iterator[None]:
         order = ("hidden_states", "top_k_index")
 
         def hook(path: str) -> Any:
             def see(module: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
                 x, idx = (named[name] if name in named else given[i] for i, name in enumerate(order))
-                self._layer(work, note, path, x.float(), idx)
+                self._layer(job, path, x.float(), idx)
 
             return see
 
@@ -190,11 +210,9 @@ class _Repack:
                 one.remove()
 
     @torch.no_grad()
-    def _layer(
-        self, work: Path, note: dict[str, Any], path: str, x: torch.Tensor | None, idx: torch.Tensor | None
-    ) -> None:
+    def _layer(self, job: Unfinished, path: str, x: torch.Tensor | None, idx: torch.Tensor | None) -> None:
         """Rounds the experts of a layer. x [T, D]: their inputs; idx [T, K]: the experts of each."""
-        if path in note["layers"]:
+        if path in job.done["layers"]:
             return
         self.say(f"rounding the experts of {path}")
         module, layer, experts = self.modules[path], self.files[path], self.experts[path]
@@ -216,11 +234,15 @@ class _Repack:
                 if change is not None and change.any():
                     done = self._round(lies, target, rows, num, prior if name == "w1" else None)
                     sums[name].add(e, done[0], weight, target, rows, num, done[1])
-                    _put(work, layer, name, e, done[0])
+                    _put(job.folder, layer, name, e, done[0])
                 if name == "w1" and rows is not None:
                     rows = _hidden(module, rows, target, e)
-        note["layers"][path] = {name: sums[name].report() for name in _ROLES}
-        _write(work / JOB, note)
+        for file in {
+            span.path.name for part in layer.parts.values() for spans in part.spans for span in spans
+        }:
+            sync_file(job.folder / file)  # before the note that says that they have the layer
+        job.done["layers"][path] = {name: sums[name].report() for name in _ROLES}
+        job.note()
 
     @staticmethod
     def _round(
@@ -369,17 +391,6 @@ def _hidden(module: Any, rows: torch.Tensor, weight: torch.Tensor, e: int) -> to
         h = h + bias[e].float()
     activated: torch.Tensor = apply_gate(module, h) if module.has_gate else module.act_fn(h)
     return activated
-
-
-def _copy(source: Path, sources: Sequence[Path], work: Path) -> None:
-    """Copies what is not there yet: the weights, and what tells programs how to read them."""
-    folder = source.parent if source.is_file() else source
-    others = [folder / "config.json"] if source.is_file() else sorted(folder.iterdir())
-    for file in (*sources, *(f for f in others if f.suffix in COPIED and f.is_file())):
-        if not (work / file.name).exists():
-            unfinished = work / f"{file.name}.tmp"
-            shutil.copyfile(file if file in sources else inside(folder, file.name), unfinished)
-            unfinished.rename(work / file.name)
 
 
 def _digest(tokens: torch.Tensor | None) -> str:

@@ -1,8 +1,10 @@
 """A model in a GGUF file: weights outside of the experts by name, as Transformers has them."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +45,17 @@ def read_config(file: Path, reader: Any) -> Any:
         config = config_of(file, fields, shapes, _factors(reader))
     gguf_keys.check(file, fields, config)
     return config
+
+
+def usual_dtype(reader: Any) -> torch.dtype:
+    """The dtype of most bytes of an open GGUF file; packed ones count as bfloat16."""
+    counts: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
+    for tensor in reader.tensors:
+        counts[_FLOATS.get(tensor.tensor_type.name, torch.bfloat16)] += int(tensor.n_bytes)
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+_FLOATS = MappingProxyType({"F64": torch.float64, "F32": torch.float32, "F16": torch.float16})
 
 
 def _fields(file: Path, reader: Any) -> gguf_keys.Fields:

@@ -48,8 +48,8 @@ def stream(
     adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
     program; "auto" is what the machine and the memory cgroups of this process have free.
     folders: others, on other disks perhaps, where shards that the folder's index names may be instead.
-    dtype: of the model, by default that of config.json; weights that the files have in another one are cast while they
-    are read. The experts are frozen: train adapters
+    dtype: of the model, by default that of config.json, or of most weights in the files where it names none; weights
+    that the files have in another one are cast while they are read. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
     8-bit moments, 0 for SGD. After the first step the real state counts.
@@ -87,7 +87,7 @@ def stream(
     config = source.config
     _check_num_layers(source)
     with errors_of_transformers(source.path), torch.device("meta"):
-        dtype = dtype or _dtype_of(config)
+        dtype = dtype or _dtype_of(config) or source.dtype
         skeleton = _class_of(config).from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     packed = _take_packed(source, skeleton, state, dtype)
@@ -127,8 +127,8 @@ def _class_of(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText
 
 
-def _dtype_of(config: Any) -> torch.dtype:
-    value = getattr(config, "dtype", None) or torch.bfloat16
+def _dtype_of(config: Any) -> torch.dtype | None:
+    value = getattr(config, "dtype", None)
     return getattr(torch, value) if isinstance(value, str) else value
 
 

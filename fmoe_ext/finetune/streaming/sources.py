@@ -18,7 +18,7 @@ from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
 from fmoe_ext.checkpoint.huggingface import check_folder, errors_of_transformers, read_config
 from fmoe_ext.checkpoint.methods import check_method, kind_of
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import Base, usual_dtype
 from fmoe_ext.checkpoint.packed import mxfp4_layer, outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
@@ -34,6 +34,7 @@ class Source(Protocol):
     path: Path
     config: Any
     num_tensors: int
+    dtype: torch.dtype  # that of most weights; packed ones count as bfloat16
 
     def use(self, skeleton: Any) -> None:
         """Notes the model whose parameters the files are to become, on the meta device."""
@@ -59,6 +60,7 @@ class _Folder:
             del self.config.quantization_config
         check_method(self.base)
         self.num_tensors = len(self.base.tensors)
+        self.dtype = usual_dtype(self.base.tensors.values()) or torch.bfloat16
         self._used: set[str] = set()
 
     def use(self, skeleton: Any) -> None:
@@ -97,6 +99,7 @@ class _GgufFile:
         with errors_of_transformers(file.parent):
             self.config: Any = gguf.read_config(file, self._reader)
         self.num_tensors = len(self._reader.tensors)
+        self.dtype = gguf.usual_dtype(self._reader)
 
     def use(self, skeleton: Any) -> None:
         self._class = type(skeleton).__name__
