@@ -176,7 +176,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...
     grads: list[Any] = [[None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad]
     if grad_y is None:
         return tuple(grads)
-    if any(ctx.needs_input_grad[2]):
+    frozen = ctx.needs_input_grad[2]  # of a list; of torch.func one bool, which is False
+    if isinstance(frozen, list) and any(frozen):
         raise RuntimeError("frozen_mlp cannot be differentiated in its weights and biases, which are frozen")
     if not ctx.options[2]:
         raise RuntimeError(

@@ -32,7 +32,7 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
 
 
 def _is_differentiated(x: torch.Tensor) -> bool:
-    """True if somebody wants a derivative, backward, forward or by torch.func; PyTorch's operators have all of them."""
+    """True if a derivative of x is wanted: backward, forward or by torch.func; PyTorch has all of them."""
     if torch.is_grad_enabled() and x.requires_grad:
         return True
     return unpack_dual(x).tangent is not None or is_transformed(x)

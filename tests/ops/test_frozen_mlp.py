@@ -114,6 +114,7 @@ def test_without_adapters_it_is_expert_mlp(isa, dtype):
 
 @pytest.mark.parametrize("combine", [True, False])
 @pytest.mark.parametrize("weights", [True, False])
+@torch.no_grad()
 def test_composition_for_cuda_equals_the_kernel(combine, weights):
     case = Frozen(60, 3, 5, 37, 29, 4, torch.float64, combine=combine, weights=weights)
     arguments = case.arguments()
@@ -157,6 +158,7 @@ def test_keeps_rank_rows_beside_what_expert_mlp_keeps():
 
 
 @pytest.mark.cpu("opcheck compares with the composition that CUDA has")
+@torch.no_grad()
 def test_opcheck():
     case = Frozen(9, 2, 3, 5, 4, 2, torch.float64)
     arguments = case.arguments()

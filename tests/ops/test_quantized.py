@@ -195,6 +195,7 @@ def backward_arguments(arguments, problem, kept):
 
 
 @pytest.mark.parametrize("name", rest_is_long(FORMATS, OPCHECKED))
+@torch.no_grad()
 def test_opcheck(name):
     arguments, problem, _ = frozen_call(name)
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_mlp, arguments)
@@ -205,6 +206,7 @@ def test_opcheck(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@torch.no_grad()
 def test_composition_for_cuda_equals_the_kernel(name):
     arguments, problem, _ = frozen_call(name)
     kernel, by_products = torch.ops.fmoe_ext.frozen_mlp(*arguments), composed(*arguments)
