@@ -242,8 +242,6 @@ class _TopkGateOfLinear(torch.autograd.Function):
     def backward(
         ctx: Any, _: None, grad_weights: torch.Tensor | None, grad_loss: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if grad_weights is None and grad_loss is None:
-            return None, None, None, None, None, None
         x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
             logits = F.linear(x, weight, bias)
@@ -256,6 +254,8 @@ class _TopkGateOfLinear(torch.autograd.Function):
         if grad_loss is not None:
             of_loss = call("fmoe_ext::balance_loss_backward", grad_loss, logits, counts, 0)
             grad = of_loss if grad is None else grad + of_loss
+        if grad is None:
+            return None, None, None, None, None, None
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
             grad.mm(weight) if of_x else None,
