@@ -194,6 +194,15 @@ class Registry:
         """The present lease: who became leader under an earlier one leads no more."""
         return self._lease
 
+    async def members_soon(self, uid: str) -> keys.Members | None:
+        """The record of an expert; one that another server has just written shows within a second."""
+        for _ in range(20):
+            record, _ = self.view.members(uid)
+            if record is not None:
+                break
+            await asyncio.sleep(0.05)
+        return record
+
     # ---------------------------------------------------------------- what is changed
 
     async def lead(self, uid: str, me: keys.Leader, members: keys.Members, revision: int) -> int:

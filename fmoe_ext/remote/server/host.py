@@ -20,7 +20,7 @@ from fmoe_ext.remote.expert_classes import (
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.ledger import Ledger, NotLeader, ReplyCache, Request, Update
-from fmoe_ext.remote.server.options import Training
+from fmoe_ext.remote.server.options import STATE_NAMES, Training
 from fmoe_ext.remote.wire import bytes_of
 
 DIGEST_EVERY = 50  # updates of an expert with replicas
@@ -163,6 +163,12 @@ class ExpertHost:
     def buffers(self, uid: str) -> dict[str, torch.Tensor]:
         """The buffers of an expert, which belong to its state."""
         return self._stack.buffers(self.find(uid).place)
+
+    def state_bytes(self, uid: str) -> int:
+        """The bytes of all that read_state() copies, but for request ids: weights, buffers, moments."""
+        own, buffers = self.parameters(uid).values(), self.buffers(uid).values()
+        moments = sum(name != "step" for name in STATE_NAMES[self.training.optimizer])
+        return (1 + moments) * sum(x.nbytes for x in own) + sum(x.nbytes for x in buffers)
 
     def digest(self, uid: str) -> str:
         """16 hexadecimal digits that differ when a bit of the weights differs."""

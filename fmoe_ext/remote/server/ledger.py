@@ -213,6 +213,8 @@ class ReplyCache:
 
     def put(self, uid: str, request_id: str, tensors: tuple[torch.Tensor, ...]) -> None:
         self.drop(uid, request_id)
+        # A part of a larger tensor, of a batch or of a message, would keep all of it.
+        tensors = tuple(x if x.untyped_storage().nbytes() <= x.nbytes else x.clone() for x in tensors)
         self._answers[uid, request_id] = tensors
         self.num_bytes += _size(tensors)
         while self.num_bytes > self.max_bytes:
