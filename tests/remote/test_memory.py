@@ -199,7 +199,7 @@ def test_large_calls_come_in_parts_and_are_read_once_there_is_room(serve):
     assert turns[0] > 4 * x.numel(), "all of it was held before the first part was read"
 
 
-def test_a_call_that_comes_whole_is_ended_before_it_is_read_when_it_is_too_long(serve):
+def test_whole_call_that_is_too_long_is_ended_unread(serve):
     server, _ = serve(expert_cls="nop")
     data = encode(Message({"0": torch.zeros(LARGE_ROWS, D)}, {protocol.UID: "expert.0"}))
 
@@ -214,7 +214,7 @@ def test_a_call_that_comes_whole_is_ended_before_it_is_read_when_it_is_too_long(
         assert loop.run(call(method), 60) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_call_in_parts_that_sends_more_than_it_announced_ends_where_the_room_does(serve):
+def test_call_in_parts_beyond_its_announcement_ends_where_the_room_does(serve):
     server, _ = serve(max_bytes_in_flight=2 << 20)
     data, read = encode(Message({"0": torch.zeros(LARGE_ROWS, D)}, {protocol.UID: "expert.0"})), []
 
@@ -235,7 +235,7 @@ def test_a_call_in_parts_that_sends_more_than_it_announced_ends_where_the_room_d
     wait_until(lambda: server.service.budget.num_bytes == 0)
 
 
-def test_a_server_that_knows_no_parts_gets_the_call_whole():
+def test_call_to_a_server_without_parts_is_sent_whole():
     async def run():
         calls = []
 
@@ -309,8 +309,8 @@ def test_updates_of_other_servers_hold_memory_until_they_are_applied(follower):
         loop.run(caller.close(), 60)
 
 
-def test_a_server_hosts_only_what_the_registry_has_and_lacks_and_what_fits():
-    """Anybody could have 500 experts made."""
+def test_host_takes_only_what_the_registry_has_and_lacks_and_what_fits():
+    """A stranger could have 500 experts made."""
 
     async def run():
         host = ExpertHost(find_expert_class("ffn"), D, Training("adam"))

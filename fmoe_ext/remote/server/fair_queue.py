@@ -90,7 +90,7 @@ class ByteBudget:
     """The bytes of calls under way, over all peers, on one event loop. Of `limit` bytes a peer has half at most, or one
     call. Who waits longer goes first.
 
-    What waits costs memory too: of each call, grpc reads a window before anybody asks for it. These bytes are counted
+    What waits costs memory too: of each call, grpc reads a window before the call is read. These bytes are counted
     by themselves and bounded alike; what is beyond is refused at once.
     """
 
