@@ -166,8 +166,8 @@ class ReplicatedExperts:
     async def host_expert(self, uid: str) -> None:
         """A leader asks this server to be a replica of an expert.
 
-        Every caller may ask, so only an expert is hosted that the registry has and that lacks replicas, while the state of
-        all experts fits in half of the memory.
+        Every caller may ask, so only an expert is hosted that the registry has and that lacks replicas, while the
+        state of all experts fits in half of the memory.
         """
         if uid not in self.replicas and uid not in self._hosting and not self._stopping:
             record = await self.registry.members_soon(check_uid(uid))
