@@ -238,7 +238,7 @@ class ReplicatedExperts:
         elif leader.server == self.name:
             await self._look_after(replica, guard)
         else:
-            replica.vacant, replica.loss = None, (0, 0)
+            replica.vacant, replica.loss = None, None
             if replica.leader is not None:
                 replica.leader.end(f"{leader.endpoint} leads")
             self.following.follow(replica, leader, record)

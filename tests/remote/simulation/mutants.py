@@ -7,7 +7,7 @@ import time
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.replication import recovery, succession
 from fmoe_ext.remote.replication.follower import Replica, Role
-from fmoe_ext.remote.replication.leader import Leader
+from fmoe_ext.remote.replication.leader import Leader, _Members
 from fmoe_ext.remote.replication.messages import Sender, settle
 from fmoe_ext.remote.replication.recovery import Action
 from fmoe_ext.remote.replication.registry import Registry
@@ -187,6 +187,15 @@ def trust_names_of_files(patch):
     patch.setattr(Checkpoints, "load", load)
 
 
+def acknowledge_beyond_the_reservation(patch):
+    """A leader does not wait for etcd to know up to which version it acknowledges."""
+
+    async def reserve(self, version):
+        pass
+
+    patch.setattr(_Members, "reserve", reserve)
+
+
 def count_leases_by_the_clock_on_the_wall(patch):
     """A clock that is set back makes a lease longer than etcd's."""
     patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
@@ -202,6 +211,7 @@ MUTANTS = {  # mutant: (faults, the first seed that finds it)
     die_in_silence: (["strange_errors"], 3),
     make_what_followers_refuse: (["slow_down"], 11),
     count_no_loss: (["kill"], 1),
+    acknowledge_beyond_the_reservation: (["kill"], 0),
     count_by_version_alone: (None, 143),
     accept_damaged_files: (["lose_power"], 3),
     share_a_folder: (["start_twice"], 0),
