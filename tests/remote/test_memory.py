@@ -28,12 +28,12 @@ from fmoe_ext.remote.etcd.client import Entry
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.protocol import WINDOW_BYTES
 from fmoe_ext.remote.replication.messages import APPEND, Append, Reply, append_message, replica_handlers
-from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server import fair_queue
 from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import End, Logged, ReplyCache, Request, Term, Update
+from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.service import Intake
 from fmoe_ext.remote.wire import STATE, Message, compress, encode, unpacked_bytes
 from tests import ports

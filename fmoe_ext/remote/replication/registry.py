@@ -13,6 +13,7 @@ from fmoe_ext.remote.etcd import client as etcd
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Answer, Entry, Event
 from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.pages import Metrics
 from fmoe_ext.remote.wire import Message
 
@@ -343,19 +344,6 @@ class Registry:
                 log.warning("the lease could not be renewed: %s", error)
                 was_reached = False
                 self.changed()
-
-
-@dataclass(frozen=True)
-class Replication:
-    """registry: "host:port" of etcd, several with commas; replicas: servers an expert; ttl: seconds after which a
-    silent server counts as dead; ack_timeout: seconds that a follower has for an update; recovery_wait: seconds to
-    wait for a newer copy when all members are gone."""
-
-    registry: str
-    replicas: int = 2
-    ttl: float = 5.0
-    ack_timeout: float = 2.0
-    recovery_wait: float = 30.0
 
 
 @dataclass(frozen=True)

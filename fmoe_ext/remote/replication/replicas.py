@@ -18,12 +18,13 @@ from fmoe_ext.remote.protocol import PART_BYTES
 from fmoe_ext.remote.replication.follower import Following, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
-from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Replication, Site, Store
+from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Site, Store
 from fmoe_ext.remote.replication.succession import Succession
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader
+from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import Intake
 from fmoe_ext.remote.wire import STATE, Limits, Message
@@ -46,7 +47,7 @@ class ReplicatedExperts:
     ):
         self.options = replication
         self.name = secrets.token_hex(8)  # of this process: new after a restart, which is another server
-        self.registry = Registry(store or EtcdClient(replication.registry), self.name, replication.ttl)
+        self.registry = Registry(store or EtcdClient(replication.registry or ""), self.name, replication.ttl)
         self.registry.changed = lambda: self._wake.set()
         self.peers: Peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
         self.replicas: dict[str, Replica] = {}
