@@ -94,13 +94,13 @@ def load_members(value: bytes) -> Members | None:
     entries = _load(value)
     endpoints = entries.pop("endpoints", None)
     found = _typed(Members(), entries)
-    if found is None or not isinstance(endpoints, dict) or not all(map(_is_start, found.starts.items())):
+    if (
+        found is None
+        or not isinstance(endpoints, dict)
+        or not all(term.isdecimal() and type(version) is int for term, version in found.starts.items())
+    ):
         return None
     return replace(found, endpoints={str(k): str(v) for k, v in endpoints.items()})
-
-
-def _is_start(item: tuple[str, object]) -> bool:
-    return item[0].isdecimal() and type(item[1]) is int
 
 
 def load_offer(value: bytes) -> Offer | None:

@@ -1,4 +1,12 @@
-"""Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for."""
+"""Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for.
+
+A term goes through three phases. It *confirms*: every member is brought to this log, or removed from the record. It is
+*open*: an update gets the next version and goes to all members at once; it is answered when they all have it, so a
+member that does not answer has to leave the record in etcd first. It *ends* when the lease does, when a larger term is
+seen, or when etcd refuses a write: whatever is not answered by then fails, and the client asks the next leader again
+under the same request id. How far a leader may answer stands in etcd ahead of it (`reserved`), so that a server which
+finds all members dead knows how much may be missing.
+"""
 
 import asyncio
 import logging

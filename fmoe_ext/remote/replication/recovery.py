@@ -21,19 +21,19 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Vacancy:
-    """seconds: since nobody leads under this record; hopeless_seconds: since no member is alive that could."""
+    """An expert without a leader, as one server sees it."""
 
-    server: str
-    end: End
-    is_able: bool
+    server: str  # the one that decides
+    end: End  # of its log
+    is_able: bool  # its state is that of a member, if the record has it as one
     record: keys.Members | None
-    revision: int
-    alive: Collection[str]
-    offers: Mapping[str, keys.Offer]
-    seconds: float
-    hopeless_seconds: float
-    recovery_wait: float
-    ttl: float
+    revision: int  # of the record
+    alive: Collection[str]  # servers with a lease
+    offers: Mapping[str, keys.Offer]  # by server
+    seconds: float  # since nobody leads under this record
+    hopeless_seconds: float  # since no member is alive that could lead
+    recovery_wait: float  # seconds for a newer state than what is offered
+    ttl: float  # of leases
     start: int | None = None  # version at which the term of the end began
     requests: int = 0  # gradients in the log up to the end
     lacks: int = 0  # version in this server's damaged checkpoint

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -190,14 +190,11 @@ class Ledger:
     def _note(self, update: Update) -> None:
         self.version = update.version
         self.num_requests += len(update.requests)
-        for request_id in _ids(update.requests):
-            self.applied[request_id] = update.version
+        for request in update.requests:
+            if request.request_id:
+                self.applied[request.request_id] = update.version
         while len(self.applied) > MAX_REMEMBERED_IDS:
             self._forget(self.applied.popitem(last=False)[0])
-
-
-def _ids(requests: Iterable[Request]) -> list[str]:
-    return [request.request_id for request in requests if request.request_id]
 
 
 class ReplyCache:

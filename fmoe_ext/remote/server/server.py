@@ -114,7 +114,10 @@ class Server:
         try:
             if self.checkpoints is not None:
                 await asyncio.to_thread(self.checkpoints.begin)
-            await self._attach(port)
+            if self.options.relay is not None:  # it passes on what comes for this server
+                target = f"{reachable_here(self.options.listen_on)}:{port}"
+                attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
+                self._attachment = await attachment.start()
             await self.placement.start(self)
             await self._grpc.start()
             if self.options.http_on is not None:
@@ -129,13 +132,6 @@ class Server:
                 self._tasks.append(asyncio.create_task(self.saver.check_regularly(rate * 1e6)))
         log.info("Server started at %s", self.endpoint)
         _log_experts(self.host, self.options.expert_cls)
-
-    async def _attach(self, port: int) -> None:
-        """Lets a relay pass on what comes for this server."""
-        if self.options.relay is not None:
-            target = f"{reachable_here(self.options.listen_on)}:{port}"
-            attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
-            self._attachment = await attachment.start()
 
     def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
         """More methods on the same port; before it opens."""

@@ -202,7 +202,7 @@ def count_leases_by_the_clock_on_the_wall(patch):
 
 
 MUTANTS = {  # mutant: (faults, the first seed that finds it)
-    order_by_version: (["cut", "stop", "kill"], 30),
+    order_by_version: (["cut", "stop", "kill"], 104),
     keep_the_wait_of_an_earlier_vacancy: (["stop"], 20),
     answer_before_confirming: (["kill_leaders"], 75),
     step_without_log: (["pause_etcd", "cut", "slow_down"], 81),
