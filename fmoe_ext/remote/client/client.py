@@ -35,7 +35,7 @@ MAX_ANSWER_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class Settings:
-    """How a client calls. Times are seconds."""
+    """Options of a client. Times are seconds."""
 
     compression: str = "none"  # of tensors on their way: one of wire.CODECS
     forward_timeout: float = 10.0

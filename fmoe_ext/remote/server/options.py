@@ -154,7 +154,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Replication:
-    """How experts are kept on several servers."""
+    """Options of experts with replicas."""
 
     registry: str | None = flag(  # "host:port" of etcd, several with commas; as a flag behind etcd://
         None,
