@@ -185,6 +185,8 @@ class Intake:
         self._ended = ended  # of each call: its method's name, how it ended, and the seconds that it took
         self._ended_bytes = 0  # of calls that have ended since memory was given back
         budget.on_idle = self._trim
+        # glibc's own function; other C libraries, which have none, give memory back by themselves
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     @contextlib.asynccontextmanager
     async def answering(
@@ -254,16 +256,11 @@ class Intake:
 
     def _trim(self) -> None:
         """Gives freed memory back: grpc's small pieces keep what glibc would give back from the top of its heap."""
-        if self._ended_bytes >= TRIM_BYTES and _MALLOC_TRIM is not None:
+        if self._ended_bytes >= TRIM_BYTES and self._malloc_trim is not None:
             self._ended_bytes = 0
             # later, when the last frames of the call are gone; elsewhere, because it takes milliseconds
-            asyncio.get_running_loop().call_later(
-                0.1, asyncio.create_task, asyncio.to_thread(_MALLOC_TRIM, 0)
-            )
-
-
-# glibc's own function; other C libraries, which have none, give memory back by themselves.
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.1, loop.run_in_executor, None, self._malloc_trim, 0)
 
 
 class ExpertService:

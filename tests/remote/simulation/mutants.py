@@ -7,7 +7,7 @@ import time
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.replication import recovery, succession
 from fmoe_ext.remote.replication.follower import Replica, Role
-from fmoe_ext.remote.replication.leader import Leader, _Members
+from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Sender, settle
 from fmoe_ext.remote.replication.recovery import Action
 from fmoe_ext.remote.replication.registry import Registry
@@ -190,10 +190,16 @@ def trust_names_of_files(patch):
 def acknowledge_beyond_the_reservation(patch):
     """A leader does not wait for etcd to know up to which version it acknowledges."""
 
-    async def reserve(self, version):
+    confirm = Leader.confirm
+
+    async def at_once(version):
         pass
 
-    patch.setattr(_Members, "reserve", reserve)
+    async def confirm_and_forget(self):
+        self.members.reserve = at_once
+        await confirm(self)
+
+    patch.setattr(Leader, "confirm", confirm_and_forget)
 
 
 def count_leases_by_the_clock_on_the_wall(patch):
