@@ -1,5 +1,7 @@
 """tests/leftovers.py itself: a run that leaves something behind says so, and fails where it is a process."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,3 +60,44 @@ def test_leftovers_are_named(tmp_path, monkeypatch, content, code, text):
                 break
             time.sleep(0.1)
         assert not state or state.startswith("Z"), "the process was not ended"
+
+
+LEAVES_A_FORKSERVER = """
+PROGRAM = '''
+import multiprocessing, multiprocessing.forkserver, os, signal
+multiprocessing.get_context("forkserver").Process(target=print).start()
+server = multiprocessing.forkserver._forkserver._forkserver_pid
+os.kill(server, signal.SIGSTOP)  # as slow as a server can be
+print(server)
+os._exit(0)  # its temporary folder stays, as where a worker of pytest-xdist is killed
+'''
+
+def test_leaves_a_forkserver():
+    with open("pid", "w") as file:
+        subprocess.run([sys.executable, "-c", PROGRAM], stdout=file, check=True)
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_process_that_was_asked_to_end_is_waited_for_and_fails_no_run(tmp_path, monkeypatch, ends):
+    """Forkservers of workers were still ending after ten seconds, and a run without a failure ended with Error 1."""
+    monkeypatch.delenv(leftovers.MARK)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    file = tmp_path / "test_it.py"
+    file.write_text(f"import subprocess, sys\n{LEAVES_A_FORKSERVER}")
+    program = (
+        f"import leftovers, pytest; leftovers.PATIENCE = 0.0; leftovers.PATIENCE_IF_ASKED = {600.0 * ends}; "
+    )
+    program += f"raise SystemExit(pytest.main([{str(file)!r}, '-p', 'leftovers', '-p', 'no:cacheprovider', "
+    program += f"'--rootdir', {str(tmp_path)!r}]))"
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    lines = []
+    for line in run.stdout:
+        lines.append(line)
+        if ends and "that were asked to end" in line:
+            os.kill(int((tmp_path / "pid").read_text().split()[-1]), signal.SIGCONT)
+    text = "".join(lines)
+    assert run.wait(120) == 0 and "1 passed" in text, text
+    assert "left behind by the tests: process" not in text and (ends or "pymp-" not in text), text
+    assert ("waiting for" in text) == ends and ("killed 0 s after" in text) == (not ends), text

@@ -50,6 +50,17 @@ class ExpertRecord:
         return (time.monotonic() if now is None else now) < self.expires
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A server's wish to own experts, or to go on owning them."""
+
+    uids: tuple[str, ...]
+    endpoint: str  # "host:port" at which the server answers
+    ttl: float  # seconds for which nobody else gets them
+    metadata: Mapping[str, str]  # of their records
+    timeout: float  # seconds for the answer
+
+
 class Granted(frozenset[str]):
     """uids that are now a server's. found_at: where a beam search can miss one, the number of nodes that show it."""
 
@@ -64,7 +75,6 @@ class Discovery(abc.ABC):
     of the keys only. Implementations forget a record when it expires, and never return one that has.
     """
 
-    @abc.abstractmethod
     async def declare(
         self,
         uids: Sequence[str],
@@ -79,6 +89,12 @@ class Discovery(abc.ABC):
         A uid that another live server owns is not taken from it: it is missing in the result, which may be Granted.
         A server that wants to keep a uid calls again before ttl has passed.
         """
+        unique = tuple(dict.fromkeys(map(check_uid, uids)))
+        return await self.claim(Claim(unique, endpoint, ttl, dict(metadata or {}), timeout))
+
+    async def claim(self, claim: Claim) -> frozenset[str]:
+        """Does what declare() says; the uids are checked, and each is there once."""
+        raise NotImplementedError(f"{type(self).__name__} has no claim()")
 
     @abc.abstractmethod
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
@@ -166,23 +182,13 @@ class StaticList(Discovery):
         self._records = {uid: record for uid, record in self._records.items() if record.is_live()}
         return self._records
 
-    async def declare(
-        self,
-        uids: Sequence[str],
-        endpoint: str,
-        ttl: float,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        timeout: float = 5.0,
-    ) -> frozenset[str]:
+    async def claim(self, claim: Claim) -> frozenset[str]:
         live, granted = self._live(), []
-        for uid in map(check_uid, uids):
+        for uid in claim.uids:
             owner = live.get(uid)
-            if owner is None or owner.endpoints[0] == endpoint:
-                fence = 1 if owner is None else owner.fence
-                live[uid] = ExpertRecord(
-                    uid, (endpoint,), time.monotonic() + ttl, fence, dict(metadata or {})
-                )
+            if owner is None or owner.endpoints[0] == claim.endpoint:
+                fence, expires = 1 if owner is None else owner.fence, time.monotonic() + claim.ttl
+                live[uid] = ExpertRecord(uid, (claim.endpoint,), expires, fence, claim.metadata)
                 granted.append(uid)
         return frozenset(granted)
 
@@ -221,17 +227,11 @@ class Cached(Discovery):
             for uid in uids:
                 self._records.pop(uid, None)
 
-    async def declare(
-        self,
-        uids: Sequence[str],
-        endpoint: str,
-        ttl: float,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        timeout: float = 5.0,
-    ) -> frozenset[str]:
+    async def claim(self, claim: Claim) -> frozenset[str]:
         self.forget()
-        return await self.inner.declare(uids, endpoint, ttl, metadata=metadata, timeout=timeout)
+        return await self.inner.declare(
+            claim.uids, claim.endpoint, claim.ttl, metadata=claim.metadata, timeout=claim.timeout
+        )
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
         self.forget()
@@ -258,7 +258,11 @@ class Cached(Discovery):
         ask: Callable[[list[str]], Awaitable[dict[str, T]]],
     ) -> dict[str, T]:
         """The answers for all keys, new ones fetched; Unanswered, with those that are known, if some do not come."""
-        begin, missing = time.monotonic(), self._missing(known, keys)
+        begin = time.monotonic()
+        if len(known) > MAX_ENTRIES:
+            known.clear()
+        oldest = begin - self.max_age
+        missing = [key for key in dict.fromkeys(keys) if key not in known or known[key][0] < oldest]
         late: Unanswered | None = None
         new: Mapping[str, T] = {}
         if missing:
@@ -275,12 +279,6 @@ class Cached(Discovery):
 
     async def close(self) -> None:
         await self.inner.close()
-
-    def _missing(self, known: dict[str, tuple[float, T]], keys: Sequence[str]) -> list[str]:
-        if len(known) > MAX_ENTRIES:
-            known.clear()
-        oldest = time.monotonic() - self.max_age
-        return [key for key in dict.fromkeys(keys) if key not in known or known[key][0] < oldest]
 
 
 _RANGE = re.compile(r"\[(\d{1,10}):(\d{1,10})\]")
@@ -348,8 +346,4 @@ async def claim_free_uids(
             some, free = free[: count - len(mine)], free[count - len(mine) :]
             granted = await discovery.declare(some, endpoint, ttl)
             mine += [uid for uid in some if uid in granted]
-    return sorted(mine, key=_by_place)
-
-
-def _by_place(uid: str) -> tuple[int, ...]:
-    return coordinates(uid)
+    return sorted(mine, key=coordinates)

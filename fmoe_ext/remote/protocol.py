@@ -15,6 +15,12 @@ LOOKS_EVERY, LEAVING = "looks_every", "leaving"  # of who keeps warm copies, and
 ROLE, TERM, COMMITTED, SAVED, WAITING = "role", "term", "committed", "saved", "waiting"
 UNSAVED = "unsaved"  # why no newer version could be saved
 BYTES = "fmoe-bytes"  # of the call, in grpc's metadata: the server has room for it before it reads it
+IN_PARTS = "InParts"  # at the end of a method's name: request and answer come in parts
+ROOM = "fmoe-room"  # in the first metadata of a server to a call in parts: now send it
+PART_BYTES = 1 << 20  # of a message in parts; longer messages are sent in parts where the server knows how
+# grpc reads a message to its end, and copies it twice, before a handler can say that there is no room for it. So
+# servers take no longer ones; what is longer comes in parts, each of which is read when there is room for the whole.
+WHOLE_BYTES = 4 << 20
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 # How the text of a FAILED_PRECONDITION begins when another server takes the gradients.
@@ -44,8 +50,10 @@ IDLE_SECONDS = 30
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """Bounds of sizes and of idle connections; a port that is in use is an error, not shared."""
+    sizes = dict(channel_options(max_message_bytes))
+    sizes["grpc.max_receive_message_length"] = min(max_message_bytes, WHOLE_BYTES)
     return [
-        *channel_options(max_message_bytes),
+        *sizes.items(),
         ("grpc.so_reuseport", 0),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.remote.protocol import PART_BYTES
+
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _ALIGNMENT = 64
@@ -56,7 +58,6 @@ STATE = Limits(max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensor
 WHOLE = Limits(max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096)
 HEADER_BYTES = 1 << 20  # kept free for the header of a message
 MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
-PART_BYTES = 1 << 20
 
 
 def body_bytes(max_message_bytes: int) -> int:
@@ -102,7 +103,10 @@ def pieces(message: Message) -> list[Any]:
 
 
 def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
-    """The message in data; WireError if anything in it is out of order or beyond the limits."""
+    """The message in data; WireError if anything in it is out of order or beyond the limits.
+
+    The tensors share the memory of a bytearray; bytes are copied, for they cannot be written to.
+    """
     if not _LENGTH.size <= len(data) <= limits.max_message_bytes:
         raise WireError(
             f"a message has {_LENGTH.size} to {limits.max_message_bytes} bytes, but this one has {len(data)}"
@@ -118,8 +122,9 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
     meta = _check_metadata(header.pop(_METADATA, {}), limits)
     if len(header) > limits.max_tensors:
         raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
-    body = bytearray(memoryview(data)[begin:])  # writable and aligned
-    return Message(_read_tensors(header, body, limits), meta)
+    if not isinstance(data, bytearray):
+        data, begin = bytearray(memoryview(data)[begin:]), 0
+    return Message(_read_tensors(header, data, begin, limits), meta)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -173,20 +178,23 @@ def _is_text(value: Any, limits: Limits) -> bool:
     return True
 
 
-def _read_tensors(header: dict[str, Any], body: bytearray, limits: Limits) -> dict[str, torch.Tensor]:
-    tensors, end = {}, 0
+def _read_tensors(
+    header: dict[str, Any], data: bytearray, first: int, limits: Limits
+) -> dict[str, torch.Tensor]:
+    """The tensors; the bytes of all of them begin at data[first]."""
+    tensors, end, size = {}, 0, len(data) - first
     for name, entry in header.items():
         dtype, shape, begin, stop = _check_entry(name, entry, limits)
         count = math.prod(shape)
-        if begin != end or stop - begin != count * dtype.itemsize or stop > len(body):
+        if begin != end or stop - begin != count * dtype.itemsize or stop > size:
             raise WireError(
                 f"tensor {name[:100]!r}: {NAMES[dtype]} {shape} at bytes [{begin}, {stop}) does not fit: it needs "
-                f"{count * dtype.itemsize} bytes from {end} on, of {len(body)} that came"
+                f"{count * dtype.itemsize} bytes from {end} on, of {size} that came"
             )
         end = stop
-        tensors[name] = _tensor_at(body, dtype, shape, begin, count)
-    if end != len(body):
-        raise WireError(f"{len(body) - end} bytes belong to no tensor")
+        tensors[name] = _tensor_at(data, dtype, shape, first + begin, count)
+    if end != size:
+        raise WireError(f"{size - end} bytes belong to no tensor")
     return tensors
 
 
@@ -259,11 +267,11 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
 
 
 def unpacked_bytes(message: Message) -> int:
-    """The bytes of the tensors that decompress() makes."""
+    """The bytes of the tensors that decompress() makes beside those of the message."""
     return sum(
-        x.numel() * DTYPES.get(message.meta.get(name + _DTYPE, ""), x.dtype).itemsize
+        x.numel() * DTYPES.get(message.meta[name + _DTYPE], x.dtype).itemsize
         for name, x in message.tensors.items()
-        if not name.endswith(_SCALE)
+        if name + _DTYPE in message.meta and not name.endswith(_SCALE)
     )
 
 

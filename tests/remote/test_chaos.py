@@ -27,8 +27,8 @@ from fmoe_ext.remote import (
 from fmoe_ext.remote.client.expert import MARGIN as MARGIN_OF_CALLS
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.replication.follower import Role
-from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.server.options import Replication
 from tests import ports
 
 D, UIDS = 16, ("expert.0", "expert.1")

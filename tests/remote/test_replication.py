@@ -26,9 +26,9 @@ from fmoe_ext.remote.etcd import client as etcd_client
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.replication.messages import Append, Sender
-from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server.ledger import End, Term
+from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.state import digest
 from tests import ports
 from tests.remote.conftest import LONG, PATIENT, wait_until, within

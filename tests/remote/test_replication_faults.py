@@ -44,6 +44,19 @@ def test_longer_log_of_an_older_term_does_not_lead():
     assert recovery.count_lost(alone) >= 1
 
 
+def test_lost_updates_are_at_most_those_that_were_reserved():
+    """Both replicas were killed: what was acknowledged after the last note was lost without a line."""
+    known = record(End(OLD, 20), starts={"3": 0}, reserved=84, noted=1.0)
+    for end, most in ((End(OLD, 20), 64), (End(OLD, 15), 69), (End(OLD, 30), 54), (End(OLD, 84), 0)):
+        assert recovery.count_lost_at_most(vacancy("a", end, known)) == most
+    later = record(End(NEW, 35), starts={"3": 0, "4": 15}, reserved=40)
+    assert recovery.count_lost_at_most(vacancy("a", End(OLD, 30), later)) == 25
+    of_an_earlier_release = record(End(OLD, 20), starts={"3": 0})
+    assert recovery.count_lost_at_most(vacancy("a", End(OLD, 15), of_an_earlier_release)) == 5
+    led = recovery.next_record(vacancy("a", End(OLD, 15), known), Action.RECOVER, NEW, "a:1")
+    assert led.reserved == 15, "it has acknowledged nothing yet"
+
+
 def test_lost_updates_are_counted_from_the_start_of_the_next_term():
     """Updates 21 to 30 of term 3 were never acknowledged; term 4 began at 20 and reached 35."""
     known = record(End(NEW, 35), starts={"3": 0, "4": 20})

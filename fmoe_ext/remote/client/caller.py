@@ -22,15 +22,45 @@ class Caller:
         self.credentials = credentials or Credentials()
         self.limits = limits or Limits()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._takes_no_parts: set[str] = set()  # endpoints of servers of earlier releases
 
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
         """The answer to data; RemoteError, always within timeout seconds."""
 
         async def read() -> Message:
+            if len(data) > protocol.PART_BYTES and endpoint not in self._takes_no_parts:
+                try:
+                    return await self._exchange_parts(endpoint, method, data, timeout)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not Code.UNIMPLEMENTED:
+                        raise
+                    self._takes_no_parts.add(endpoint)
             send = self._channel(endpoint).unary_unary(method)
             return decode(await send(data, timeout=timeout, metadata=self._metadata(data)), self.limits)
 
         return await self._within(endpoint, timeout, read)
+
+    async def _exchange_parts(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
+        """The answer of a method that takes its message, and answers, in parts."""
+        send = self._channel(endpoint).stream_stream(method + protocol.IN_PARTS)
+        stream = send(timeout=timeout, metadata=self._metadata(data))
+        whole = bytearray()
+        try:
+            # The first words of a server that has room; without them the call is over, and reading says why.
+            if protocol.ROOM in dict(await stream.initial_metadata()):
+                for begin in range(0, len(data), protocol.PART_BYTES):
+                    await stream.write(data[begin : begin + protocol.PART_BYTES])
+                await stream.done_writing()
+            async for part in stream:
+                whole += part
+                if len(whole) > self.limits.max_message_bytes:
+                    text = f"{endpoint} sends more than {self.limits.max_message_bytes} bytes"
+                    raise errors.Refused(text)
+        except asyncio.InvalidStateError:  # of write(): the call is over
+            raise errors.ExpertGone(f"{endpoint} ended the call before it had all of it") from None
+        finally:
+            stream.cancel()
+        return decode(whole, self.limits)
 
     async def download(
         self,

@@ -35,19 +35,16 @@ MAX_ANSWER_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class Settings:
-    """The ways in which a client calls. patience: seconds for which an expert without a server is looked for again;
-    hedge_after: seconds after which a forward goes to a second replica too, None for 3 times the usual;
-    attempt_share: the part of a backward's time that one silent server may use up; max_state_bytes: of an expert's
-    whole state, which a server sends in parts."""
+    """Options of a client. Times are seconds."""
 
-    compression: str = "none"
+    compression: str = "none"  # of tensors on their way: one of wire.CODECS
     forward_timeout: float = 10.0
     backward_timeout: float = 10.0
-    info_timeout: float = 10.0
-    patience: float = 2.0
-    hedge_after: float | None = None
-    attempt_share: float = 0.4
-    max_state_bytes: int = 16 << 30
+    info_timeout: float = 10.0  # for an expert's inputs and outputs, asked for once
+    patience: float = 2.0  # for which an expert without a server is looked for again
+    hedge_after: float | None = None  # until a forward goes to a second replica too; None: 3 times the usual
+    attempt_share: float = 0.4  # of a backward's time that one silent server may use up
+    max_state_bytes: int = 16 << 30  # of an expert's whole state, which a server sends in parts
 
 
 @dataclass
@@ -124,7 +121,9 @@ class _Attempts:
             if hopeless or now + pause >= deadline:
                 self.note_failure(handle)
                 raise _final(failure, handle, now - begin)
-            self._forget(handle)
+            if self._client.discovery is not None:  # ask it anew at the next attempt
+                self._client.discovery.forget([handle.uid])
+                handle.record = None
             self._client.counts["retries"] += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -160,7 +159,8 @@ class _Attempts:
                         return task.result(), endpoint
                     if not isinstance(error, errors.RemoteError):
                         raise error
-                    failure = _worse(failure, error)
+                    if failure is None or isinstance(error, errors.Refused):
+                        failure = error  # a refusal says more than silence
         finally:
             for task in waiting:
                 task.cancel()
@@ -172,12 +172,6 @@ class _Attempts:
             return self._client.settings.hedge_after
         usual = handle.usual_seconds
         return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
-
-    def _forget(self, handle: Handle) -> None:
-        """Asks discovery anew at the next attempt."""
-        if self._client.discovery is not None:
-            self._client.discovery.forget([handle.uid])
-            handle.record = None
 
     def note_failure(self, handle: Handle) -> None:
         self._client.counts["failures"] += 1
@@ -238,9 +232,16 @@ class Client:
         answer, endpoint = await self._attempts.of_any(handle, left, protocol.FORWARD, data)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
-            _check_output(outcome, schema, num_rows, handle.uid)
+            if len(outcome.tensors) != 1:
+                raise SchemaError(f"a forward has one output, but {len(outcome.tensors)} tensors came")
+            schema.check_output(outcome.tensors[0], num_rows, handle.uid)
+            if not is_finite(outcome.tensors[0]):
+                raise SchemaError(f"the output of {handle.uid} holds NaN or infinity")
         seconds = time.monotonic() - begin
-        self._note_success(handle, outcome, seconds)
+        usual = handle.usual_seconds
+        handle.usual_seconds = seconds if usual is None else 0.9 * usual + 0.1 * seconds
+        handle.gone_until = 0.0
+        handle.version = max(handle.version, outcome.version)
         if self.watcher is not None:
             with self._noting_cheats(handle):
                 await self.watcher.after_forward(handle, inputs, outcome, timeout - seconds)
@@ -265,7 +266,9 @@ class Client:
         }
         if self.loss:
             meta[protocol.LOSS] = self.loss
-        data = self._pack_gradient(handle, inputs, grad, meta)
+        sent = compress({str(n): x for n, x in enumerate(inputs)}, self.settings.compression, meta)
+        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})  # inputs have no error to make up for
+        data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
@@ -285,14 +288,6 @@ class Client:
                 watcher.after_backward(handle, inputs, grad, outcome, before)
         return outcome
 
-    def _pack_gradient(
-        self, handle: Handle, inputs: Sequence[torch.Tensor], grad: torch.Tensor, meta: dict[str, str]
-    ) -> bytes:
-        plain = {str(n): x for n, x in enumerate(inputs)}
-        sent = compress(plain, self.settings.compression, meta)
-        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})
-        return encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
-
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
         """All of an expert, as one server has it."""
         data = encode(Message({}, {protocol.UID: handle.uid}))
@@ -305,12 +300,6 @@ class Client:
 
     def _meta(self, handle: Handle) -> dict[str, str]:
         return {protocol.UID: handle.uid, protocol.COMPRESSION: self.settings.compression}
-
-    def _note_success(self, handle: Handle, outcome: Outcome, seconds: float) -> None:
-        usual = handle.usual_seconds
-        handle.usual_seconds = seconds if usual is None else 0.9 * usual + 0.1 * seconds
-        handle.gone_until = 0.0
-        handle.version = max(handle.version, outcome.version)
 
     @contextmanager
     def _noting_cheats(self, handle: Handle) -> Iterator[None]:
@@ -339,15 +328,6 @@ def _outcome(answer: Message, endpoint: str) -> Outcome:
     return Outcome(tuple(decompress(answer).values()), int(version), endpoint)
 
 
-def _check_output(outcome: Outcome, schema: Schema, num_rows: int, uid: str) -> None:
-    """SchemaError if an output is not what the schema says, or not finite."""
-    if len(outcome.tensors) != 1:
-        raise SchemaError(f"a forward has one output, but {len(outcome.tensors)} tensors came")
-    schema.check_output(outcome.tensors[0], num_rows, uid)
-    if not is_finite(outcome.tensors[0]):
-        raise SchemaError(f"the output of {uid} holds NaN or infinity")
-
-
 def _check_gradients(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> None:
     """SchemaError if the gradients do not fit the floating inputs, or are not finite."""
     wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
@@ -356,11 +336,6 @@ def _check_gradients(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> None:
         raise SchemaError(f"gradients of {wanted} were asked for, but {given[:8]} came")
     if not all(map(is_finite, outcome.tensors)):
         raise SchemaError("a gradient holds NaN or infinity")
-
-
-def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> errors.RemoteError:
-    """Of two failures the one to report: a refusal says more than silence."""
-    return second if first is None or isinstance(second, errors.Refused) else first
 
 
 def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:

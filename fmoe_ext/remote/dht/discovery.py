@@ -28,6 +28,7 @@ from fmoe_ext.remote.dht.records import (
 from fmoe_ext.remote.dht.storage import MAX_UNDER_PREFIX, Peer, Refusal, fair_shares
 from fmoe_ext.remote.dht.transport import GrpcTransport
 from fmoe_ext.remote.discovery import (
+    Claim,
     Discovery,
     DiscoveryError,
     ExpertRecord,
@@ -63,24 +64,15 @@ class KademliaDiscovery(Discovery):
 
     # ---------------------------------------------------------------- the interface
 
-    async def declare(
-        self,
-        uids: Sequence[str],
-        endpoint: str,
-        ttl: float,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        timeout: float = 5.0,
-    ) -> frozenset[str]:
-        if not 0 < ttl <= MAX_TTL:
-            raise ValueError(f"ttl must be above 0 and at most {MAX_TTL} s, but got {ttl}")
-        check_endpoint(endpoint)
-        end = time.monotonic() + timeout
-        wanted = list(dict.fromkeys(map(check_uid, uids)))
-        keys = [key for uid in wanted for key in places_of(uid)]
-        near = await self._find(keys, timeout * SHARE_FOR_LOOKUP)
-        free = [uid for uid in wanted if self._may_claim(uid, near)]
-        records = [self._sign(uid, endpoint, ttl, metadata, near) for uid in free]
+    async def claim(self, claim: Claim) -> frozenset[str]:
+        if not 0 < claim.ttl <= MAX_TTL:
+            raise ValueError(f"ttl must be above 0 and at most {MAX_TTL} s, but got {claim.ttl}")
+        check_endpoint(claim.endpoint)
+        end = time.monotonic() + claim.timeout
+        keys = [key for uid in claim.uids for key in places_of(uid)]
+        near = await self._find(keys, claim.timeout * SHARE_FOR_LOOKUP)
+        free = [uid for uid in claim.uids if self._may_claim(uid, near)]
+        records = [self._sign(uid, claim, near) for uid in free]
         said = await self._put(records, near, end - time.monotonic())
         mine = Granted(
             r.uid for r in records if is_granted(r, said[r.uid][uid_key(r.uid)], self.node.clock.now())
@@ -89,7 +81,7 @@ class KademliaDiscovery(Discovery):
             r.uid: num_showing(r, said[r.uid], self.node.clock.now()) for r in records if r.uid in mine
         }
         lost = [r for r in records if r.uid not in mine]
-        self._declared = {uid: r for uid, r in self._declared.items() if uid not in wanted or uid in free}
+        self._declared = {uid: r for uid, r in self._declared.items() if uid not in claim.uids or uid in free}
         self._declared |= {r.uid: r for r in records}
         await self._take_back(lost, near, end - time.monotonic())
         return mine
@@ -191,22 +183,16 @@ class KademliaDiscovery(Discovery):
 
     # ---------------------------------------------------------------- telling
 
-    def _sign(
-        self,
-        uid: str,
-        endpoint: str,
-        ttl: float,
-        metadata: Mapping[str, str] | None,
-        near: Mapping[int, Nearby],
-    ) -> SignedRecord:
+    def _sign(self, uid: str, claim: Claim, near: Mapping[int, Nearby]) -> SignedRecord:
         now = self.node.clock.now()
         said = [r for at in near[uid_key(uid)].holders for r in at.records if r.uid == uid]
         own = [r for r in said if r.owner == self.identity.public and r.is_live(now)]
         newest = max((r.fence for r in said), default=0)
         fence = own[0].fence if own else max(int(now * 1000), newest + 1)
-        if endpoint != records.ENDPOINT:
-            metadata = {**(metadata or {}), INCARNATION: self._own_incarnation()}
-        return self.identity.sign(uid, endpoint, fence, self._next(said), now + ttl, metadata)
+        metadata = dict(claim.metadata)
+        if claim.endpoint != records.ENDPOINT:
+            metadata[INCARNATION] = self._own_incarnation()
+        return self.identity.sign(uid, claim.endpoint, fence, self._next(said), now + claim.ttl, metadata)
 
     def _next(self, said: Iterable[SignedRecord] = ()) -> int:
         """A sequence above all that this owner has used, in an earlier life too."""

@@ -61,7 +61,7 @@ class Relay:
     async def start(self, listen_on: str) -> int:
         """Listens -> the port; OSError if it is in use."""
         self._host, port = _split(listen_on)
-        self._server = await asyncio.start_server(self._spawned(self._welcome), self._host, port)
+        self._server = await asyncio.start_server(self._accept, self._host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -72,13 +72,10 @@ class Relay:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawned(self, serve: Any) -> Any:
-        """A callback for start_server whose tasks close() ends."""
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            _keep(self._tasks, _closing(writer, serve(reader, writer)))
-
-        return accept
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _keep(
+            self._tasks, _closing(writer, self._welcome(reader, writer))
+        )  # a task of ours, that close() ends
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = await _read(reader, PATIENCE)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import grpc
 
 from fmoe_ext.remote.discovery import (
+    Claim,
     Discovery,
     DiscoveryError,
     ExpertRecord,
@@ -311,32 +312,20 @@ class EtcdDiscovery(Discovery):
         self.etcd = EtcdClient(endpoints)
         self._lease: int | None = None
 
-    async def declare(
-        self,
-        uids: Sequence[str],
-        endpoint: str,
-        ttl: float,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        timeout: float = 5.0,
-    ) -> frozenset[str]:
-        deadline = time.monotonic() + timeout
-        lease = await self._renew(ttl, timeout)
-        mine, value = set(), dump(Leader("", endpoint))
-        for uid in map(check_uid, uids):
+    async def claim(self, claim: Claim) -> frozenset[str]:
+        deadline = time.monotonic() + claim.timeout
+        if self._lease is None or not await self.etcd.keep_alive(self._lease, claim.timeout):
+            self._lease = await self.etcd.grant(claim.ttl, claim.timeout)
+        mine, value = set(), dump(Leader("", claim.endpoint))
+        for uid in claim.uids:
             key = leader_key(uid)
             answer = await self.etcd.transact(
-                [created_at(key, 0)], [put(key, value, lease)], [read(key)], deadline - time.monotonic()
+                [created_at(key, 0)], [put(key, value, self._lease)], [read(key)], deadline - time.monotonic()
             )
             owner = None if answer.succeeded or not answer.ranges[0] else answer.ranges[0][0]
             if answer.succeeded or (owner is not None and owner.value == value):
                 mine.add(uid)
         return frozenset(mine)
-
-    async def _renew(self, ttl: float, timeout: float) -> int:
-        if self._lease is None or not await self.etcd.keep_alive(self._lease, timeout):
-            self._lease = await self.etcd.grant(ttl, timeout)
-        return self._lease
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
         value = dump(Leader("", endpoint))

@@ -46,20 +46,20 @@ class Leader:
 
 @dataclass(frozen=True)
 class Members:
-    """The record of an expert. term: number of the last leadership; term_of_end, leader_of_end, version: an end that
-    the log has reached, with so many requests; starts: the version at which a term began, by its number; successor:
-    who should lead next; voided: nobody has led since the registry went back."""
+    """The record of an expert."""
 
-    endpoints: Mapping[str, str] = field(default_factory=dict)  # by server
-    version: int = 0
-    successor: str = ""
-    term: int = 0
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # of the members, by server
+    version: int = 0  # with the next two fields: an end that the log has reached
+    successor: str = ""  # the server that should lead next
+    term: int = 0  # number of the last leadership
     term_of_end: int = 0
     leader_of_end: str = ""
-    epoch: int = 0
-    voided: bool = False
-    starts: Mapping[str, int] = field(default_factory=dict)
-    requests: int = 0
+    epoch: int = 0  # grows when the registry went back
+    voided: bool = False  # nobody has led since the registry went back
+    starts: Mapping[str, int] = field(default_factory=dict)  # version at which a term began, by its number
+    requests: int = 0  # gradients in the log up to the end
+    reserved: int = 0  # the leader acknowledges no later version before it has written a larger one here
+    noted: float = 0.0  # time.time() of the leader when it wrote this
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ def load_members(value: bytes) -> Members | None:
     entries = _load(value)
     endpoints = entries.pop("endpoints", None)
     found = _typed(Members(), entries)
-    if found is None or not isinstance(endpoints, dict) or not all(map(_is_start, found.starts.items())):
+    if (
+        found is None
+        or not isinstance(endpoints, dict)
+        or not all(term.isdecimal() and type(version) is int for term, version in found.starts.items())
+    ):
         return None
     return replace(found, endpoints={str(k): str(v) for k, v in endpoints.items()})
-
-
-def _is_start(item: tuple[str, object]) -> bool:
-    return item[0].isdecimal() and type(item[1]) is int
 
 
 def load_offer(value: bytes) -> Offer | None:

@@ -23,6 +23,16 @@ class Role(enum.Enum):
     LEADER = "leader"
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Updates that a recovery under way would lose."""
+
+    updates: int  # that etcd knows of
+    gradients: int  # at least so many were in them
+    most: int  # updates that may have been acknowledged
+    since: float  # time.time() of the last leader at its last note
+
+
 @dataclass
 class Replica:
     """The history is the ledger's; here is what this server does with it."""
@@ -40,7 +50,7 @@ class Replica:
     hopeless_since: float = 0.0  # no member that could lead has been alive since then
     epoch: int = 0
     num_returns: int = 0  # of the registry, that were dealt with
-    loss: tuple[int, int] = (0, 0)  # updates, and gradients in them, that a recovery under way would lose
+    loss: Loss | None = None
 
     def become_idle(self, now: float) -> None:
         self.role, self.leader, self.idle_since = Role.IDLE, None, now

@@ -1,7 +1,16 @@
-"""Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for."""
+"""Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for.
+
+A term goes through three phases. It *confirms*: every member is brought to this log, or removed from the record. It is
+*open*: an update gets the next version and goes to all members at once; it is answered when they all have it, so a
+member that does not answer has to leave the record in etcd first. It *ends* when the lease does, when a larger term is
+seen, or when etcd refuses a write: whatever is not answered by then fails, and the client asks the next leader again
+under the same request id. How far a leader may answer stands in etcd ahead of it (`reserved`), so that a server which
+finds all members dead knows how much may be missing.
+"""
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +30,7 @@ HAND_OVER_SECONDS = 5.0
 LEARN_SECONDS = 60.0  # for a copy
 HOST_AGAIN = 3.0  # seconds until another server is asked to be a replica
 NOTE_EVERY = 5.0  # seconds between notes of the end in the registry
+LEAST_RESERVED = 64  # updates that may be acknowledged after a note, before the next one
 
 
 class _Members:
@@ -33,6 +43,7 @@ class _Members:
 
     def __init__(self, leader: "Leader", record: keys.Members):
         self.record = record
+        self.reserved = record.reserved  # no later version is acknowledged; never above that of the registry
         self.needed = set(record.endpoints)
         self.senders: dict[str, Sender] = {}
         self.changing = asyncio.Lock()
@@ -62,8 +73,12 @@ class _Members:
             sender.stop()
             self.senders.pop(sender.server, None)
 
-    async def _write(self, endpoints: dict[str, str]) -> None:
-        record = self._noted(endpoints)
+    async def _write(self, endpoints: dict[str, str], version: int = 0) -> None:
+        """Writes the record. version: one that is to be acknowledged."""
+        record = self._noted(endpoints, version)
+        self.reserved = min(
+            self.reserved, record.reserved
+        )  # while it is not known which record the registry has
         try:
             is_written = await self._site.registry.set_members(self._uid, self._leader.guard, record)
             reason = "fenced"
@@ -74,20 +89,46 @@ class _Members:
             self._leader.end(reason)
             text = f"not the leader of {self._uid} any more: the registry says so, or does not answer"
             raise NotLeader(text)
-        self.record = record
+        self.record, self.reserved = record, record.reserved
+
+    async def reserve(self, version: int) -> None:
+        """Waits until a version may be acknowledged: a server that finds all members dead knows how many were."""
+        while version > self.reserved:
+            async with self.changing:
+                if self._leader.has_ended:
+                    raise NotLeader(f"not the leader of {self._uid} any more")
+                if version > self.reserved:
+                    await self._write(dict(self.record.endpoints), version)
 
     def without_leader(self) -> keys.Members:
         """The record for a leader that leaves: a member that has every update leads next."""
         left = {n: e for n, e in self.record.endpoints.items() if n != self._site.name}
         healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
-        return self._noted(left, next(healthy, ""))
+        record = replace(
+            self._noted(left), successor=next(healthy, ""), reserved=self._leader.committed.version
+        )
+        self.reserved = min(self.reserved, record.reserved)
+        return record
 
-    def _noted(self, endpoints: dict[str, str], successor: str = "") -> keys.Members:
+    def _noted(self, endpoints: dict[str, str], version: int = 0) -> keys.Members:
         leader = self._leader
+        reserved = max(leader.committed.version, version)
+        if (
+            since := reserved - self.record.version
+        ):  # nothing for an expert at rest, so that nothing counts as lost
+            reserved += max(LEAST_RESERVED, 2 * since)
         record = recovery.with_end(self.record, leader.committed)
         requests = leader.ledger.requests_at(leader.committed.version)
         starts = recovery.with_start(record.starts, leader.term.number, leader.start)
-        return replace(record, endpoints=endpoints, successor=successor, starts=starts, requests=requests)
+        return replace(
+            record,
+            endpoints=endpoints,
+            successor="",
+            starts=starts,
+            requests=requests,
+            reserved=reserved,
+            noted=time.time(),
+        )
 
     async def admit(self, name: str, endpoint: str) -> Message:
         """A copy for a server that wants to follow; every update after it goes there too."""
@@ -154,7 +195,8 @@ class _Members:
                     await self.remove(sender, sender.failure or "its server is gone")
             if not self._leader.is_open:
                 return
-            if now - self._noted_at >= NOTE_EVERY and self._leader.committed.version != self.record.version:
+            end = self._leader.committed.version
+            if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
                 self._noted_at = now
                 async with self.changing:
                     await self._write(dict(self.record.endpoints))
@@ -296,7 +338,7 @@ class Leader:
             self.shipped = logged.end
             append = Append(self.uid, self.term, self.ledger.committed, logged.end, logged)
             acks = [(sender, sender.put(append)) for sender in self.members.senders.values()]
-            if acks:
+            if acks or logged.end.version > self.members.reserved:
                 task = asyncio.create_task(self._commit(logged.end, acks))
                 self._commits.add(task)
                 task.add_done_callback(self._commits.discard)
@@ -311,6 +353,7 @@ class Leader:
                 reply = await ack
                 if reply is None or not reply.is_accepted:
                     await self.members.remove(sender, sender.failure)
+            await self.members.reserve(end.version)
         except NotLeader:
             return
         self._advance(end)

@@ -1,7 +1,7 @@
 """Messages between replicas: their bytes, the sender that keeps their order, and the methods that receive them."""
 
 import asyncio
-import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,12 +10,10 @@ import grpc
 import torch
 
 from fmoe_ext.remote import errors, protocol
-from fmoe_ext.remote.replication import messages
 from fmoe_ext.remote.replication.registry import Peers
-from fmoe_ext.remote.security import Denied, Guard
-from fmoe_ext.remote.server.host import ExpertMissing
-from fmoe_ext.remote.server.ledger import End, Logged, NotLeader, Request, Term, Update
-from fmoe_ext.remote.wire import STATE, Message, WireError, decode, encode, encode_parts
+from fmoe_ext.remote.server.ledger import End, Logged, Request, Term, Update
+from fmoe_ext.remote.server.service import SHARE_FOR_ROOM, Call, ComputeThread, Intake
+from fmoe_ext.remote.wire import Message, WireError, encode, encode_parts
 
 SERVICE = "fmoe.Replicas"
 APPEND, JOIN = f"/{SERVICE}/Append", f"/{SERVICE}/Join"
@@ -212,14 +210,6 @@ def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None
         future.set_result(result)
 
 
-Code = grpc.StatusCode
-CODES = (
-    (NotLeader, Code.FAILED_PRECONDITION),
-    (ExpertMissing, Code.NOT_FOUND),
-    (ValueError, Code.INVALID_ARGUMENT),
-)
-
-
 class _Replicas(Protocol):
     """Handlers of the calls."""
 
@@ -231,48 +221,64 @@ class _Replicas(Protocol):
 
 async def answer(replicas: _Replicas, method: str, message: Message) -> Message:
     """The answer to a call of another server."""
-    if method == messages.APPEND:
+    if method == APPEND:
         return _reply_message(replicas.append(read_append(message)))
     uid = _text(message, protocol.UID)
-    if method == messages.JOIN:
+    if method == JOIN:
         return await replicas.admit(uid, _text(message, "server"), _text(message, "endpoint"))
-    if method == messages.READY:
+    if method == READY:
         await replicas.promote(uid, _text(message, "server"))
     else:
         await replicas.host_expert(uid)
     return Message()
 
 
-def replica_handlers(replicas: _Replicas, guard: Guard, part_bytes: int) -> grpc.GenericRpcHandler:
-    """Servers admit each other as they admit those who send gradients. A copy comes in parts."""
+def replica_handlers(
+    replicas: _Replicas, intake: Intake, compute: ComputeThread, part_bytes: int
+) -> grpc.GenericRpcHandler:
+    """The methods. Servers admit each other as they admit those who send gradients; a copy comes in parts.
 
-    @contextlib.asynccontextmanager
-    async def answering(path: str, data: bytes, context: Any) -> AsyncIterator[Message]:
+    intake: with a budget of its own. Calls of clients wait for updates at other servers, and would these wait for the
+    clients' memory, two servers that follow each other would wait for ever.
+    """
+
+    async def handle(path: str, call: Call) -> Message:
         try:
-            guard.admit(context, len(data), gradient=True)
-            yield await answer(replicas, path, decode(data, STATE))
-        except Denied as error:
-            await context.abort(error.code, str(error))
-        except Exception as error:
-            code = next((code for kind, code in CODES if isinstance(error, kind)), Code.INTERNAL)
-            await context.abort(code, str(error)[:500] or repr(error)[:500])
+            if path == JOIN:  # the copy is as large as the expert
+                size = compute.host.state_bytes(_text(call.message, protocol.UID))
+                await call.held.wait_for(size, (call.deadline - time.monotonic()) * SHARE_FOR_ROOM)
+            reply = await answer(replicas, path, call.message)
+        except ValueError as error:
+            raise WireError(str(error)[:500]) from None
+        if path == APPEND and (call.message.tensors and reply.meta["accepted"] == "1"):
+            # It is answered when it is in the log, but its tensors are needed until they are applied.
+            held = call.held.move()
+            applied = asyncio.wrap_future(compute.call(lambda: None))
+            applied.add_done_callback(lambda _: held.release())
+        return reply
 
-    def method(path: str) -> Callable[..., Awaitable[bytes]]:
-        async def call(data: bytes, context: Any) -> bytes:
-            async with answering(path, data, context) as message:
-                return encode(message)
+    def whole(path: str) -> Callable[..., Awaitable[bytes]]:
+        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
+            async with intake.answering(path.rpartition("/")[2].lower(), requests, context) as call:
+                return encode(await handle(path, call))
             raise AssertionError("abort() does not return")
 
-        return call
+        return method
 
-    async def join(data: bytes, context: Any) -> AsyncIterator[bytes]:
-        async with answering(messages.JOIN, data, context) as message:
-            for part in encode_parts(message, part_bytes):
-                yield part
+    def in_parts(path: str) -> Callable[..., AsyncIterator[bytes]]:
+        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async with intake.answering(
+                path.rpartition("/")[2].lower(), requests, context, in_parts=True
+            ) as call:
+                for part in encode_parts(await handle(path, call), part_bytes):
+                    yield part
+
+        return method
 
     handlers = {
-        path.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(method(path))
-        for path in (messages.APPEND, messages.READY, messages.HOST)
+        path.rpartition("/")[2]: grpc.stream_unary_rpc_method_handler(whole(path))
+        for path in (APPEND, READY, HOST)
     }
-    handlers["Join"] = grpc.unary_stream_rpc_method_handler(join)
-    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)
+    handlers["Append" + protocol.IN_PARTS] = grpc.stream_stream_rpc_method_handler(in_parts(APPEND))
+    handlers["Join"] = grpc.stream_stream_rpc_method_handler(in_parts(JOIN))
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)

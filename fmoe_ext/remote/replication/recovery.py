@@ -21,19 +21,19 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Vacancy:
-    """seconds: since nobody leads under this record; hopeless_seconds: since no member is alive that could."""
+    """An expert without a leader, as one server sees it."""
 
-    server: str
-    end: End
-    is_able: bool
+    server: str  # the one that decides
+    end: End  # of its log
+    is_able: bool  # its state is that of a member, if the record has it as one
     record: keys.Members | None
-    revision: int
-    alive: Collection[str]
-    offers: Mapping[str, keys.Offer]
-    seconds: float
-    hopeless_seconds: float
-    recovery_wait: float
-    ttl: float
+    revision: int  # of the record
+    alive: Collection[str]  # servers with a lease
+    offers: Mapping[str, keys.Offer]  # by server
+    seconds: float  # since nobody leads under this record
+    hopeless_seconds: float  # since no member is alive that could lead
+    recovery_wait: float  # seconds for a newer state than what is offered
+    ttl: float  # of leases
     start: int | None = None  # version at which the term of the end began
     requests: int = 0  # gradients in the log up to the end
     lacks: int = 0  # version in this server's damaged checkpoint
@@ -81,6 +81,13 @@ def count_lost(vacancy: Vacancy) -> int:
     return max(1, damaged, record.version - min([end.version, *later]))
 
 
+def count_lost_at_most(vacancy: Vacancy) -> int:
+    """No more updates than these were acknowledged and are not in this server's log."""
+    record, end = vacancy.record or keys.Members(), vacancy.end
+    later = [start for term, start in record.starts.items() if int(term) > end.term.number]
+    return max(count_lost(vacancy), record.reserved - min([end.version, *later]))
+
+
 def count_lost_gradients(vacancy: Vacancy) -> int:
     """At least so many gradients are in the lost updates, each of which has one or more."""
     known = 0 if vacancy.record is None else vacancy.record.requests
@@ -114,6 +121,7 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
         successor="",
         term=term.number,
         voided=False,
+        reserved=known.version,  # all that its members have; what the last leader acknowledged beyond is lost
     )
 
 
@@ -127,6 +135,7 @@ def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> key
         term=max(record.term, seen.number) + 1,
         epoch=max(record.epoch, epoch) + 1,
         voided=True,
+        reserved=max(record.reserved, end.version),
     )
 
 

@@ -13,6 +13,7 @@ from fmoe_ext.remote.etcd import client as etcd
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Answer, Entry, Event
 from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.pages import Metrics
 from fmoe_ext.remote.wire import Message
 
@@ -194,6 +195,15 @@ class Registry:
         """The present lease: who became leader under an earlier one leads no more."""
         return self._lease
 
+    async def members_soon(self, uid: str) -> keys.Members | None:
+        """The record of an expert; one that another server has just written shows within a second."""
+        for _ in range(20):
+            record, _ = self.view.members(uid)
+            if record is not None:
+                break
+            await asyncio.sleep(0.05)
+        return record
+
     # ---------------------------------------------------------------- what is changed
 
     async def lead(self, uid: str, me: keys.Leader, members: keys.Members, revision: int) -> int:
@@ -334,19 +344,6 @@ class Registry:
                 log.warning("the lease could not be renewed: %s", error)
                 was_reached = False
                 self.changed()
-
-
-@dataclass(frozen=True)
-class Replication:
-    """registry: "host:port" of etcd, several with commas; replicas: servers an expert; ttl: seconds after which a
-    silent server counts as dead; ack_timeout: seconds that a follower has for an update; recovery_wait: seconds to
-    wait for a newer copy when all members are gone."""
-
-    registry: str
-    replicas: int = 2
-    ttl: float = 5.0
-    ack_timeout: float = 2.0
-    recovery_wait: float = 30.0
 
 
 @dataclass(frozen=True)

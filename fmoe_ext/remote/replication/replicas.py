@@ -2,26 +2,32 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import random
 import secrets
 from collections.abc import Set
 
+from fmoe_ext.memory import limits
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
+from fmoe_ext.remote.protocol import PART_BYTES
 from fmoe_ext.remote.replication.follower import Following, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
-from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Replication, Site, Store
+from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Site, Store
 from fmoe_ext.remote.replication.succession import Succession
 from fmoe_ext.remote.security import Credentials
+from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader
+from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
-from fmoe_ext.remote.wire import PART_BYTES, Limits, Message
+from fmoe_ext.remote.server.service import Intake
+from fmoe_ext.remote.wire import STATE, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
 MAX_UPDATE_BYTES = 2**31 - 1  # grpc's largest limit; --max_message_bytes is below it
@@ -41,7 +47,7 @@ class ReplicatedExperts:
     ):
         self.options = replication
         self.name = secrets.token_hex(8)  # of this process: new after a restart, which is another server
-        self.registry = Registry(store or EtcdClient(replication.registry), self.name, replication.ttl)
+        self.registry = Registry(store or EtcdClient(replication.registry or ""), self.name, replication.ttl)
         self.registry.changed = lambda: self._wake.set()
         self.peers: Peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
         self.replicas: dict[str, Replica] = {}
@@ -50,14 +56,21 @@ class ReplicatedExperts:
         self._confirming: set[asyncio.Task[None]] = set()
         self._hosting: set[str] = set()  # experts that are being added
         self._stopping = False
+        sizes = [limit.num_bytes for limit in limits()]
+        self.max_hosted_bytes = min(sizes) // 2 if sizes else float("inf")  # of experts that leaders ask for
 
     # ---------------------------------------------------------------- the server's side
 
     async def start(self, server: Server) -> None:
         """Hosts the server's experts and begins to lead or follow."""
         await self.begin(server)
-        part_bytes = min(PART_BYTES, server.options.max_message_bytes // 2)
-        server.add_handlers(replica_handlers(self, server.service.guard, part_bytes))
+        most = server.options.max_message_bytes
+        updates = dataclasses.replace(STATE, max_message_bytes=most)
+        # a follower must take what a leader may make, so there is room for one update at least
+        intake = Intake(server.guard, ByteBudget(max(server.service.budget.limit, most)), updates)
+        part_bytes = min(PART_BYTES, most // 2)
+        server.add_handlers(replica_handlers(self, intake, server.compute, part_bytes))
+        server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
     async def begin(self, server: Hosting) -> None:
         self.server = server
@@ -152,9 +165,24 @@ class ReplicatedExperts:
         await self._led(uid).members.promote(name)
 
     async def host_expert(self, uid: str) -> None:
-        """A leader asks this server to be a replica of an expert."""
+        """A leader asks this server to be a replica of an expert.
+
+        Every caller may ask, so only an expert is hosted that the registry has and that lacks replicas, while the
+        state of all experts fits in half of the memory.
+        """
         if uid not in self.replicas and uid not in self._hosting and not self._stopping:
-            self._hosting.add(check_uid(uid))
+            record = await self.registry.members_soon(check_uid(uid))
+            if record is None or len(record.endpoints) >= self.options.replicas:
+                why = "has its replicas" if record else "is no expert that the registry knows"
+                raise ValueError(f"{uid} {why}: this server does not host it")
+            host = self.server.host
+            sizes = [host.state_bytes(known) for known in host.experts]
+            if sizes and sum(sizes) + max(sizes) > self.max_hosted_bytes:
+                raise QueueFull(
+                    f"no room for {uid}: the {len(sizes)} experts here hold {sum(sizes)} bytes, of at most "
+                    f"{self.max_hosted_bytes}, half of the memory"
+                )
+            self._hosting.add(uid)
             try:
                 await self.server.add_experts([uid])  # with what a checkpoint of an earlier process has
                 self._add(uid)
@@ -211,7 +239,7 @@ class ReplicatedExperts:
         elif leader.server == self.name:
             await self._look_after(replica, guard)
         else:
-            replica.vacant, replica.loss = None, (0, 0)
+            replica.vacant, replica.loss = None, None
             if replica.leader is not None:
                 replica.leader.end(f"{leader.endpoint} leads")
             self.following.follow(replica, leader, record)

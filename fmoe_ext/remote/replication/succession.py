@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.flags import DATE_FORMAT
 from fmoe_ext.remote.replication import recovery
-from fmoe_ext.remote.replication.follower import Replica, Role
+from fmoe_ext.remote.replication.follower import Loss, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.recovery import Action, Vacancy
 from fmoe_ext.remote.replication.registry import Site
@@ -75,7 +77,9 @@ class Succession:
         term = Term(max(known, replica.ledger.seen.number) + 1, self._site.name)
         record = recovery.next_record(vacancy, action, term, self._site.server.endpoint)
         if action is Action.RECOVER:
-            replica.loss = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
+            lost, gradients = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
+            noted = 0.0 if vacancy.record is None else vacancy.record.noted
+            replica.loss = Loss(lost, gradients, recovery.count_lost_at_most(vacancy), noted)
         me, lease = keys.Leader(self._site.name, self._site.server.endpoint), self._site.registry.lease
         guard = await self._site.registry.lead(replica.uid, me, record, vacancy.revision)
         if not guard or lease != self._site.registry.lease or replica.role is Role.JOINING:
@@ -89,12 +93,17 @@ class Succession:
         leader = Leader(self._site, replica.uid, replica.ledger, term, guard, record, ended)
         replica.role, replica.leader = Role.LEADER, leader
         self._site.server.metrics.add("leads_won_total")
-        if any(replica.loss):
-            for name, count in zip(("updates_lost_total", "gradients_lost_total"), replica.loss, strict=True):
-                self._site.server.metrics.add(name, count)
-            text = "%s lost at least %d updates, which were %d gradients or more: no replica had them"
-            log.error(text, replica.uid, *replica.loss)
-            replica.loss = 0, 0
+        if (loss := replica.loss) is not None and loss.most:
+            replica.loss = None
+            self._site.server.metrics.add("updates_lost_total", loss.updates)
+            self._site.server.metrics.add("gradients_lost_total", loss.gradients)
+            self._site.server.metrics.add("updates_lost_at_most_total", loss.most)
+            when = f"after {time.strftime(DATE_FORMAT, time.localtime(loss.since))} " if loss.since else ""
+            log.error(
+                "%s: up to %d acknowledged updates %sare lost, because no replica has them; at least %d updates "
+                "with %d gradients or more are",
+                *(replica.uid, loss.most, when, loss.updates, loss.gradients),
+            )
         replica.ledger.lacks = 0
         task = asyncio.create_task(leader.confirm())
         self._confirming.add(task)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fmoe_ext.remote.protocol import WINDOW_BYTES
 from fmoe_ext.remote.wire import STATE
 
+LEAST_WAITING = 16 * WINDOW_BYTES  # that may wait, however little memory calls may hold
 MAX_BATCH_TENSORS = STATE.max_tensors - 8  # the others of an update's message describe it
 
 
@@ -69,6 +71,16 @@ class Held:
         self.count = count
         self.budget.add(self.peer, more)
 
+    async def wait_for(self, count: int, seconds: float) -> None:
+        """Holds count bytes instead, as soon as there is room for them; QueueFull after so many seconds."""
+        self.release()  # who waits must hold nothing, or two that wait for each other wait in vain
+        self.count = (await self.budget.take(self.peer, min(count, self.budget.limit), seconds)).count
+
+    def move(self) -> "Held":
+        """Another holder of these bytes; this one holds none any more."""
+        other, self.count = Held(self.budget, self.peer, self.count), 0
+        return other
+
     def release(self) -> None:
         """Gives back what it holds; again, nothing."""
         self.resize(0)
@@ -76,11 +88,16 @@ class Held:
 
 class ByteBudget:
     """The bytes of calls under way, over all peers, on one event loop. Of `limit` bytes a peer has half at most, or one
-    call. Who waits longer goes first."""
+    call. Who waits longer goes first.
+
+    What waits costs memory too: of each call, grpc reads a window before the call is read. These bytes are counted
+    by themselves and bounded alike; what is beyond is refused at once.
+    """
 
     def __init__(self, limit: int, max_waiting: int = 4096):
         self.limit, self.max_waiting = limit, max_waiting
         self.num_bytes = 0
+        self.on_idle: Callable[[], None] = lambda: None  # nothing is held any more
         self._of_peer: Counter[str] = Counter()
         self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
@@ -109,6 +126,8 @@ class ByteBudget:
             del self._of_peer[peer]
         if count < 0:
             self._admit()
+            if not self.num_bytes:
+                self.on_idle()
 
     def _admit(self) -> None:
         for turn, (peer, count) in list(self._waiting.items()):
@@ -120,8 +139,17 @@ class ByteBudget:
                 turn.set_result(None)
 
     async def _wait(self, peer: str, count: int, seconds: float) -> None:
-        if len(self._waiting) >= self.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} calls wait for memory: {self}")
+        others = [(name, min(size, WINDOW_BYTES)) for name, size in self._waiting.values()]
+        of_peer = [size for name, size in others if name == peer]
+        size = min(count, WINDOW_BYTES)
+        if (
+            len(others) >= self.max_waiting
+            or size + sum(other for _, other in others) > max(self.limit, LEAST_WAITING)
+            or size + sum(of_peer) > max(self.limit, LEAST_WAITING) // 2
+        ):
+            raise QueueFull(
+                f"{len(others)} calls wait for memory, {len(of_peer)} of them of {peer}, and no more may: {self}"
+            )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[turn] = peer, count
         self._admit()  # those that wait may be of peers with more than their share

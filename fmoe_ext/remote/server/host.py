@@ -20,7 +20,7 @@ from fmoe_ext.remote.expert_classes import (
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.ledger import Ledger, NotLeader, ReplyCache, Request, Update
-from fmoe_ext.remote.server.options import Training
+from fmoe_ext.remote.server.options import STATE_NAMES, Training
 from fmoe_ext.remote.wire import bytes_of
 
 DIGEST_EVERY = 50  # updates of an expert with replicas
@@ -70,7 +70,7 @@ class Hosted:
         limit = training.max_grad_norm
         scale = limit / norm if limit is not None and norm > limit else 1.0
         if self.optimizer is not None:
-            params = dict(zip(views, _optimized(self.optimizer), strict=True))
+            params = dict(zip(views, self.optimizer.param_groups[0]["params"], strict=True))
             for name, grad in grads.items():
                 params[name].grad = grad if scale == 1.0 else grad * scale
             self.optimizer.param_groups[0]["lr"] = training.lr_at(self.version)
@@ -164,6 +164,12 @@ class ExpertHost:
         """The buffers of an expert, which belong to its state."""
         return self._stack.buffers(self.find(uid).place)
 
+    def state_bytes(self, uid: str) -> int:
+        """The bytes of all that read_state() copies, but for request ids: weights, buffers, moments."""
+        own, buffers = self.parameters(uid).values(), self.buffers(uid).values()
+        moments = sum(name != "step" for name in STATE_NAMES[self.training.optimizer])
+        return (1 + moments) * sum(x.nbytes for x in own) + sum(x.nbytes for x in buffers)
+
     def digest(self, uid: str) -> str:
         """16 hexadecimal digits that differ when a bit of the weights differs."""
         total = hashlib.blake2b(digest_size=8)
@@ -219,7 +225,7 @@ class ExpertHost:
             with ledger.lock:  # who may step is decided together with the step, or the log would not have it
                 ledger.check_open(expert.uid)
                 expert.step(self._stack.views(expert.place), grads.parameters, self.training)
-                update = Update(expert.uid, ledger.version + 1, tuple(_request(job) for job in group))
+                update = Update(expert.uid, ledger.version + 1, tuple(map(_request, group)))
                 has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
                 ledger.append(update, self.digest(expert.uid) if has_digest else "")
         except NotLeader as error:
@@ -358,7 +364,3 @@ def _request(job: Job) -> Request:
 
 def _given(tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
     return tuple(x for x in tensors if x is not None)
-
-
-def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return optimizer.param_groups[0]["params"]

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -190,14 +190,11 @@ class Ledger:
     def _note(self, update: Update) -> None:
         self.version = update.version
         self.num_requests += len(update.requests)
-        for request_id in _ids(update.requests):
-            self.applied[request_id] = update.version
+        for request in update.requests:
+            if request.request_id:
+                self.applied[request.request_id] = update.version
         while len(self.applied) > MAX_REMEMBERED_IDS:
             self._forget(self.applied.popitem(last=False)[0])
-
-
-def _ids(requests: Iterable[Request]) -> list[str]:
-    return [request.request_id for request in requests if request.request_id]
 
 
 class ReplyCache:
@@ -213,6 +210,8 @@ class ReplyCache:
 
     def put(self, uid: str, request_id: str, tensors: tuple[torch.Tensor, ...]) -> None:
         self.drop(uid, request_id)
+        # A part of a larger tensor, of a batch or of a message, would keep all of it.
+        tensors = tuple(x if x.untyped_storage().nbytes() <= x.nbytes else x.clone() for x in tensors)
         self._answers[uid, request_id] = tensors
         self.num_bytes += _size(tensors)
         while self.num_bytes > self.max_bytes:

@@ -1,6 +1,7 @@
 """fmoe-server: hosts experts until a signal ends it."""
 
 import argparse
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -17,12 +18,11 @@ from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
-from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.security import Credentials, InUse, Security
 from fmoe_ext.remote.server.checkpoints import Damaged
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
-from fmoe_ext.remote.server.options import ETCD, Options, Training, parse, read_tokens
+from fmoe_ext.remote.server.options import ETCD, Options, Replication, Training, parse, read_tokens
 from fmoe_ext.remote.server.server import Placement, Server
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -45,8 +45,9 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         raise SystemExit("servers call each other: name this server's token with --own_token")
     credentials = _credentials(flags, own)
     if flags.registry is not None:
-        where = flags.registry.removeprefix(ETCD)
-        replication = Replication(where, flags.replicas, flags.lease, recovery_wait=flags.recovery_wait)
+        replication = dataclasses.replace(
+            build(Replication, flags), registry=flags.registry.removeprefix(ETCD)
+        )
         return ReplicatedExperts(replication, credentials)
     discovery = StaticList() if flags.no_dht else _open_dht(flags)
     copies = (

@@ -152,6 +152,37 @@ class Options:
     security: Security = field(default_factory=Security)
 
 
+@dataclass(frozen=True)
+class Replication:
+    """Options of experts with replicas."""
+
+    registry: str | None = flag(  # "host:port" of etcd, several with commas; as a flag behind etcd://
+        None,
+        "etcd://host:2379: experts with replicas",
+        excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of", "no_dht"),
+        group=NETWORK,
+    )
+    replicas: int = flag(
+        2, "servers an expert, with --registry", type=POSITIVE_INT, needs=("registry",), group=NETWORK
+    )
+    ttl: float = flag(
+        5.0,
+        "seconds after which a silent server counts as dead",
+        name="lease",
+        type=POSITIVE,
+        needs=("registry",),
+        group=NETWORK,
+    )
+    ack_timeout: float = 2.0  # seconds that a follower has for an update
+    recovery_wait: float = flag(
+        30.0,
+        "seconds to wait for the newest copy when all are gone",
+        type=NOT_NEGATIVE,
+        needs=("registry",),
+        group=NETWORK,
+    )
+
+
 ETCD = "etcd://"
 CALLS_OTHERS = ("registry", "copies_of")
 # What to write instead of hivemind's flags.
@@ -182,29 +213,6 @@ class _Command:
     custom_module_path: Path | None = flag(None, "a Python file that registers expert classes", type=Path)
     num_threads: int | None = flag(None, "of torch", type=POSITIVE_INT)
     stats_report_interval: float = flag(60.0, "seconds between progress lines; 0: none", type=NOT_NEGATIVE)
-    registry: str | None = flag(
-        None,
-        "etcd://host:2379: experts with replicas",
-        excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of", "no_dht"),
-        group=NETWORK,
-    )
-    replicas: int = flag(
-        2, "servers an expert, with --registry", type=POSITIVE_INT, needs=("registry",), group=NETWORK
-    )
-    lease: float = flag(
-        5.0,
-        "seconds after which a silent server counts as dead",
-        type=POSITIVE,
-        needs=("registry",),
-        group=NETWORK,
-    )
-    recovery_wait: float = flag(
-        30.0,
-        "seconds to wait for the newest copy when all are gone",
-        type=NOT_NEGATIVE,
-        needs=("registry",),
-        group=NETWORK,
-    )
     dht_port: int | None = flag(None, "of a DHT node in this server", type=port, group=NETWORK)
     initial_peers: Sequence[str] = flag(
         (), "host:port of other DHT nodes; none: a new DHT begins", nargs="*", group=NETWORK
@@ -251,7 +259,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, with those of --config behind them; SystemExit with one sentence if they make no sense."""
     parser = Parser(
         "fmoe-server",
-        *(Options, Training, Security, _Command),
+        *(Options, Training, Security, Replication, _Command),
         description="Hosts experts until a signal ends it.",
         usage="fmoe serve [--flag value ...], or fmoe serve status --help, or fmoe serve --help",
         foreign=HIVEMIND,

@@ -77,12 +77,9 @@ class _Times:
 
 
 def _text(labels: Labels) -> str:
-    pairs = (f'{key}="{_escape(value)}"' for key, value in labels)
+    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    pairs = (f'{key}="{value.translate(escape)}"' for key, value in labels)
     return "{" + ",".join(pairs) + "}" if labels else ""
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 MAX_REQUEST = 8 << 10

@@ -27,7 +27,7 @@ from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
-SHARE_IN_FLIGHT = 8  # the part of the memory that calls may hold; one takes up to five times its bytes
+SHARE_IN_FLIGHT = 8  # the part of the memory that calls may hold; computing one takes several times its bytes
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
 
 
@@ -53,11 +53,12 @@ class Server:
         self.compute = ComputeThread(self.host, self.queue)
         self.metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
-        self.service = ExpertService(self.compute, Guard(options.security), self.metrics, call)
+        self.guard = Guard(options.security)
+        most = options.max_bytes_in_flight or _bytes_in_flight()
+        budget = None if most is None else ByteBudget(most, options.max_waiting)
+        self.service = ExpertService(self.compute, self.guard, self.metrics, call, budget)
         self.service.max_rows = options.max_rows
         self.service.describe = self.describe
-        if (most := options.max_bytes_in_flight or _bytes_in_flight()) is not None:
-            self.service.budget = ByteBudget(most, options.max_waiting)
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.saver: Saver | None = None
         if self.checkpoints is not None:
@@ -101,7 +102,11 @@ class Server:
     # ---------------------------------------------------------------- life
 
     async def _start(self) -> None:
-        self._grpc = grpc.aio.server(options=protocol.server_options(self.options.max_message_bytes))
+        self._grpc = grpc.aio.server(
+            options=protocol.server_options(self.options.max_message_bytes),
+            # calls wait for memory or for the device, max_waiting of them each; the others are for calls about them
+            maximum_concurrent_rpcs=4 * self.options.max_waiting,
+        )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
         port = _bind(self._grpc, self.options)
         self._endpoint = self.options.announce or _announced(self.options.listen_on, port)
@@ -109,7 +114,10 @@ class Server:
         try:
             if self.checkpoints is not None:
                 await asyncio.to_thread(self.checkpoints.begin)
-            await self._attach(port)
+            if self.options.relay is not None:  # it passes on what comes for this server
+                target = f"{reachable_here(self.options.listen_on)}:{port}"
+                attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
+                self._attachment = await attachment.start()
             await self.placement.start(self)
             await self._grpc.start()
             if self.options.http_on is not None:
@@ -124,13 +132,6 @@ class Server:
                 self._tasks.append(asyncio.create_task(self.saver.check_regularly(rate * 1e6)))
         log.info("Server started at %s", self.endpoint)
         _log_experts(self.host, self.options.expert_cls)
-
-    async def _attach(self, port: int) -> None:
-        """Lets a relay pass on what comes for this server."""
-        if self.options.relay is not None:
-            target = f"{reachable_here(self.options.listen_on)}:{port}"
-            attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
-            self._attachment = await attachment.start()
 
     def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
         """More methods on the same port; before it opens."""

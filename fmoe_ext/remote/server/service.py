@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import ctypes
 import threading
 import time
 import traceback
@@ -138,7 +139,9 @@ def _seconds(request: Message) -> float | None:
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
 CALLS_IN_FLIGHT = 8  # of the largest size, where no other bound is set
 SHARE_FOR_ROOM = 0.5  # of a call's time, after which it is refused if there is no room for it
+TRIM_BYTES = 64 << 20  # of calls that have ended, after which their memory goes back to the system
 MAX_SHOWN_PEERS = 100
+CHANGES = frozenset(("backward", "append", "join", "ready", "host"))  # experts, or who has them
 Code = grpc.StatusCode
 
 
@@ -153,63 +156,59 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 )
 
 
-class ExpertService:
-    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
+@dataclass(frozen=True)
+class Call:
+    """A call that was let in and read."""
 
-    def __init__(self, compute: ComputeThread, guard: Guard, metrics: Metrics, limits: Limits):
-        self.compute, self.guard, self.metrics, self.limits = compute, guard, metrics, limits
-        self.max_rows: int | None = None  # of one call
-        self.budget = ByteBudget(CALLS_IN_FLIGHT * limits.max_message_bytes)
-        self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
-        self.may_step: Callable[[str], None] = lambda uid: None
-        self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
-        # name: time.monotonic() of its last call, loss it reported
-        self.peers: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self.copies = _CopiesElsewhere()
-        self.withheld: set[str] = set()  # hosted, but claimed by another server
-        self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
+    message: Message
+    peer: str  # the caller's name, or address
+    deadline: float  # time.monotonic()
+    held: Held  # the bytes that it holds, until its answer is sent
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """The methods. Each reads its one message itself, when there is memory for it."""
-        unary = {"Info": self._info, "Forward": self._forward, "Backward": self._backward}
-        methods = {
-            name: grpc.stream_unary_rpc_method_handler(self._method(name.lower(), call))
-            for name, call in unary.items()
-        }
-        methods["State"] = grpc.stream_stream_rpc_method_handler(self._state_in_parts)
-        return grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
 
-    def _method(
-        self, name: str, call: Callable[[Message, str, float], Awaitable[bytes]]
-    ) -> Callable[..., Any]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
-            async with self._answering(name, requests, context) as (message, peer, deadline):
-                return await call(message, peer, deadline)
-            raise AssertionError("abort() does not return")
+class Intake:
+    """Lets calls in one by one: who may call, how much may come, and what went wrong as a status code.
 
-        return method
+    Nothing of a call is read before there is room for all of it, by the size that it announces. A call that sends more
+    than it has announced needs room for each further part; grpc itself ends messages that are longer than a part may
+    be, and holds a window of each call that waits. So a caller that lies costs a part and a window.
+    """
 
-    async def _state_in_parts(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        async with self._answering("state", requests, context) as (message, _, _):
-            for part in encode_parts(await self._state(message), self._part_bytes):
-                yield part
+    def __init__(
+        self,
+        guard: Guard,
+        budget: ByteBudget,
+        limits: Limits,
+        ended: Callable[[str, grpc.StatusCode, float], None] = lambda name, code, seconds: None,
+    ):
+        self.guard, self.budget, self.limits = guard, budget, limits
+        self._ended = ended  # of each call: its method's name, how it ended, and the seconds that it took
+        self._ended_bytes = 0  # of calls that have ended since memory was given back
+        budget.on_idle = self._trim
+        # glibc's own function; other C libraries, which have none, give memory back by themselves
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     @contextlib.asynccontextmanager
-    async def _answering(
-        self, name: str, requests: AsyncIterator[bytes], context: Any
-    ) -> AsyncIterator[tuple[Message, str, float]]:
-        """The message of a call, its peer and deadline; ends the call with a status code if the block raises."""
+    async def answering(
+        self, name: str, requests: AsyncIterator[bytes], context: Any, in_parts: bool = False
+    ) -> AsyncIterator[Call]:
+        """The call; ends it with a status code if the block raises. Calls that change experts need the right to."""
         begin, code = time.monotonic(), Code.OK
         try:
             announced = _announced(context)
-            peer = self.guard.admit(context, announced or 0, gradient=name == "backward")
+            peer = self.guard.admit(context, announced or 0, gradient=name in CHANGES)
             seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
             room = self._room_for(announced)
             held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
             context.add_done_callback(lambda _: held.release())  # when the reply is on its way
-            message = await self._read(requests, held, announced or 0)
-            self._note_peer(peer, message)
-            yield message, peer, begin + seconds
+            if in_parts:
+                await context.send_initial_metadata(((protocol.ROOM, "1"),))
+            reading = self._read(requests, held, announced or 0)
+            try:
+                message = await asyncio.wait_for(reading, seconds)
+            except asyncio.TimeoutError:
+                raise DeadlinePassed(f"the call did not come whole within {seconds:.3g} s") from None
+            yield Call(message, peer, begin + seconds, held)
         except Denied as error:
             code = error.code
             await context.abort(code, str(error))
@@ -220,8 +219,7 @@ class ExpertService:
             code = next((c for kind, c in CODES if isinstance(error, kind)), Code.INTERNAL)
             await context.abort(code, f"{error}" if code is not Code.INTERNAL else repr(error)[:500])
         finally:
-            self.metrics.add("calls_total", method=name, code=code.name)
-            self.metrics.time("call_seconds", time.monotonic() - begin, method=name)
+            self._ended(name, code, time.monotonic() - begin)
 
     def _room_for(self, announced: int | None) -> int:
         """The bytes to keep free for a call before it is read."""
@@ -235,14 +233,91 @@ class ExpertService:
         return announced
 
     async def _read(self, requests: AsyncIterator[bytes], held: Held, announced: int) -> Message:
-        """The one message of a call."""
-        async for data in requests:
-            self.guard.charge(held.peer, len(data) - announced)
-            held.resize(len(data))
-            message = decode(data, self.limits)
-            held.resize(max(len(data), unpacked_bytes(message)))
-            return message
-        raise WireError("the call has no message")
+        """The message of a call, which comes whole or in parts."""
+        data, charged = bytearray(), announced
+        async for part in requests:
+            size = len(data) + len(part)
+            if size > self.limits.max_message_bytes:
+                raise WireError(
+                    f"a call has at most {self.limits.max_message_bytes} bytes (--max_message_bytes), but "
+                    f"{size} came: send fewer rows a call"
+                )
+            self.guard.charge(held.peer, size - charged)
+            charged = max(charged, size)
+            held.resize(max(held.count, size))
+            data += part
+        if not data:
+            raise WireError("the call has no message")
+        held.resize(len(data))
+        message = decode(data, self.limits)
+        held.resize(len(data) + unpacked_bytes(message))
+        self._ended_bytes += held.count
+        return message
+
+    def _trim(self) -> None:
+        """Gives freed memory back: grpc's small pieces keep what glibc would give back from the top of its heap."""
+        if self._ended_bytes >= TRIM_BYTES and self._malloc_trim is not None:
+            self._ended_bytes = 0
+            # later, when the last frames of the call are gone; elsewhere, because it takes milliseconds
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.1, loop.run_in_executor, None, self._malloc_trim, 0)
+
+
+class ExpertService:
+    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
+
+    def __init__(
+        self,
+        compute: ComputeThread,
+        guard: Guard,
+        metrics: Metrics,
+        limits: Limits,
+        budget: ByteBudget | None = None,
+    ):
+        self.compute, self.metrics, self.limits = compute, metrics, limits
+        self.max_rows: int | None = None  # of one call
+        self.budget = budget or ByteBudget(CALLS_IN_FLIGHT * limits.max_message_bytes)
+        self.intake = Intake(guard, self.budget, limits, self._note_end)
+        self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
+        self.may_step: Callable[[str], None] = lambda uid: None
+        self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
+        # name: time.monotonic() of its last call, loss it reported
+        self.peers: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self.copies = _CopiesElsewhere()
+        self.withheld: set[str] = set()  # hosted, but claimed by another server
+        self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The methods. Each reads its message itself, when there is memory for it; some do it in parts too."""
+        methods = {"State": grpc.stream_stream_rpc_method_handler(self._in_parts("state", self._state))}
+        for name, call in (("Info", self._info), ("Forward", self._forward), ("Backward", self._backward)):
+            methods[name] = grpc.stream_unary_rpc_method_handler(self._whole(name.lower(), call))
+            if name != "Info":
+                in_parts = self._in_parts(name.lower(), call)
+                methods[name + protocol.IN_PARTS] = grpc.stream_stream_rpc_method_handler(in_parts)
+        return grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
+
+    def _whole(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> Callable[..., Any]:
+        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
+            async with self.intake.answering(name, requests, context) as call:
+                self._note_peer(call.peer, call.message)
+                return encode(await answer(call))
+            raise AssertionError("abort() does not return")
+
+        return method
+
+    def _in_parts(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> Callable[..., Any]:
+        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async with self.intake.answering(name, requests, context, in_parts=True) as call:
+                self._note_peer(call.peer, call.message)
+                for part in encode_parts(await answer(call), self._part_bytes):
+                    yield part
+
+        return method
+
+    def _note_end(self, name: str, code: grpc.StatusCode, seconds: float) -> None:
+        self.metrics.add("calls_total", method=name, code=code.name)
+        self.metrics.time("call_seconds", seconds, method=name)
 
     def _note_peer(self, peer: str, message: Message) -> None:
         loss = message.meta.get(protocol.LOSS) or self.peers.pop(peer, (0.0, ""))[1]
@@ -251,10 +326,10 @@ class ExpertService:
         while len(self.peers) > MAX_SHOWN_PEERS:
             self.peers.popitem(last=False)
 
-    async def _info(self, message: Message, peer: str, deadline: float) -> bytes:
+    async def _info(self, call: Call) -> Message:
         host = self.compute.host
-        expert = host.find(self._served(message))
-        self.copies.note_look(message, expert.uid)
+        expert = host.find(self._served(call.message))
+        self.copies.note_look(call.message, expert.uid)
         meta = {
             protocol.UID: expert.uid,
             protocol.SCHEMA: host.schema.to_text(),
@@ -265,17 +340,19 @@ class ExpertService:
             protocol.LEAVING: str(int(self.copies.is_leaving)),
             **self.describe(expert.uid),
         }
-        return encode(Message({}, meta))
+        return Message({}, meta)
 
-    async def _forward(self, message: Message, peer: str, deadline: float) -> bytes:
+    async def _forward(self, call: Call) -> Message:
+        message = call.message
         tensors = decompress(message)
         inputs = tuple(tensors.pop(str(n)) for n in range(len(tensors)) if str(n) in tensors)
         uid = self._check(message, inputs, tensors)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.compute.queue.put(Job(uid, inputs, _settle_soon(future), peer=peer, deadline=deadline))
+        self.compute.queue.put(Job(uid, inputs, _settle_soon(future), peer=call.peer, deadline=call.deadline))
         return self._reply(message, await future)
 
-    async def _backward(self, message: Message, peer: str, deadline: float) -> bytes:
+    async def _backward(self, call: Call) -> Message:
+        message = call.message
         tensors = decompress(message)
         grad = tensors.pop(protocol.GRAD, None)
         if grad is None:
@@ -290,17 +367,19 @@ class ExpertService:
         future = self._under_way.get(key)
         if future is None or not request_id:
             future = asyncio.get_running_loop().create_future()
-            job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, peer, deadline)
+            job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, call.peer, call.deadline)
             self._check_size(job)
             self.compute.queue.put(job)
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
         return self._reply(message, await asyncio.shield(future))
 
-    async def _state(self, message: Message) -> Message:
+    async def _state(self, call: Call) -> Message:
+        message, host = call.message, self.compute.host
         uid = _text(message, protocol.UID)
-        self.compute.host.find(uid)
-        state = await asyncio.wrap_future(self.compute.call(lambda: read_state(self.compute.host, uid)))
+        seconds = (call.deadline - time.monotonic()) * SHARE_FOR_ROOM
+        await call.held.wait_for(host.state_bytes(uid), seconds)  # its copy is of that size
+        state = await asyncio.wrap_future(self.compute.call(lambda: read_state(host, uid)))
         self.copies.note_copy(message, uid, int(state.meta[protocol.VERSION]))
         return state
 
@@ -329,12 +408,12 @@ class ExpertService:
         check_finite({f"input {n}": x for n, x in enumerate(inputs)}, uid)
         return uid
 
-    def _reply(self, request: Message, answer: Answer) -> bytes:
+    def _reply(self, request: Message, answer: Answer) -> Message:
         codec = request.meta.get(protocol.COMPRESSION, "none")
         if codec not in CODECS:
             raise WireError(f"unknown compression {codec[:50]!r}: use one of {', '.join(CODECS)}")
         tensors = {str(n): x for n, x in enumerate(answer.tensors)}
-        return encode(compress(tensors, codec, {protocol.VERSION: str(answer.version)}))
+        return compress(tensors, codec, {protocol.VERSION: str(answer.version)})
 
 
 def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:

@@ -16,18 +16,23 @@ STALE = (
 
 @dataclass
 class Recovery:
-    """A server leads without what the record knew. counted, leads: its metrics before."""
+    """A server leads without what the record knew. counted, leads, counted_at_most: its metrics before."""
 
     server: object
     known: int
     counted: float
     leads: float
+    lost: int  # whether the record knew of them or not
+    counted_at_most: float
 
     def check(self):
         metrics = self.server.metrics
         reported = metrics.count("updates_lost_total") - self.counted
         if metrics.count("leads_won_total") > self.leads and reported < self.known:
             raise Failed(f"the record knew of {self.known} lost updates, {reported:.0f} were counted")
+        at_most = metrics.count("updates_lost_at_most_total") - self.counted_at_most
+        if metrics.count("leads_won_total") > self.leads and at_most < self.lost:
+            raise Failed(f"{self.lost} updates were lost, but at most {at_most:.0f} were said to be")
 
 
 class Losses:
@@ -107,7 +112,8 @@ class Losses:
             known = len({version for version in new.values() if version <= record.version})
             metrics = self.leader.metrics
             before = metrics.count("updates_lost_total"), metrics.count("leads_won_total")
-            self.recoveries.append(Recovery(self.leader, known, *before))
+            lost, at_most = len(set(new.values())), metrics.count("updates_lost_at_most_total")
+            self.recoveries.append(Recovery(self.leader, known, *before, lost, at_most))
 
     @staticmethod
     def _has_won(recovery):

@@ -187,25 +187,41 @@ def trust_names_of_files(patch):
     patch.setattr(Checkpoints, "load", load)
 
 
+def acknowledge_beyond_the_reservation(patch):
+    """A leader does not wait for etcd to know up to which version it acknowledges."""
+
+    confirm = Leader.confirm
+
+    async def at_once(version):
+        pass
+
+    async def confirm_and_forget(self):
+        self.members.reserve = at_once
+        await confirm(self)
+
+    patch.setattr(Leader, "confirm", confirm_and_forget)
+
+
 def count_leases_by_the_clock_on_the_wall(patch):
     """A clock that is set back makes a lease longer than etcd's."""
     patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
 
 
 MUTANTS = {  # mutant: (faults, the first seed that finds it)
-    order_by_version: (["cut", "stop", "kill"], 30),
-    keep_the_wait_of_an_earlier_vacancy: (["stop"], 4),
-    answer_before_confirming: (["kill_leaders"], 72),
-    step_without_log: (["pause_etcd", "cut", "slow_down"], 66),
+    order_by_version: (["cut", "stop", "kill"], 104),
+    keep_the_wait_of_an_earlier_vacancy: (["stop"], 20),
+    answer_before_confirming: (["kill_leaders"], 75),
+    step_without_log: (["pause_etcd", "cut", "slow_down"], 81),
     idle_members_never_lead: (["pause_etcd", "lose_messages"], 1),
     fall_back_with_the_registry: (["restore_etcd", "stop"], 8),
     die_in_silence: (["strange_errors"], 3),
     make_what_followers_refuse: (["slow_down"], 11),
     count_no_loss: (["kill"], 1),
-    count_by_version_alone: (None, 143),
-    accept_damaged_files: (["lose_power"], 3),
+    acknowledge_beyond_the_reservation: (["kill"], 1),
+    count_by_version_alone: (None, 174),
+    accept_damaged_files: (["lose_power"], 11),
     share_a_folder: (["start_twice"], 0),
     stop_saving_at_the_first_failure: (["bad_disk"], 6),
-    trust_names_of_files: (["misname"], 36),
-    count_leases_by_the_clock_on_the_wall: (["pause"], 30),
+    trust_names_of_files: (["misname"], 40),
+    count_leases_by_the_clock_on_the_wall: (["pause"], 99),
 }

@@ -10,15 +10,15 @@ from torch import nn
 from fmoe_ext.remote.expert_classes import ExpertClass, Gradients
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged, decode_with_checksums
-from fmoe_ext.remote.server.fair_queue import FairQueue
+from fmoe_ext.remote.server.fair_queue import FairQueue, Held
 from fmoe_ext.remote.server.host import ExpertHost, Training
 from fmoe_ext.remote.server.ledger import End
 from fmoe_ext.remote.server.pages import Metrics
 from fmoe_ext.remote.server.saving import Saver
 from fmoe_ext.remote.server.server import Server
-from fmoe_ext.remote.server.service import ComputeThread, ExpertService
+from fmoe_ext.remote.server.service import Call, ComputeThread, ExpertService
 from fmoe_ext.remote.server.state import read_state
-from fmoe_ext.remote.wire import STATE, Limits, compress, decode
+from fmoe_ext.remote.wire import STATE, Limits, compress, decode, encode
 from tests.remote.simulation.checker import PRIME
 from tests.remote.simulation.disk import SimFiles
 from tests.remote.simulation.etcd import StoreClient
@@ -227,4 +227,6 @@ class SimServer:
         if not self.is_ready:
             raise ConnectionError("not listening yet")
         message = compress({"0": x, "grad": grad}, "none", {"uid": uid, "id": request_id})
-        return decode(await self.service._backward(message, "client", float("inf")), STATE)
+        held = Held(self.service.budget, "client", 0)
+        answer = await self.service._backward(Call(message, "client", float("inf"), held))
+        return decode(encode(answer), STATE)

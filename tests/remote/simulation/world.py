@@ -13,7 +13,7 @@ from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import follower
 from fmoe_ext.remote.replication.follower import Role
-from fmoe_ext.remote.replication.registry import Replication
+from fmoe_ext.remote.server.options import Replication
 from tests.remote.simulation.checker import Failed, Held, History, check
 from tests.remote.simulation.disk import Disk
 from tests.remote.simulation.etcd import Etcd
