@@ -227,7 +227,7 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine):
     given["w1_interleaved"] = True
     forward = frozen_arguments.forward(**given, topk_weights=floats(T, K), activation=4)
     needs = [True, False, False, False, False, True]
-    with Capture() as capture:
+    with Capture() as capture, torch.no_grad():
         y, *kept = frozen_mlp(*forward)
         backward = frozen_arguments.backward(forward, torch.empty_like(y), kept, needs)
         dx, *_, dweights = frozen_mlp_backward(*backward)
