@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def test_leftovers_are_named(tmp_path, monkeypatch, content, code, text):
         assert not state or state.startswith("Z"), "the process was not ended"
 
 
+@pytest.fixture
+def short_path():
+    """A folder whose name leaves room for that of a forkserver's socket, which has at most 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 LEAVES_A_FORKSERVER = """
 PROGRAM = '''
 import multiprocessing, multiprocessing.forkserver, os, signal
@@ -79,24 +87,24 @@ def test_leaves_a_forkserver():
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_process_that_was_asked_to_end_is_waited_for_and_fails_no_run(tmp_path, monkeypatch, ends):
+def test_process_that_was_asked_to_end_is_waited_for_and_fails_no_run(short_path, monkeypatch, ends):
     """Forkservers of workers were still ending after ten seconds, and a run without a failure ended with Error 1."""
     monkeypatch.delenv(leftovers.MARK)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    file = tmp_path / "test_it.py"
+    file = short_path / "test_it.py"
     file.write_text(f"import subprocess, sys\n{LEAVES_A_FORKSERVER}")
     program = (
         f"import leftovers, pytest; leftovers.PATIENCE = 0.0; leftovers.PATIENCE_IF_ASKED = {600.0 * ends}; "
     )
     program += f"raise SystemExit(pytest.main([{str(file)!r}, '-p', 'leftovers', '-p', 'no:cacheprovider', "
-    program += f"'--rootdir', {str(tmp_path)!r}]))"
-    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    program += f"'--rootdir', {str(short_path)!r}]))"
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=short_path)
     lines = []
     for line in run.stdout:
         lines.append(line)
         if ends and "that were asked to end" in line:
-            os.kill(int((tmp_path / "pid").read_text().split()[-1]), signal.SIGCONT)
+            os.kill(int((short_path / "pid").read_text().split()[-1]), signal.SIGCONT)
     text = "".join(lines)
     assert run.wait(120) == 0 and "1 passed" in text, text
     assert "left behind by the tests: process" not in text and (ends or "pymp-" not in text), text
