@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, read_json
+from fmoe_ext.checkpoint.huggingface import local_path
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.shards import (
     MAX_SHARD_BYTES,
@@ -56,10 +57,10 @@ def prune(
 ) -> dict[str, Any]:
     """Write a model without the experts that a text needs least -> the report, also in out/prune_report.json and .html.
 
-    folder: of Transformers, packed or not, or a GGUF file; it is only read. out: a new folder that Transformers, vLLM
-    and stream() load as the first, or with the GGUF file in it. tokens: ids [N] int64 of a text like those the model is
-    for. keep: share of the experts that stay in each layer; experts: their number instead. criterion: reap, mass or
-    frequency (compress.Scores.of). merge: cosine of two experts' weights from which one is merged into the other.
+    folder: of Transformers, packed or not, a GGUF file, or a name in the cache of the Hugging Face hub; it is only
+    read. out: a new folder that Transformers, vLLM and stream() load as the first, or with the GGUF file in it.
+    tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in each layer;
+    experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of). merge: cosine of two experts' weights from which one is merged into the other.
     memory: for the model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files.
     held_out: the last share of the text, to measure the loss on. scores: a file that keeps what was measured. dry_run:
     measures, writes no model. say: called with lines about the progress.
@@ -70,7 +71,7 @@ def prune(
     """
     if not dry_run:
         check_is_free(Path(out))
-    job = _Job(Path(folder), memory, keep, experts, criterion, say)
+    job = _Job(local_path(folder), memory, keep, experts, criterion, say)
     job.take_merge(merge)
     job.take_text(tokens, seq_len, held_out, batch)
     file = None if scores is None else Path(scores)
