@@ -60,7 +60,8 @@ def prune(
     folder: of Transformers, packed or not, a GGUF file, or a name in the cache of the Hugging Face hub; it is only
     read. out: a new folder that Transformers, vLLM and stream() load as the first, or with the GGUF file in it.
     tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in each layer;
-    experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of). merge: cosine of two experts' weights from which one is merged into the other.
+    experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of).
+    merge: cosine of two experts' weights from which one is merged into the other.
     memory: for the model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files.
     held_out: the last share of the text, to measure the loss on. scores: a file that keeps what was measured. dry_run:
     measures, writes no model. say: called with lines about the progress.
