@@ -104,11 +104,11 @@ class _Job:
             )
         (self.size,) = sizes
         self.number = number_to_keep(self.size, keep, experts, self.config.to_dict())
-        self.files = [folder]
         self.cut: Cut | GgufCut
         if self.is_gguf:
             paths = [path for path, m in self.model.named_modules() if hasattr(m, "is_transposed")]
             self.cut = GgufCut(folder, paths, self.size, self.number)
+            self.files = self.cut.files
         else:
             base = Base(folder)
             self.files = list(base.files)
@@ -163,7 +163,7 @@ class _Job:
             report, kept = self.measured(scores or job.place / SCORES, job.done)
             _go_on_with(job, kept)
             self.write(work, kept)
-            result = work / self.folder.name if self.is_gguf else work
+            result = work / self.cut.name if isinstance(self.cut, GgufCut) else work
             report["loss_after"] = self.loss(stream(result, self.memory))  # and proves that it loads
             _write(work / REPORT, report)
             with atomic_file(work / PAGE) as file:
@@ -218,7 +218,7 @@ class _Job:
     def write(self, work: Path, kept: Mapping[str, Shares]) -> None:
         """Writes the files of the smaller model, those that are there already left alone."""
         if isinstance(self.cut, GgufCut):
-            self.say(f"writing {self.folder.name}")
+            self.say(f"writing {self.cut.name}")
             self.cut.write(work, {path: list(shares) for path, shares in kept.items()})
             beside = self.folder.parent / "config.json"
             if beside.exists():
