@@ -6,13 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from fmoe_ext._cli import add_json, as_json, reason
 from fmoe_ext.checkpoint import convert, deepspeed, fastmoe
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import read_locked
+from fmoe_ext.checkpoint.huggingface import local_path
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
 from fmoe_ext.checkpoint.routing import needed_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         with ExitStack() as until_read:
+            options.path = [local_path(path) for path in options.path]
             _check_options(options)
             checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
             if checkpoint.manifest is not None and checkpoint.files:  # no save(keep=) removes it now
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _check_options(options: argparse.Namespace) -> None:
     """CheckpointError for an option that the formats at hand would ignore."""
-    path = Path(options.path[0])
+    path = options.path[0]
     if options.mp_rank is not None and not (fastmoe.is_fastmoe(path) or deepspeed.is_deepspeed(path)):
         raise CheckpointError(f"--mp-rank is for folders of FastMoE and DeepSpeed, which {path} is not")
     if options.command == "convert" and options.ranks != 1 and options.to != "fastmoe":
@@ -149,7 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument(
-        "path", nargs="+", help="a checkpoint; or the .pt files of FastMoE's ranks, rank 0 first"
+        "path",
+        nargs="+",
+        help="a checkpoint, or a model's name in the cache of the Hugging Face hub; or the .pt files of FastMoE's "
+        "ranks, rank 0 first",
     )
     source.add_argument("--mp-rank", help="FastMoE and DeepSpeed: the model-parallel part, as mp_rank_00")
     source.add_argument("--trust", action="store_true", help="run the code in pickled files of others")

@@ -21,22 +21,17 @@ from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
-_PARTS = "split.count"
 _GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
 
 
 def open_gguf(file: str | Path) -> GgufFile:
-    """An opened GGUF file; CheckpointError for what is none, truncated, damaged, a part or of other bytes."""
+    """An opened GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
     try:
         import gguf  # noqa: F401
     except ModuleNotFoundError as error:
         raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
     reader = GgufFile(file)
-    count = reader.fields[_PARTS].contents() if _PARTS in reader.fields else 1
-    if type(count) is int and count > 1:
-        raise CheckpointError(
-            f"{file}: {_PARTS} is {count}, it is one part of a model: join them by `llama-gguf-split --merge`"
-        )
+    reader.take_parts()
     return reader
 
 
@@ -75,7 +70,7 @@ def _stacks_of(path: Path, number: int, found: Mapping[str, Any], layout: Layout
         for name in names:
             if name not in found:
                 raise CheckpointError(f"{path} lacks {name}")
-        weights.append([_Stack(path, name, found, has_scales) for name in names])
+        weights.append([_Stack(found, name, has_scales) for name in names])
     if any(stack.shape != stacks[0].shape for stacks in weights for stack in stacks):
         raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
     return weights
@@ -193,23 +188,23 @@ class _Stack:
     has_scales: factors of weights that are not packed in NVFP4 belong to the router, which multiplies by them.
     """
 
-    def __init__(self, path: Path, name: str, found: Mapping[str, Any], has_scales: bool = False) -> None:
+    def __init__(self, found: Mapping[str, Any], name: str, has_scales: bool = False) -> None:
         tensor = found[name]
-        self.path, self.name, self.type = path, name, tensor.tensor_type
+        self.path, self.name, self.type = tensor.path, name, tensor.tensor_type
         self.kind = self.type.name.lower()
         self.begin = int(tensor.data_offset)
         size = [int(n) for n in reversed(tensor.shape)]
         if len(size) != 3:
-            raise CheckpointError(f"{path}: {tensor.name} is {size}, expected [E, out, in]")
+            raise CheckpointError(f"{self.path}: {tensor.name} is {size}, expected [E, out, in]")
         self.shape = (size[0], size[1], size[2])
         self.num_bytes = int(tensor.n_bytes) // size[0]
-        if self.begin + int(tensor.n_bytes) > path.stat().st_size:
-            raise CheckpointError(f"{path} is truncated: {tensor.name} ends behind it")
+        if self.begin + int(tensor.n_bytes) > self.path.stat().st_size:
+            raise CheckpointError(f"{self.path} is truncated: {tensor.name} ends behind it")
         self.scale = found.get(f"{name.removesuffix('weight')}scale")
         if has_scales and self.kind != SCALED:
             self.scale = None
         if self.scale is not None:
-            check_factors(path, self.scale, self.kind, size[0])
+            check_factors(self.scale.path, self.scale, self.kind, size[0])
 
     def span(self, expert: int, at: int) -> Span:
         return Span(self.path, self.begin + expert * self.num_bytes, self.num_bytes, at)
@@ -218,7 +213,7 @@ class _Stack:
         """Spans of the bytes of an expert, then of its factor if it has one."""
         if self.scale is None:
             return (self.span(expert, 0),)
-        return self.span(expert, 0), Span(self.path, int(self.scale.data_offset) + 4 * expert, 4, 0)
+        return self.span(expert, 0), Span(self.scale.path, int(self.scale.data_offset) + 4 * expert, 4, 0)
 
     def factor(self, expert: int, at: int) -> Span:
         """The factors [out, 2] of NVFP4."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import check_is_file
+from fmoe_ext.checkpoint.files import check_is_file, inside
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _MAX_DIMENSIONS = 4  # ggml's
 _MIN_KEY, _MIN_TENSOR = 13, 24  # bytes of the shortest ones in the header
+_SPLIT = _SPLIT_NO, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # of a split model
 _SCALARS = MappingProxyType(  # by the names of gguf.GGUFValueType
     {
         **{"UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i"},
@@ -71,15 +74,20 @@ class Tensor:
     n_bytes: int
     data_offset: int  # in the file
     data: np.ndarray[Any, Any]  # as gguf's reader has it: numbers, or the bytes of rows
+    path: Path  # the file, one of several where a model is split
 
 
 class GgufFile:
-    """fields {key: Field}, tensors and alignment of a file; CheckpointError for what llama.cpp would not load."""
+    """fields {key: Field}, tensors and alignment of a file; CheckpointError for what llama.cpp would not load.
+
+    files: this one alone, until take_parts() adds those that a split model has beside it.
+    """
 
     def __init__(self, file: str | Path) -> None:
         from gguf import GGMLQuantizationType, GGUFValueType
 
         self.path = Path(file)
+        self.files = [self.path]
         self._value_types = {int(kind): kind for kind in GGUFValueType}
         self._tensor_types = {int(kind): kind for kind in GGMLQuantizationType}
         check_is_file(self.path)
@@ -115,6 +123,76 @@ class GgufFile:
         if field is None or [kind.name for kind in field.types] != ["STRING"]:
             self._refuse("general.architecture is not there, or no text")
         return str(field.contents())
+
+    @property
+    def name(self) -> str:
+        """Name of the file, or of the one that the parts make together."""
+        part = _PART.fullmatch(self.path.name) if len(self.files) > 1 else None
+        return f"{part[1]}.gguf" if part else self.path.name
+
+    def take_parts(self) -> None:
+        """Adds the tensors of the other parts of a split model, whose metadata are in the first one, and drops split.*.
+
+        Raises CheckpointError for a part that is missing, or is not the one that its name says, and for tensors that
+        are twice there or not at all.
+        """
+        count = self._split(_SPLIT_COUNT, 1)
+        if count <= 1:
+            return
+        name = _PART.fullmatch(self.path.name)
+        if name is None or int(name[3]) != count:
+            raise CheckpointError(
+                f"{self.path} is one of {count} parts of a model, which are found by their names: call them "
+                f"NAME-00001-of-{count:05d}.gguf and so on, as they were"
+            )
+        paths = [
+            inside(self.path.parent, f"{name[1]}-{number:05d}-of-{count:05d}.gguf")
+            for number in range(1, count + 1)
+        ]
+        if int(name[2]) != 1:
+            raise CheckpointError(
+                f"{self.path} is one of {count} parts of a model: give the first one, {paths[0]}"
+            )
+        if missing := [path.name for path in paths if not path.exists()]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise CheckpointError(
+                f"{self.path} is the first of {count} parts of a model, but {', '.join(missing[:5])}{more} "
+                f"{'is' if len(missing) == 1 else 'are'} not beside it"
+            )
+        parts = [self, *(GgufFile(path) for path in paths[1:])]
+        places: dict[str, Path] = {}
+        for number, part in enumerate(parts):
+            part._check_part(number, count)
+            for tensor in part.tensors:
+                if (other := places.setdefault(tensor.name, part.path)) != part.path:
+                    raise CheckpointError(f"{other} and {part.path} both have {tensor.name}")
+        expected = self._split(_SPLIT_TENSORS, None)
+        if expected != len(places):
+            raise CheckpointError(
+                f"{self.path}: {_SPLIT_TENSORS} is {expected}, but its {count} parts have {len(places)} tensors"
+            )
+        self.tensors = [tensor for part in parts for tensor in part.tensors]
+        self.files = paths
+        for key in _SPLIT:
+            self.fields.pop(key, None)
+
+    def _check_part(self, number: int, count: int) -> None:
+        """CheckpointError unless this is the part of a model that its name says, with metadata in the first alone."""
+        for key, expected in ((_SPLIT_NO, number), (_SPLIT_COUNT, count)):
+            if (value := self._split(key, None)) != expected:
+                raise CheckpointError(f"{self.path}: {key} is {value}, but by its name it is {expected}")
+        others = self.fields.keys() - {*_SPLIT, "general.architecture", "general.alignment"}
+        if number and others:
+            raise CheckpointError(
+                f"{self.path} has {min(others)}, but llama.cpp reads keys of a split model in its first part alone"
+            )
+
+    def _split(self, key: str, default: Any) -> Any:
+        field = self.fields.get(key)
+        value = default if field is None else field.contents()
+        if field is not None and type(value) is not int:
+            self._refuse(f"{key} is {value!r}, no number")
+        return value
 
     def _alignment(self) -> int:
         field = self.fields.get("general.alignment")
@@ -189,7 +267,7 @@ class GgufFile:
             self._refuse(f"what pads {name} {list(shape)} of {kind.name} is not zero")
         rows = np.frombuffer(self._data[begin:end], _DTYPES.get(kind.name, np.uint8))
         data = rows.reshape(*shape[:0:-1], -1) if shape else rows.reshape(())
-        return Tensor(name, shape, kind, math.prod(shape), num_bytes, begin, data)
+        return Tensor(name, shape, kind, math.prod(shape), num_bytes, begin, data, self.path)
 
     def _padded(self, size: int) -> int:
         return -(-size // self.alignment) * self.alignment

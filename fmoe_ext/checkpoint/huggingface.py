@@ -3,6 +3,7 @@
 All other tensors pass through under their names.
 """
 
+import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,11 @@ StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensor
 T = TypeVar("T")
 
 _MAX_LAYERS = 1000  # of a configuration without files that could say how many there are
+
+_REPOSITORY = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
+_FILE = re.compile(r".*\.(safetensors|gguf|json|pth?|bin|np[yz])")
+# What Transformers reads of a repository beside the weights, where the repository has it
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
 EXPERTS = re.compile(
@@ -155,6 +161,81 @@ def _by_layer(
         else:
             layers[prefix][key.removeprefix(prefix)] = tensor
     return layers, others
+
+
+def local_path(model: str | Path, files: Sequence[str] | None = None, **options: Any) -> Path:
+    """The path of a model, given as a path or as the name of a repository in the cache of the Hugging Face hub.
+
+    Nothing is downloaded. A Path is a path, as is a text under which something is; the path need not exist. Of names,
+    those with an owner are looked up, as Qwen/Qwen3-30B-A3B: a word alone is a folder that is missing.
+    files: what the folder must have, by default config.json, the weights, and whatever else Transformers reads of it,
+    as far as the cache knows that the repository has it. options: revision and cache_dir of huggingface_hub.
+    Raises CheckpointError, with the command that downloads it, for a name that the cache does not have, or in part.
+    """
+    path = Path(model)
+    if not isinstance(model, str) or not _REPOSITORY.fullmatch(model) or os.path.lexists(path):
+        return path
+    # "runs/modle" beside "runs/model" is a slip: its reader says that there is no such path
+    is_slip = path.parent.exists() or _FILE.fullmatch(model) is not None
+    command = f"`hf download {model}`"
+    if options.get("revision") is not None:
+        command = f"`hf download {model} --revision {options['revision']}`"
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        if is_slip:
+            return path
+        raise CheckpointError(
+            f"{model} does not exist; if it is the name of a model of the Hugging Face hub: "
+            f"pip install huggingface_hub, and run {command} (nothing is downloaded here)"
+        ) from error
+    incomplete = None
+    try:
+        folder = Path(
+            snapshot_download(
+                model,
+                local_files_only=True,
+                allow_patterns=list(_SMALL_FILES if files is None else files),
+                ignore_patterns=["*/*"],
+                **options,
+            )
+        )
+    except HFValidationError:  # "a--b/c", which no repository is called
+        return path
+    except LocalEntryNotFoundError as error:
+        if not hasattr(error, "snapshot_path"):  # that of IncompleteSnapshotError, which older versions lack
+            if is_slip:
+                return path
+            raise CheckpointError(
+                f"{model} does not exist, and no model of this name is in the cache of the Hugging Face hub: check "
+                f"the path, or run {command} (nothing is downloaded here)"
+            ) from None
+        folder, incomplete = Path(error.snapshot_path), error
+    wanted = _wanted_files(folder) if files is None else [folder / name for name in files]
+    missing = [file.name for file in wanted if not file.exists()]
+    if missing or incomplete:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        lacks = f"it lacks {', '.join(missing[:5])}{more}" if missing else incomplete
+        raise CheckpointError(
+            f"the cache of the Hugging Face hub has only a part of {model}, in {folder}: {lacks}. Run {command}, which "
+            "goes on where it ended"
+        )
+    return folder
+
+
+def _wanted_files(folder: Path) -> list[Path]:
+    """The configuration and the weights that a folder of the hub's cache must have, there or not."""
+    config = folder / CONFIG
+    index, single = _names_of_model(folder)
+    if index not in ("", INDEX) and not (folder / index).exists():
+        return [config, folder / index]
+    if weights := model_files(folder):
+        return [config, *weights]
+    if (gguf := min(folder.glob("*.gguf"), default=None)) is not None:
+        raise CheckpointError(f"{folder} has GGUF files: give one of them, as {gguf}")
+    # What there is to say of pickles, the readers say
+    return [config] if any(folder.glob("*.bin")) else [config, folder / single]
 
 
 def model_files(path: Path, folders: Sequence[Path] = ()) -> list[Path]:

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="fmoe prune", description="Writes a model without the experts that a text needs least."
     )
     add = parser.add_argument
-    add("path", type=Path, help="folder of the model, which stays as it is")
+    add("path", help="folder or name of the model, which stays as it is")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for")
     text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         help="merge experts whose weights have this cosine, 0.9 by default, instead of leaving one out",
     )
     add("--memory", default="auto", help='for the model while it reads, as "8GiB"')
-    add("--tokenizer", type=Path, help="folder of the tokenizer, that of the model by default")
+    add("--tokenizer", help="folder or name of the tokenizer, that of the model by default")
     add("--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default")
     add("--batch", type=positive_int, default=8, help="sequences for each pass over the files, 8 by default")
     add(

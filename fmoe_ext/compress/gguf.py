@@ -29,6 +29,7 @@ class GgufCut:
         self.file, self.num_experts, self.number = file, num_experts, number
         self.left_out: set[str] = set()
         self._reader = open_gguf(file)
+        self.files, self.name = self._reader.files, self._reader.name
         found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
         self._layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
         self._architecture = self._reader.architecture
@@ -36,17 +37,17 @@ class GgufCut:
             self._path_of(tensor)
 
     def write(self, work: Path, kept: Mapping[str, Sequence[int]]) -> None:
-        """Writes the file of the same name into a folder, unless it is there, a tensor at a time."""
-        if (work / self.file.name).exists():
+        """Writes the file of this name into a folder, unless it is there, a tensor at a time."""
+        if (work / self.name).exists():
             return
-        for abandoned in work.glob(f".{self.file.name}.*.tmp"):
+        for abandoned in work.glob(f".{self.name}.*.tmp"):
             abandoned.unlink()
-        unfinished = work / f".{self.file.name}.{unique()}.tmp"
+        unfinished = work / f".{self.name}.{unique()}.tmp"
         try:
-            with explained(work / self.file.name, self.file.stat().st_size):
+            with explained(work / self.name, sum(file.stat().st_size for file in self.files)):
                 self._write(unfinished, kept)
             sync_file(unfinished)
-            unfinished.rename(work / self.file.name)
+            unfinished.rename(work / self.name)
             sync_file(work)
         finally:
             unfinished.unlink(missing_ok=True)

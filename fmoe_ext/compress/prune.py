@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, read_json
+from fmoe_ext.checkpoint.huggingface import local_path
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.shards import (
     MAX_SHARD_BYTES,
@@ -56,10 +57,11 @@ def prune(
 ) -> dict[str, Any]:
     """Write a model without the experts that a text needs least -> the report, also in out/prune_report.json and .html.
 
-    folder: of Transformers, packed or not, or a GGUF file; it is only read. out: a new folder that Transformers, vLLM
-    and stream() load as the first, or with the GGUF file in it. tokens: ids [N] int64 of a text like those the model is
-    for. keep: share of the experts that stay in each layer; experts: their number instead. criterion: reap, mass or
-    frequency (compress.Scores.of). merge: cosine of two experts' weights from which one is merged into the other.
+    folder: of Transformers, packed or not, a GGUF file, or a name in the cache of the Hugging Face hub; it is only
+    read. out: a new folder that Transformers, vLLM and stream() load as the first, or with the GGUF file in it.
+    tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in each layer;
+    experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of).
+    merge: cosine of two experts' weights from which one is merged into the other.
     memory: for the model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files.
     held_out: the last share of the text, to measure the loss on. scores: a file that keeps what was measured. dry_run:
     measures, writes no model. say: called with lines about the progress.
@@ -70,7 +72,7 @@ def prune(
     """
     if not dry_run:
         check_is_free(Path(out))
-    job = _Job(Path(folder), memory, keep, experts, criterion, say)
+    job = _Job(local_path(folder), memory, keep, experts, criterion, say)
     job.take_merge(merge)
     job.take_text(tokens, seq_len, held_out, batch)
     file = None if scores is None else Path(scores)
@@ -102,11 +104,11 @@ class _Job:
             )
         (self.size,) = sizes
         self.number = number_to_keep(self.size, keep, experts, self.config.to_dict())
-        self.files = [folder]
         self.cut: Cut | GgufCut
         if self.is_gguf:
             paths = [path for path, m in self.model.named_modules() if hasattr(m, "is_transposed")]
             self.cut = GgufCut(folder, paths, self.size, self.number)
+            self.files = self.cut.files
         else:
             base = Base(folder)
             self.files = list(base.files)
@@ -161,7 +163,7 @@ class _Job:
             report, kept = self.measured(scores or job.place / SCORES, job.done)
             _go_on_with(job, kept)
             self.write(work, kept)
-            result = work / self.folder.name if self.is_gguf else work
+            result = work / self.cut.name if isinstance(self.cut, GgufCut) else work
             report["loss_after"] = self.loss(stream(result, self.memory))  # and proves that it loads
             _write(work / REPORT, report)
             with atomic_file(work / PAGE) as file:
@@ -216,7 +218,7 @@ class _Job:
     def write(self, work: Path, kept: Mapping[str, Shares]) -> None:
         """Writes the files of the smaller model, those that are there already left alone."""
         if isinstance(self.cut, GgufCut):
-            self.say(f"writing {self.folder.name}")
+            self.say(f"writing {self.cut.name}")
             self.cut.write(work, {path: list(shares) for path, shares in kept.items()})
             beside = self.folder.parent / "config.json"
             if beside.exists():

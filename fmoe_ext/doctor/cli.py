@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "model",
-        help="file.py:make or module:make, returning (model, batch) or a Subject; or a folder of Transformers",
+        help="file.py:make or module:make, returning (model, batch) or a Subject; or a folder of Transformers, or a "
+        "model's name in the cache of the Hugging Face hub",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)

@@ -7,7 +7,6 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -20,7 +19,7 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.audit.source import find
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import errors_of_transformers, read_config
+from fmoe_ext.checkpoint.huggingface import errors_of_transformers, local_path, read_config
 
 Batch: TypeAlias = Any
 Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
@@ -148,16 +147,20 @@ def read(place: str) -> Subject:
     )
 
 
-def _from_folder(folder: str) -> Subject:
+def _from_folder(model: str) -> Subject:
     import transformers
 
     try:
-        config = read_config(Path(folder))
+        folder = local_path(model, ("config.json",))
+    except CheckpointError as error:
+        raise AuditError(str(error)) from error
+    try:
+        config = read_config(folder)
     except (OSError, CheckpointError) as error:
         raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
     text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
     try:
-        with errors_of_transformers(Path(folder)):
+        with errors_of_transformers(folder):
             small = shrunk_config(text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config)
             return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
     except CheckpointError as error:

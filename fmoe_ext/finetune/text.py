@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.huggingface import local_path
 
 _FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 
@@ -34,8 +35,8 @@ def read_tokens(file: Path) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
 
 
-def tokenize(file: Path, folder: Path) -> Tensor:
-    """Ids [N] int64 of a UTF-8 file, by the tokenizer in a folder; CheckpointError if one of them cannot be read."""
+def tokenize(file: Path, model: str | Path) -> Tensor:
+    """Ids [N] int64 of a UTF-8 file, by the tokenizer of a folder or name; CheckpointError for what cannot be read."""
     from transformers import AutoTokenizer
 
     try:
@@ -44,6 +45,7 @@ def tokenize(file: Path, folder: Path) -> Tensor:
         raise CheckpointError(f"{file} does not exist") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is no UTF-8 text: {error}") from error
+    folder = local_path(model, ())
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any class, by the kind of tokenizer

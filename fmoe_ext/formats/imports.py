@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fmoe_ext.checkpoint.huggingface import (
     errors_of_transformers,
     from_huggingface,
     is_huggingface,
+    local_path,
     model_files,
     read_config,
 )
@@ -57,15 +57,25 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     transformers = require("transformers", "import_model()")
     from safetensors import SafetensorError
 
-    is_folder = Path(source).is_dir()
-    if is_folder:
-        _check_folder(Path(source), options)
-    with errors_of_transformers(source, "model") if is_folder else nullcontext():
+    if options.get("force_download"):
+        raise CheckpointError(
+            "import_model() downloads nothing: leave force_download out, and run `hf download`"
+        )
+    options["local_files_only"] = True
+    # Transformers ignores both where it is given a folder
+    of_hub = {name: options.pop(name) for name in ("revision", "cache_dir") if name in options}
+    others = options.get("subfolder") or options.get("gguf_file")
+    folder = local_path(source, () if others else None, **of_hub)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder" if folder.exists() else f"{folder} does not exist")
+    _check_folder(folder, options)
+    with errors_of_transformers(folder, "model"):
         try:
             read: Any = transformers.AutoModelForCausalLM.from_pretrained
-            model, found = read(source, **options, output_loading_info=True)
+            model, found = read(folder, **options, output_loading_info=True)
         except SafetensorError as error:
-            raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
+            raise CheckpointError(f"{folder}: a safetensors file is truncated or damaged: {error}") from error
+    model.name_or_path = model.config.name_or_path = str(Path(source))  # as Transformers, given the name
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
@@ -89,8 +99,9 @@ def _check_folder(folder: Path, options: dict[str, Any]) -> None:
 def import_model(source: Any, **options: Any) -> Any:
     """A Transformers MoE model whose MoE layers become FMoETransformerMLPs with the same weights -> the model.
 
-    source: a folder or a name for AutoModelForCausalLM.from_pretrained(source, **options), or a model, which is changed
-    in place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the
+    source: a folder, or the name of a repository in the cache of the Hugging Face hub, for
+    AutoModelForCausalLM.from_pretrained(source, **options), which downloads nothing; or a model, which is changed in
+    place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the
     model's own tensors (but for GPT-OSS, whose layout is another: a layer at a time is copied). norm_topk_prob, scaling
     factors, groups and biases are honoured. Gates compute in float32 or wider, where some of Transformers' round.
 

@@ -1,6 +1,7 @@
 """fmoe adapter merge --to packed: the adapter in packed experts, and the certificate of its error."""
 
 import json
+import shutil
 
 import numpy
 import pytest
@@ -11,7 +12,15 @@ import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.finetune.adapters import cli, repack
 from fmoe_ext.finetune.adapters.reading import read_adapter
-from tests.finetune.streamed_models import WIDE, pack, pack_linear, save, with_adapters, write_gguf
+from tests.finetune.streamed_models import (
+    WIDE,
+    pack,
+    pack_linear,
+    save,
+    split_gguf,
+    with_adapters,
+    write_gguf,
+)
 from tests.huggingface.huggingface_models import make_ids
 
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
@@ -61,6 +70,29 @@ def contents(source):
 def logits(model):
     with torch.no_grad():
         return model(input_ids=make_ids()).logits.double()
+
+
+def test_parts_of_a_split_file_become_those_of_the_merged_one(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    source, adapter = made(tmp_path, "q4_k")
+    parts = split_gguf(source, tmp_path / "parts", 4)
+    shutil.copy(source.with_name("config.json"), tmp_path / "parts")
+    before = contents(tmp_path / "parts")
+    for name, base in (("whole", source), ("split", parts[0])):
+        (tmp_path / name).mkdir()
+        assert run(tmp_path / name, base, adapter, text=False) == 0
+    assert contents(tmp_path / "parts") == before
+    whole, old = (
+        {t.name: t.data.copy() for t in gguf.GGUFReader(f).tensors}
+        for f in (tmp_path / "whole/out" / source.name, source)
+    )
+    out = sorted((tmp_path / "split/out").glob("*.gguf"))
+    assert [file.name for file in out] == [file.name for file in parts]
+    split = {t.name: t.data.copy() for file in out for t in gguf.GGUFReader(file).tensors}
+    assert split.keys() == whole.keys()
+    assert all(numpy.array_equal(split[name], whole[name]) for name in whole)
+    changed = {name.split(".")[2] for name in whole if not numpy.array_equal(old[name], whole[name])}
+    assert changed == {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """prune() of a GGUF file: bytes of experts, metadata, and llama.cpp's log-probabilities."""
 
+import shutil
 import struct
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 import fmoe_ext
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import prune
-from tests.finetune.streamed_models import WIDE, save, write_gguf
+from tests.finetune.streamed_models import WIDE, save, split_gguf, write_gguf
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
@@ -61,6 +62,18 @@ def test_packed_bytes_and_metadata_stay(kind, tmp_path):
     for name, (kind_of_old, values) in old.items():
         rows = kept[int(name.split(".")[1])] if "exps" in name or "gate_inp" in name else slice(None)
         assert new[name][0] == kind_of_old and np.array_equal(new[name][1], values[rows]), name
+
+
+def test_split_file_is_pruned_to_the_same_bytes(tmp_path):
+    folder = save(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2, **WIDE)
+    file, _ = write_gguf(folder, "q4_k")
+    parts = split_gguf(file, tmp_path / "parts", 3)
+    shutil.copy(file.with_name("config.json"), tmp_path / "parts")
+    assert len(parts) > 3
+    run(file, tmp_path / "out")
+    run(parts[0], tmp_path / "of_parts")
+    assert read(tmp_path / "of_parts/split.gguf")[0] == read(tmp_path / "out/model.gguf")[0]
+    assert (tmp_path / "of_parts/split.gguf").read_bytes() == (tmp_path / "out/model.gguf").read_bytes()
 
 
 def test_empty_list_of_the_metadata_is_left_out(tmp_path):

@@ -224,3 +224,24 @@ def of_values(folder, values):
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(None, config=config, state_dict=stacked, dtype=torch.float32)
     return huggingface.use(model).eval()
+
+
+def split_gguf(file, folder, num_tensors):
+    """Writes a GGUF file in parts of so many tensors, by the gguf package's own writer -> the parts in their order."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    arch = reader.fields["general.architecture"].contents()
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "split.gguf", arch, split_max_tensors=num_tensors)
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))

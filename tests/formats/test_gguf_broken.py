@@ -1,10 +1,14 @@
 """GGUF files that are truncated, or have tensors of other shapes or names: one error, which names the tensor."""
 
 import re
+import shutil
+import struct
 
 import pytest
+import torch
 
 from fmoe_ext.checkpoint import CheckpointError
+from tests.finetune.streamed_models import split_gguf
 from tests.formats import test_gguf_routing
 from tests.formats.test_gguf_keys import rewritten, streamed
 
@@ -71,26 +75,89 @@ def test_heads_of_layers_that_no_model_has_are_refused(name, files, tmp_path):
             streamed(file)
 
 
-def test_one_part_of_several_is_refused_before_a_tensor_is_missed(files, tmp_path):
-    """As gguf-split writes them: metadata are in the first part alone, and a layer may begin in one, end in another."""
-    _, arch, original = files("glm4_moe")
-    reader = gguf.GGUFReader(original)
-    for at in (0, len(reader.tensors) // 2):
-        for number, tensors in enumerate((reader.tensors[:at], reader.tensors[at:])):
-            file = tmp_path / f"model-{number + 1:05d}-of-00002.gguf"
-            writer = gguf.GGUFWriter(file, arch)
-            writer.add_uint16("split.no", number)
-            writer.add_uint16("split.count", 2)
-            for tensor in tensors:
-                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-            with pytest.raises(
-                CheckpointError, match=r"00002\.gguf: split\.count is 2, .*gguf-split --merge"
-            ):
-                streamed(file)
+@pytest.mark.parametrize("name", ["glm4_moe", "gemma4_text"])
+def test_split_file_is_read_as_the_whole_one(name, files, tmp_path):
+    """Gate, up and down of a layer's experts lie in different parts, and metadata in the first one alone."""
+    _, _, original = files(name)
+    parts = split_gguf(original, tmp_path / "parts", 2)
+    assert len(parts) > 3
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        whole, split = (streamed(file)(input_ids=ids).logits for file in (original, parts[0]))
+    assert torch.equal(whole, split)
+    assert whole.std() > 0.01
+
+
+def edited(part, change):
+    """Replaces bytes of a part, which must be there."""
+    data = part.read_bytes()
+    old, new = change
+    assert data.count(old) == 1
+    part.write_bytes(data.replace(old, new))
+
+
+def key(name, layout, value):
+    kind = {"H": 2, "i": 5}[layout]
+    return name.encode() + struct.pack(f"<I{layout}", kind, value)
+
+
+def test_part_that_is_missing_or_another_one_is_refused_by_name(files, tmp_path):
+    _, _, original = files("glm4_moe")
+    made = split_gguf(original, tmp_path / "parts", 8)
+    count, total = len(made), len(gguf.GGUFReader(original).tensors)
+    end = f"of-{count:05d}.gguf"
+    second = gguf.GGUFReader(made[1]).tensors[0].name
+
+    def lose(parts):
+        parts[1].unlink()
+        parts[-1].unlink()
+
+    def exchange(parts):
+        content = parts[1].read_bytes()
+        parts[1].write_bytes(parts[2].read_bytes())
+        parts[2].write_bytes(content)
+
+    def rename_tensor(parts):
+        first = gguf.GGUFReader(parts[0]).tensors
+        same = next(t.name for t in first if len(t.name) == len(second) and t.name != second)
+        edited(parts[1], (second.encode(), same.encode()))
+
+    refused = {
+        "missing": (
+            lose,
+            f"of {count} parts of a model, but split-00002-{end}, split-{count:05d}-{end} are not",
+        ),
+        "order": (exchange, f"split-00002-{end}: split.no is 2, but by its name it is 1"),
+        "count": (
+            lambda parts: edited(
+                parts[1], (key("split.count", "H", count), key("split.count", "H", count + 1))
+            ),
+            f"split-00002-{end}: split.count is {count + 1}, but by its name it is {count}",
+        ),
+        "total": (
+            lambda parts: edited(
+                parts[0],
+                (key("split.tensors.count", "i", total), key("split.tensors.count", "i", total + 1)),
+            ),
+            f"split.tensors.count is {total + 1}, but its {count} parts have {total} tensors",
+        ),
+        "twice": (rename_tensor, f"split-00001-{end} and .*split-00002-{end} both have "),
+        "truncated": (
+            lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-40]),
+            f"split-00003-{end} is no",
+        ),
+    }
+    for name, (change, said) in refused.items():
+        shutil.copytree(tmp_path / "parts", tmp_path / name)
+        parts = sorted((tmp_path / name).iterdir())
+        change(parts)
+        with pytest.raises(CheckpointError, match=said):
+            streamed(parts[0])
+    with pytest.raises(CheckpointError, match=f"give the first one, {made[0]}"):
+        streamed(made[1])
+    renamed = made[0].rename(tmp_path / "parts" / "model.gguf")
+    with pytest.raises(CheckpointError, match=f"found by their names: call them NAME-00001-{end}"):
+        streamed(renamed)
 
 
 def test_file_of_another_order_of_bytes_is_refused(files, tmp_path):

@@ -13,13 +13,14 @@ import torch
 from fmoe_ext._cli import positive_int, reason
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.huggingface import local_path
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import LAYOUTS, convert
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
-from fmoe_ext.finetune.adapters.reading import Adapter, read_adapter
+from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, read_adapter
 from fmoe_ext.finetune.adapters.repack import as_text as certificate_as_text
 from fmoe_ext.finetune.adapters.repack import repack
 from fmoe_ext.finetune.text import read_tokens, tokenize
@@ -34,12 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    adapter = read_adapter(Path(options.path), options.packing, options.orientation)
+    folder = local_path(options.path, (CONFIG, WEIGHTS))
+    adapter = read_adapter(folder, options.packing, options.orientation)
     if options.command == "merge":
         _check_merge(options)
         if options.to == "packed":
             return _repack(adapter, options)
-    base = Base(Path(options.base)) if options.base else None
+    base = Base(local_path(options.base)) if options.base else None
     if base is not None:
         decode(base)
         base.check_plain()
@@ -84,7 +86,7 @@ def _check_merge(options: argparse.Namespace) -> None:
 
 
 def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
-    source = Path(options.base)
+    source = local_path(options.base)
     tokens = None
     if options.tokens:
         tokens = read_tokens(options.tokens)
@@ -140,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fmoe adapter")
     commands = parser.add_subparsers(dest="command", required=True)
     source = argparse.ArgumentParser(add_help=False)
-    source.add_argument("path", help="folder with adapter_config.json and adapter_model.safetensors")
+    source.add_argument(
+        "path", help="folder or name of the adapter: adapter_config.json and adapter_model.safetensors"
+    )
     source.add_argument(
         "--packing", choices=(RANK_MAJOR, EXPERT_MAJOR), help="of lora_B, if the file does not show it"
     )
@@ -155,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_check(commands: Any, source: argparse.ArgumentParser) -> None:
     look = commands.add_parser("check", parents=[source], help="which layout, and what is wrong")
-    look.add_argument("--base", help="folder of the model: compares shapes, prints the size of the delta")
+    look.add_argument(
+        "--base", help="folder or name of the model: compares shapes, prints the size of the delta"
+    )
     look.add_argument("--model", action="store_true", help="run the model with and without the adapter")
     look.add_argument("--scratch", help="folder for the merged model of --model, the system's by default")
     look.add_argument("--json", action="store_true", help="print everything, for each expert")
@@ -164,7 +170,9 @@ def _add_check(commands: Any, source: argparse.ArgumentParser) -> None:
 def _add_convert(commands: Any, source: argparse.ArgumentParser) -> None:
     change = commands.add_parser("convert", parents=[source], help="the same adapter in another layout")
     change.add_argument("--to", required=True, choices=LAYOUTS)
-    change.add_argument("--base", help="folder of the model, if the adapter does not say enough about it")
+    change.add_argument(
+        "--base", help="folder or name of the model, if the adapter does not say enough about it"
+    )
     change.add_argument(
         "--unchecked", action="store_true", help="do not ask the installed PEFT if it reads the same adapter"
     )
@@ -175,7 +183,7 @@ def _add_merge(commands: Any, source: argparse.ArgumentParser) -> None:
     join = commands.add_parser(
         "merge", parents=[source], help="add an adapter to its model, an expert at a time"
     )
-    join.add_argument("--base", required=True, help="folder of the model, which stays as it is")
+    join.add_argument("--base", required=True, help="folder or name of the model, which stays as it is")
     join.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the weights, the model's by default"
     )
@@ -184,7 +192,7 @@ def _add_merge(commands: Any, source: argparse.ArgumentParser) -> None:
     text = join.add_mutually_exclusive_group()
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")
     text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
-    join.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, that of the model by default")
+    join.add_argument("--tokenizer", help="folder or name of the tokenizer, that of the model by default")
     join.add_argument(
         "--rounding",
         choices=("calibrated", "nearest"),

@@ -21,6 +21,7 @@ from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, sync_file
+from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import renew_checksum
 from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
@@ -122,6 +123,7 @@ class _Repack:
         self.experts = {path: _experts(m, self.files[path]) for path, m in self.modules.items()}
         self.is_file = source.is_file()
         self.base = None if self.is_file else Base(source)
+        self.parts = open_gguf(source).files if self.is_file else []
         wrong = compare_experts(adapter, self.experts.get)
         if adapter.others and self.base is None:
             wrong.append(
@@ -144,7 +146,7 @@ class _Repack:
     @property
     def weights(self) -> list[Path]:
         """The files of the model's weights."""
-        return [self.source] if self.base is None else [*self.base.files]
+        return self.parts if self.base is None else [*self.base.files]
 
     def about(self, text: str, split: Sequence[float]) -> dict[str, Any]:
         """The inputs and choices of a merge: one of others does not go on with its files."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.huggingface import errors_of_transformers
+from fmoe_ext.checkpoint.huggingface import errors_of_transformers, local_path
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -44,9 +44,11 @@ def stream(
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
     It is loaded on the CPU, whatever torch.set_default_device() says.
-    folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
-    adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
-    program; "auto" is what the machine and the memory cgroups of this process have free.
+    folder: with config.json and safetensors files, a GGUF file, or the name of a repository that is in the cache of the
+    Hugging Face hub, as "Qwen/Qwen3-30B-A3B" (nothing is downloaded).
+    memory: bytes, or a text like "8GiB", for the model, adapters, gradients, the optimizer's state, buffers for
+    experts, and a quarter of it for activations and the program; "auto" is what the machine and the memory cgroups of
+    this process have free.
     folders: others, on other disks perhaps, where shards that the folder's index names may be instead.
     dtype: of the model, by default that of config.json, or of most weights in the files where it names none; weights
     that the files have in another one are cast while they are read. The experts are frozen: train adapters
@@ -83,7 +85,7 @@ def stream(
         raise ValueError(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
         )
-    source = open_source(Path(folder), [Path(other) for other in folders])
+    source = open_source(local_path(folder), [Path(other) for other in folders])
     config = source.config
     _check_num_layers(source)
     with errors_of_transformers(source.path), torch.device("meta"):
@@ -91,7 +93,8 @@ def stream(
         skeleton = _class_of(config).from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     packed = _take_packed(source, skeleton, state, dtype)
-    model = _load(Path(folder), type(skeleton), skeleton.config, state, dtype)
+    model = _load(source.path, type(skeleton), skeleton.config, state, dtype)
+    model.name_or_path = model.config.name_or_path = str(Path(folder))  # PEFT notes it in adapter_config.json
     keep_packed(model, packed, int8_activations)
     use_ours_where_torch_is_slow(model)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
@@ -211,7 +214,6 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
-    model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
     if folder.is_dir() and (folder / "generation_config.json").exists():
         with errors_of_transformers(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
