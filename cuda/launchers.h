@@ -21,6 +21,7 @@ struct DeviceInfo {
   int num_sms;
 };
 DeviceInfo current_device_info();
+bool is_capturing(LaunchStream);  // a graph
 
 // An index tensor as the ops accept it.
 struct Indices {
@@ -117,6 +118,17 @@ void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts
 // ---- heaviest_first.cu: order [E] is a permutation of the experts, those with most rows first, then by
 // index
 void launch_heaviest_first(const int* offs, int num_experts, int64_t num_rows, int* order, LaunchStream);
+
+// ---- torch_products.cu: what torch's grouped_mm leaves to do
+// clamped [num_experts]: offs inside the rows and rising, whatever it held
+void launch_clamp_offs(const int* offs, int num_experts, int64_t num_rows, int* clamped, LaunchStream);
+// In place: y [R, N] = scale (y + bias), zero in padding; offs are clamped, bias may be null
+void launch_finish_rows(Dtype, void* y, const int* offs, int num_experts, int64_t num_rows, int64_t N,
+                        const void* bias, const RowScale&, LaunchStream);
+// product [num_experts, size] is zero for an expert without rows; or, with a main gradient, float32, that is
+// increased by the product of the experts that have rows
+void launch_finish_weight_grad(Dtype, void* product, const int* offs, int num_experts, int64_t num_rows,
+                               int64_t size, float* main_grad, LaunchStream);
 
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
 struct ActivationRows {

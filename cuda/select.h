@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <string>
 #include <vector>
 
 #include "launchers.h"
@@ -173,6 +174,62 @@ inline const Entry* select(const Task& task) {
   }
   if (chosen) entry_runs[chosen - kEntries].fetch_add(1, std::memory_order_relaxed);
   return chosen;
+}
+
+// ---- torch's grouped_mm in the place of a product, where a race was won by it
+// What it does with offs, and how many groups it takes (aten/src/ATen/native/cuda of torch 2.11 to 2.13): its
+// CUTLASS kernels raise at 1,024 groups; without them it loops over the groups on the host, which waits for
+// the device and cannot be captured.
+struct GroupedMm {
+  bool reads_host;
+  int most_groups;
+};
+inline GroupedMm grouped_mm_on(int capability, Dtype dtype) {
+  const bool has_kernels = dtype == Dtype::bf16 && (capability == 90 || capability / 10 == 10);
+  return has_kernels ? GroupedMm{false, 1023} : GroupedMm{true, INT32_MAX};
+}
+
+// A class of problems: a product, "16 bits" or "tf32", and rows an expert on average.
+enum class TorchProduct { up, rows_by_weight, grad_hidden, grad_input, grad_weight, main_grad };
+inline constexpr const char* kTorchProducts[] = {"up",         "rows_by_weight", "grad_hidden",
+                                                 "grad_input", "grad_weight",    "main_grad"};
+inline constexpr const char* kTorchNumbers[] = {"16 bits", "tf32"};
+struct RowsClass {
+  const char* name;
+  int64_t first;
+};
+inline constexpr RowsClass kRowsClasses[] = {{"thousands", 1024}, {"hundreds", 64}, {"few", 0}};
+inline constexpr int kTorchClasses = 6 * 2 * 3;
+inline int torch_class(TorchProduct product, bool is_tf32, int64_t num_rows, int num_experts) {
+  int rows = 0;
+  while (num_rows < kRowsClasses[rows].first * num_experts) ++rows;
+  return (static_cast<int>(product) * 2 + is_tf32) * 3 + rows;
+}
+inline std::string torch_class_name(int i) {
+  return std::string(kTorchProducts[i / 6]) + "/" + kTorchNumbers[i / 3 % 2] + "/" + kRowsClasses[i % 3].name;
+}
+inline std::atomic<uint64_t> torch_wins{0};  // bit i stands for class i
+inline std::atomic<int64_t> torch_runs[6];   // how often torch computed each product
+
+// True if torch's grouped_mm is to compute a product, and can: without copies of what it is given, and in a
+// graph under capture without a read by the host. tf32_allowed is asked of float32 alone.
+template <class IsCapturing, class Allowed>
+bool torch_takes(const Task& task, TorchProduct product, const IsCapturing& is_capturing,
+                 const Allowed& tf32_allowed) {
+  const uint64_t wins = torch_wins.load(std::memory_order_relaxed);
+  if (!wins || task.dtype == Dtype::f64 || task.num_rows == 0 || task.num_experts == 0) return false;
+  const bool is_wide = task.dtype == Dtype::f32;
+  const GroupedMm can = grouped_mm_on(task.capability, task.dtype);
+  const int64_t unit = is_wide ? 4 : 8;
+  const auto suits = [&](int64_t size) { return size > 0 && size % unit == 0; };
+  const auto is_aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const bool won = wins >> torch_class(product, is_wide, task.num_rows, task.num_experts) & 1;
+  if (!won || task.num_experts > can.most_groups || (can.reads_host && is_capturing()) ||
+      !std::all_of(task.sizes.begin(), task.sizes.end(), suits) ||
+      !std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned) || (is_wide && !tf32_allowed()))
+    return false;
+  torch_runs[static_cast<int>(product)].fetch_add(1, std::memory_order_relaxed);
+  return true;
 }
 
 // SMs that persistent kernels leave to others: those of NCCL cannot share one with a block that takes all of

@@ -28,6 +28,7 @@ struct Config {
   int preempt = 0;                   // > 0: an emulated call gives way with probability 1 / preempt
   int resident_clusters = 1;         // clusters that run at the same time
   int capability = 80, num_sms = 3;  // what current_device_info() says
+  bool is_capturing = false;         // what is_capturing() says
 };
 extern Config config;
 
