@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "expert_mlp.h"
+#include "frozen_weight.h"
 #include "grouped_gemm.h"
 #include "products.h"
 
@@ -92,6 +93,21 @@ Tensor mxfp4_gemm_cuda(Tensor x, Tensor data_, Tensor scale, Tensor offs, std::o
                             columns,      transposed,   interleaved};
   const Products products(ends, R, {input, shift}, device);
   return products.by_mxfp4(input, weight, shift, y) ? y : none;
+}
+
+Tensor decode_packed_cuda(Tensor weight, std::optional<Tensor> scale, std::optional<Tensor> zero,
+                          int64_t format, bool interleaved, ScalarType dtype) {
+  check_same_device({{weight, "weight"}, {scale, "weight_scale"}, {zero, "weight_zero"}});
+  const FrozenWeight packed(weight, {scale, zero, format, interleaved}, "weight", false);
+  STD_TORCH_CHECK(packed.is_packed(), "weight_format must be that of a packed weight, but got 0");
+  const OnDeviceOf device(weight);
+  const bool is_double = dtype == ScalarType::Double;
+  const gemm::PackedMatrix matrix = packed.matrix();
+  const Tensor out = torch::stable::new_empty(weight, {matrix.num_experts, matrix.rows, matrix.columns},
+                                              is_double ? ScalarType::Float : dtype);
+  check_float(out, "dtype");
+  launch_decode_packed(as_dtype(out), matrix, data(out), device);
+  return is_double ? torch::stable::to(out, ScalarType::Double) : out;
 }
 
 // The arguments that forward and backward of expert_mlp share, contiguous.
@@ -299,6 +315,7 @@ FMOE_CUDA_LIBRARY(m) {
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
   m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cuda));
   m.impl("_mxfp4_gemm", TORCH_BOX(&mxfp4_gemm_cuda));
+  m.impl("_decode_packed", TORCH_BOX(&decode_packed_cuda));
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
   m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cuda));

@@ -72,9 +72,7 @@ class Products {
   Up up(CurveKind curve, bool gated, const TensorRows& x, const Tensor& w1, const std::optional<Tensor>& b1,
         bool save_h) {
     const int64_t F = w1.size(1), H = gated ? F / 2 : F;
-    Task task = task_of(Product::up);
-    task.gated = gated;
-    task.costly = !gated && curve != CurveKind::relu && curve != CurveKind::relu2;
+    const Task task = task_of(Product::up);
     Up out{std::nullopt, new_rows(H)};
     if (by_torch(task, TorchProduct::up)) {
       out.h = torch_rows(x, w1, false, b1, RowScale{});
@@ -117,7 +115,7 @@ class Products {
                    const Tensor& w2, const std::optional<Tensor>& b2, const Tensor& dh,
                    const Tensor& scaled_a, const std::optional<Tensor>& dweights) {
     const int64_t D = w2.size(1), H = w2.size(2);
-    const Task task = task_of(Product::grad_hidden, H, D);
+    const Task task = task_of(Product::grad_hidden);
     const bool torchs = by_torch(task, TorchProduct::grad_hidden);
     const Entry* entry = torchs ? nullptr : fmoe_ext::select(task);
     if (!is_hopper(entry)) {
@@ -129,7 +127,7 @@ class Products {
                                  data(scaled_a), data(dweights), stream_);
       return;
     }
-    const int64_t num_dots = num_hidden_dots_sm90(narrow(H), grid(entry));
+    const int64_t num_dots = num_hidden_dots_sm90(narrow(H));
     std::optional<Tensor> dots;
     if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
     launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),
@@ -143,7 +141,6 @@ class Products {
   // is empty. Torch's product is rounded to the rows' type before it is added.
   Tensor grad_weight(const TensorRows& a, const TensorRows& b, const std::optional<Tensor>& main_grad) {
     Task task = task_of(Product::grad_weight);
-    task.shared_tiles = ((b.index ? b : a).width - 1) / kWeightTileGathered + 1;
     const Tensor none = torch::stable::new_empty(like_, {0});
     if (by_torch(task, main_grad ? TorchProduct::main_grad : TorchProduct::grad_weight)) {
       const Tensor product = torch_grouped_mm(gathered(a), gathered(b), clamped_offs(), true, false);

@@ -52,10 +52,10 @@ void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::fu
 [[noreturn]] void fail(const char* format, ...);
 
 template <class... Params, class... Args>
-void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-                     cudaStream_t, Args&&... args) {
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+            Args&&... args) {
   std::tuple<std::remove_cv_t<Params>...> params(static_cast<Params>(args)...);
-  run(grid, block, dim3(cluster, 1, 1), shared_bytes, [&] { std::apply(kernel, params); });
+  run(grid, block, dim3(1, 1, 1), shared_bytes, [&] { std::apply(kernel, params); });
 }
 
 // ---- shared memory; addresses are offsets in the block's window, the rank in the cluster + 1 in bits 24..31

@@ -335,7 +335,7 @@ def needs_emulator():
 
 @pytest.mark.long
 def test_prove_emulated_gpu(needs_emulator):
-    kernels = ("up.128x256", "rows_by_weight.64x192", "grad_hidden.128x128", "grad_weight.128x256")
+    kernels = ("up.128x256", "rows_by_weight.128x192", "grad_hidden.128x128", "grad_weight.128x256")
     kernels += ("rows_by_mxfp4.128x256", "grad_by_mxfp4.128x128")
     proof, _ = prove_quietly(Emulated(kernels), limit=600.0, budget=1200.0)
     assert states(proof) == dict.fromkeys(("portable", *kernels), "proved")

@@ -22,7 +22,7 @@ from tests.ops.test_grouped_gemm import make_inputs
 
 KEY, SOURCES = Key("NVIDIA H100 80GB HBM3", 90), "0123"
 TAKEN_WITH = "driver 550.54.15, torch 2.13.0"
-KERNELS = ("up.128x256", "rows_by_weight.64x192", "grad_weight.128x256")
+KERNELS = ("up.128x256", "rows_by_weight.128x192", "grad_weight.128x256")
 MODES = ("auto", "proved", "all", "portable", "torch")
 
 
@@ -36,7 +36,7 @@ def proof(portable="proved", key=KEY, **states):
     )
 
 
-FOUND = {"up.128x256": "proved", "rows_by_weight.64x192": "slow", "grad_weight.128x256": "failed"}
+FOUND = {"up.128x256": "proved", "rows_by_weight.128x192": "slow", "grad_weight.128x256": "failed"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +56,8 @@ def test_only_proved_kernels_are_used():
 
 
 def test_beaten_kernels_stay_for_what_torch_cannot_take():
-    found = proof(**{**FOUND, "rows_by_weight.64x192": "beaten"})
-    assert gpu_kernels.choose("proved", KERNELS, found).kernels == {"up.128x256", "rows_by_weight.64x192"}
+    found = proof(**{**FOUND, "rows_by_weight.128x192": "beaten"})
+    assert gpu_kernels.choose("proved", KERNELS, found).kernels == {"up.128x256", "rows_by_weight.128x192"}
 
 
 @pytest.mark.parametrize("found", [None, proof(**FOUND), proof(portable="failed")])
@@ -336,7 +336,7 @@ def test_file(cache):
     assert list(cache.iterdir()) == [path]
     content = json.loads(path.read_text())
     assert content["key"] == {"gpu": KEY.gpu, "capability": 90}
-    assert content["verdicts"]["rows_by_weight.64x192"] == {
+    assert content["verdicts"]["rows_by_weight.128x192"] == {
         "state": "slow",
         "reason": "why",
         "sources": SOURCES,
@@ -485,7 +485,7 @@ def test_info(switches):
     assert [text for _, text in info.gpu_kernels_in_use([KEY])[1:]] == [
         f"proved 2026-11-22T00:00:00+00:00 with {TAKEN_WITH}: up.128x256",
         "off, failed: grad_weight.128x256 (why)",
-        "off, slow: rows_by_weight.64x192 (why)",
+        "off, slow: rows_by_weight.128x192 (why)",
     ]
     assert "GPU kernels" in info.report()
 
