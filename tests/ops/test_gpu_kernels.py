@@ -490,6 +490,18 @@ def test_info(switches):
     assert "GPU kernels" in info.report()
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_tensors_of_a_device_without_kernels_are_refused_with_the_remedy():
+    """As those of CUDA where the module is not built, or of ROCm; here the CPU's."""
+    library = ops._refuse_tensors("CPU", "reinstall with FMOE_CUDA=1 and nvcc")
+    with pytest.raises(RuntimeError, match="reinstall with FMOE_CUDA=1 and nvcc"):
+        ops.count_tokens(torch.tensor([[0]]), 1)
+    with pytest.raises(RuntimeError, match="reinstall with FMOE_CUDA=1 and nvcc"):
+        call()
+    del library
+    assert ops.count_tokens(torch.tensor([[0]]), 1).tolist() == [1]
+
+
 def test_names_of_a_build_without_cuda_kernels():
     if ops.cuda_module_missing is None:
         pytest.skip("the CUDA kernels are loaded")
