@@ -73,6 +73,7 @@ prove() {
     step prove 40 "$python" -m fmoe_ext.gpu prove --help
   else
     step prove 110 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 95
+    mkdir -p fmoe_ext/gpu/proofs
     cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json fmoe_ext/gpu/proofs/  # where the package looks for it
   fi
 }

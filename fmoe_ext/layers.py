@@ -45,6 +45,7 @@ class LayerOptions(TypedDict, total=False):
     overlap_degree: int | str
     max_rows_per_rank: int | None
     exchange: str
+    wire: str
     device: Device
     dtype: torch.dtype | None
 
@@ -260,9 +261,9 @@ def _read_options(
 
 
 def _expert_parallel(layout: ParallelLayout, num_local_experts: int) -> ExpertParallel | None:
-    way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
+    way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange, layout.wire
     if not layout.is_spread:
-        check_way(layout.overlap_degree, layout.exchange)
+        check_way(layout.overlap_degree, layout.exchange, layout.wire)
         return None
     found = ExpertParallel(layout.moe_group, num_local_experts, *way)
     if found.size != layout.num_ranks:

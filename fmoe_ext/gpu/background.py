@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -12,7 +13,6 @@ from fmoe_ext.gpu.proof import Key, cache_folder
 
 _LOG = logging.getLogger(__name__)
 _MEMORY = 12 << 30  # bytes that must be free: the largest race takes half
-_STARTED: list[subprocess.Popen[bytes]] = []  # nobody waits for them
 _PATIENCE = 600.0  # seconds until another process may try again
 
 
@@ -30,11 +30,10 @@ def race(device: int, key: Key) -> None:
         key.gpu,
         " ".join(command[1:]),
     )
-    _STARTED.append(
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
+    threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
 
 
 def _is_first(key: Key) -> bool:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import sources_digest
@@ -171,10 +172,13 @@ def test_another_model_of_the_capability_is_used_and_raced_once(switches, monkey
     other = Key("NVIDIA GH200 480GB", 90)
     proof(**FOUND).save()
     started = []
+
+    def start(command, **_):
+        started.append(command)
+        return SimpleNamespace(wait=lambda: None)
+
     monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
-    monkeypatch.setattr(
-        gpu_kernels.background.subprocess, "Popen", lambda command, **_: started.append(command)
-    )
+    monkeypatch.setattr(gpu_kernels.background.subprocess, "Popen", start)
     for _ in range(2):  # two processes
         selection(monkeypatch, lambda device: other).prepare()
         call()
