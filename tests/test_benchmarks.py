@@ -102,7 +102,7 @@ def test_kernels_dry_run_and_report(tmp_path):
     assert cells == ["S", "16", "F1 up", "2.000", "500", "1.23", "1.000", "0.25"]
 
 
-def test_the_run_on_a_gpu_fits_into_nine_minutes():
+def test_run_gpu_limits_fit_into_nine_minutes():
     """The limits of the steps of run_gpu.sh without an option, where nothing has to be built."""
     text = (Path(bench_gpu_kernels.__file__).parent / "run_gpu.sh").read_text()
     functions = dict(re.findall(r"^(\w+)\(\) \{(.*?)^\}", text, re.MULTILINE | re.DOTALL))

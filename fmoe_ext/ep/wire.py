@@ -43,7 +43,7 @@ def pack(x: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor, wire: str) -> None:
-    """What pack() made of rows, into out [N, D]."""
+    """Decode what pack() made of rows into out [N, D]."""
     width = out.shape[1]
     codes = packed[:, :width].view(torch.float8_e4m3fn).float()
     if wire == "fp8":

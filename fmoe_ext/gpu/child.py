@@ -67,7 +67,7 @@ def serve(
 
 
 def _known(proof: Proof | None) -> dict[str, Verdict]:
-    """Whether kernels are right, of a proof of the compute capability; not whether they are fast."""
+    """Verdicts of a proof of the compute capability: which kernels are right, not which are fast."""
     verdicts = proof.verdicts if proof else {}
     return {
         name: v if v.state == "failed" else Verdict("proved")

@@ -102,7 +102,7 @@ class Proof:
     is_of_another: bool = False  # a proof of another model of the capability, taken for this one
 
     def about(self, sources: Mapping[str, str]) -> "Proof":
-        """What holds for kernels of these digests: others are untested, and their races and torch's wins are gone."""
+        """The proof for kernels of these digests: others are untested, and their races and torch's wins are gone."""
         is_same = {name: self.verdicts[name].sources == sources.get(name) for name in self.verdicts}
         changed = Verdict("untested", "it changed since it was proved")
         products = {name.split(".")[0] for name, same in is_same.items() if not same}
@@ -140,7 +140,7 @@ class Proof:
 
 
 def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
-    """What is known of kernels with these digests on a model of GPU; None if that is nothing.
+    """Proof for kernels with these digests on a model of GPU; None if nothing is known of them.
 
     Of the cache folder or the package, of this model or else of another of its compute capability. Warns of a file that
     cannot be read.

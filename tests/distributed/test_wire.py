@@ -53,7 +53,7 @@ def test_rows_at_the_ends_of_float32(wire, largest):
     assert abs(out[0, 0].item() - x[0, 0].item()) <= x[0, 0].item() / 15 + 1e-38
 
 
-def test_what_travels_as_it_is():
+def test_weights_labels_and_float64_travel_as_they_are():
     rows = torch.zeros(2, 64)
     assert is_packed(rows, "fp8") and is_packed(rows.bfloat16(), "mxfp8") and not is_packed(rows, "full")
     for other in (rows.double(), rows.long(), rows[:, :1], rows[:, :16], torch.zeros(2, 4, 64)):

@@ -95,7 +95,7 @@ def test_main_gradients(emulated, shifted):
         assert torch.equal(main[~empty], product[~empty].float() + 3) and main[empty].isnan().all()
 
 
-def test_what_torch_cannot_take_is_ours(emulated):
+def test_problems_torch_cannot_take_are_computed_by_ours(emulated):
     """Widths that it would copy, float64, float32 without TF32, 1,024 experts, a capture that would read the host."""
     emulated._set_gpu_torch_wins(classes(PRODUCTS))
 
@@ -128,7 +128,7 @@ def test_what_torch_cannot_take_is_ours(emulated):
     emulated._set_gpu_kernels(emulated._gpu_kernels())
 
 
-def test_a_class_is_decided_by_rows_an_expert(emulated):
+def test_class_is_decided_by_rows_an_expert(emulated):
     emulated._set_gpu_torch_wins(["rows_by_weight/16 bits/hundreds"])
     weight = torch.ones(2, 8, 16).bfloat16()
     for num_rows, expected in ((127, {}), (128, {"rows_by_weight": 1})):

@@ -196,7 +196,7 @@ def test_another_model_of_the_capability_is_used_and_raced_once(switches, monkey
     assert switches.on == [] and len(started) == 2
 
 
-def test_a_full_gpu_is_not_raced(monkeypatch):
+def test_full_gpu_is_not_raced(monkeypatch):
     started = []
     monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**33, 2**37))
     monkeypatch.setattr(gpu_kernels.background.subprocess, "Popen", lambda *_, **__: started.append(1))
@@ -354,7 +354,7 @@ def test_proof_of_another_capability_is_ignored():
     assert found.is_of_another and found.verdicts == proof(**FOUND).verdicts
 
 
-def test_an_edit_voids_what_it_reaches():
+def test_edit_voids_proofs_that_it_reaches():
     """The verdict and races of a kernel whose sources changed, and torch's wins over its product; no others."""
     races = tuple(
         Race("op", "T 1", kernel, 1.0, 1.0, 2.0) for kernel in ("up.128x256", "grad_weight.128x256")
