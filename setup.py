@@ -203,7 +203,7 @@ def cuda_extension(home: str) -> Extension:
         extra_link_args=["-Wl,--no-as-needed,-ltorch"],
         extra_compile_args={
             "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA", *hopper, kernel_sources()],
-            "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", f"-fvisibility=hidden,{SOURCE_NAMES}"],
+            "nvcc": [*NVCC, "-lineinfo", "-Xcompiler", f"-fvisibility=hidden,{SOURCE_NAMES}"],
         },
         py_limited_api=True,
     )
@@ -218,11 +218,13 @@ def cuda_archs() -> str:
     return ";".join(chosen)
 
 
+NVCC = ["-std=c++20", "-O3"]  # what decides the kernels' code, of nvcc's options
+
+
 def kernel_sources() -> str:
     """The flag by which the CUDA module knows what its kernels were built from; proofs are kept by it."""
-    found = subprocess.run(
-        [sys.executable, ROOT / "cuda" / "sources_digest.py"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, ROOT / "cuda" / "sources_digest.py", *NVCC]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     return f"-DFMOE_KERNEL_SOURCES={found.stdout.strip()}"
 
 

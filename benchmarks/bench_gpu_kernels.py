@@ -6,8 +6,9 @@
 
 Times are those of torch's profiler, medians over the calls of all rounds; results in results/gpu_kernels.json.
 Weight gradients are timed as bfloat16 tensors and as sums in float32 main gradients.
-Products with frozen weights in MXFP4 (--frozen) are timed by events: by the kernels that decode, and by decoding in
-memory and grouped_gemm or torch's grouped_mm; interleaved.
+Torch's grouped_mm alone is timed by events beside our products. So are products with frozen weights in MXFP4
+(--frozen): by the kernels that decode, and by one pass that decodes in memory and grouped_gemm or torch's grouped_mm;
+interleaved.
 """
 
 import argparse
@@ -128,9 +129,10 @@ def measure(device, shape, T, ceilings, once=False):
 def frozen_products(x, weight, offs, grad):
     """{implementation: (y of rows x, dx of rows grad)}, functions; "packed" is left out if no kernel is on."""
     packed = weight.rows(), weight.scale, offs
+    scale, zero, *options = weight.packing()
 
     def decoded():
-        return weight.dequantize(x.dtype)
+        return torch.ops.fmoe_ext._decode_packed(weight.rows(), scale, zero, *options, x.dtype)
 
     found = {
         "packed": (
@@ -178,6 +180,38 @@ def measure_frozen(device, shape, T, ceilings):
     return rows
 
 
+def measure_torch(device, shape, T, ceilings):
+    """Rows of results: torch's grouped_mm alone for the three products of w1, by cuBLASLt too where torch has it."""
+    E, R = shape.E, T * shape.K
+    x, grad = (torch.randn(R, n, device=device.name).bfloat16() for n in (shape.D, shape.F))
+    weight = torch.randn(E, shape.F, shape.D, device=device.name).bfloat16()
+    offs = (torch.arange(1, E + 1, device=device.name) * R // E).int()
+    multiply = torch.nn.functional.grouped_mm
+    products = {
+        "x w1^T": lambda: multiply(x, weight.mT, offs=offs),
+        "dh w1": lambda: multiply(grad, weight, offs=offs),
+        "dh^T x": lambda: multiply(grad.mT, x, offs=offs),
+    }
+    matmul = torch.backends.cuda.matmul
+    switch = "prefer_cublaslt_grouped_gemm"
+    rows = []
+    for by_cublaslt in (False, True) if hasattr(matmul, switch) else (False,):
+        if by_cublaslt:
+            setattr(matmul, switch, True)
+        steps = {name: [(product, lambda _: None)] for name, product in products.items()}
+        times = gpu_timing.time_interleaved(device, steps, 0.1 if device.is_cuda else 0.0, ROUNDS)
+        work = roofline.Work("torch", 2 * R * shape.F * shape.D, x.nbytes + grad.nbytes + weight.nbytes)
+        for name in products:
+            seconds = [pair[0] for pair in times[name]]
+            median = statistics.median(seconds)
+            row = {"shape": shape.name, "T": T, "kernel": f"grouped_mm{', cuBLASLt' * by_cublaslt}, {name}"}
+            row |= {"seconds": common.summary(seconds), "tflops": work.flops / median / 1e12}
+            rows.append(row | {"tb_a_second": work.bytes / median / 1e12, "roofline": work.seconds(ceilings)})
+        if by_cublaslt:
+            setattr(matmul, switch, False)
+    return rows
+
+
 def report(rows):
     lines = []
     for row in rows:
@@ -204,6 +238,8 @@ def main(argv=None):
     rows = []
     for shape, T in chosen:
         rows += measure(device, shape, T, ceilings, args.once)
+        if not args.once:
+            rows += measure_torch(device, shape, T, ceilings)
         if device.is_cuda:
             torch.cuda.empty_cache()
     if args.once:

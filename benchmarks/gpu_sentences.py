@@ -52,7 +52,8 @@ def bullet(layers, peers):
         return text + "SonicMoE was not measured."
     forward, backward, both = (ratios(peers["results"]["rows"], "SonicMoE", part) for part in PARTS)
     return text + (
-        f"SonicMoE takes {span(forward.values())} times our time forward, {span(backward.values())} backward, "
+        f"SonicMoE, its tuner restricted to one tile a product, "
+        f"takes {span(forward.values())} times our time forward, {span(backward.values())} backward, "
         f"{span(both.values())} in all ({', '.join(both)})."
     )
 

@@ -3,9 +3,9 @@
     python -m benchmarks.pack_gpu                builds what is missing; build/gpu/modules and build/gpu/peers
     python -m benchmarks.pack_gpu --no-peers     our modules alone
 
-The first has our modules, the second SonicMoE's wheels; `benchmarks/run_gpu.sh` takes the first, with `--peers` the
-second too. CUTLASS's DSL, which SonicMoE needs, is stripped of debug symbols and packed by xz. The communicator of NCCL
-is built for the Python of that machine.
+The first has our modules, the second SonicMoE's wheels; `benchmarks/run_gpu.sh` takes what is there. CUTLASS's DSL,
+which SonicMoE needs, is stripped of debug symbols and packed by xz. The communicator of NCCL is built for the Python of
+that machine.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU: one command of at most 540 seconds, and a second of at most 170 for SonicMoE.
+# Everything that needs a GPU: one command whose limits sum to 540 seconds.
 #
-#   benchmarks/run_gpu.sh             proof, tests, layers, kernels, main gradients, host time, NCCL
+#   benchmarks/run_gpu.sh             products, layers, portable kernels, decoding, torch's products, a whole layer, proof,
+#                                     SonicMoE (if --peers' packages were carried along)
 #   benchmarks/run_gpu.sh --main-grads  proof, main gradients and kernels of Qwen3 and Mixtral, 200 seconds
-#   benchmarks/run_gpu.sh --peers     layers of Qwen3 and OLMoE beside SonicMoE, which compiles for a minute
+#   benchmarks/run_gpu.sh --tests     tests of operators on the GPU, and NCCL, 150 seconds
 #   --dry-run                         the same steps where there is no GPU, in two minutes: their arguments, and the
 #                                     benchmarks on the CPU with tiny shapes
 #   --out FOLDER                      results and logs go there (default: benchmarks/results)
@@ -21,7 +22,7 @@ while (($#)); do
   case $1 in
     --dry-run) dry_run=1 ;;
     --main-grads) part=main_grads ;;
-    --peers) part=beside_sonicmoe ;;
+    --tests) part=tests ;;
     --out) shift; out=${1:?"--out needs a folder"} ;;
     --archive) shift; archive=${1:?"--archive needs a file"} ;;
     *) echo "unknown argument $1: see the head of $0" >&2; exit 2 ;;
@@ -63,7 +64,7 @@ assert torch.version.cuda is None or ops.cuda_module_missing is None, ops.cuda_m
   if ((dry_run)) || "$python" -c "$loads"; then
     step info 20 "$python" -m fmoe_ext.info
   else
-    step build 400 env FMOE_CUDA=1 "$python" setup.py build_ext --inplace
+    step build 600 env FMOE_CUDA=1 "$python" setup.py build_ext --inplace
   fi
 }
 
@@ -71,9 +72,9 @@ prove() {
   if ((dry_run)); then
     step prove 40 "$python" -m fmoe_ext.gpu prove --help
   else
-    # Kernels that fail or lose here are off in all that follows.
-    step prove 130 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 110
-    mkdir -p "$out/proof" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json "$out/proof/"
+    step prove 110 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 95
+    mkdir -p fmoe_ext/gpu/proofs
+    cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json fmoe_ext/gpu/proofs/  # where the package looks for it
   fi
 }
 main_grads() {
@@ -83,30 +84,41 @@ main_grads() {
 }
 
 everything() {
-  local pytest=("$python" -m pytest -q -p no:cacheprovider)
-  prove
-  step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
-  bench gpu 180 bench_gpu_layer --tokens 16384 --budget 150 --shapes "Qwen,OLMoE,Mixtral,GPT-OSS,DeepSeek,E64,E96" \
-    --only "compiled grouped_mm,grouped_mm by hand,transformers grouped_mm"
-  bench gpu_kernels 50 bench_gpu_kernels --shapes "Qwen:16384,Mixtral:16384,OLMoE:16384,GPT-OSS:16384,E64:16384"
-  bench gpu_main_grads 40 bench_gpu_main_grads
+  export FMOE_GPU_KERNELS=all  # until they are proved
+  bench gpu_kernels 60 bench_gpu_kernels --shapes "Qwen:16384,Mixtral:16384,GPT-OSS:16384" --frozen GPT-OSS:256,Qwen:256
+  bench gpu 100 bench_gpu_layer --tokens 16384 --budget 85 --shapes "Qwen,OLMoE,Mixtral,GPT-OSS,DeepSeek,E64,E96" \
+    --only "compiled grouped_mm,transformers grouped_mm"
+  FMOE_GPU_KERNELS=portable bench gpu_portable 30 bench_gpu_layer --tokens 16384 --budget 20 --shapes Qwen \
+    --only "compiled grouped_mm"
+  FMOE_GPU_KERNELS=torch bench gpu_torch 40 bench_gpu_layer --tokens 16384 --budget 30 --shapes "Qwen,Mixtral" \
+    --only "compiled grouped_mm"
   bench gpu_host 40 bench_gpu_host --tokens 1024,4096
+  bench gpu_main_grads 35 bench_gpu_main_grads
+  unset FMOE_GPU_KERNELS
+  prove
+  beside_sonicmoe
+  ((dry_run)) || [[ $out != benchmarks/results ]] || "$python" -m benchmarks.gpu_sentences "$out"
+}
+tests() {
+  local pytest=("$python" -m pytest -q -p no:cacheprovider)
+  step device 90 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
   if compgen -G "fmoe_ext/_C_nccl*" >/dev/null; then
-    step nccl 55 "${pytest[@]}" -m "" tests/distributed/test_nccl.py
+    step nccl 60 "${pytest[@]}" -m "" tests/distributed/test_nccl.py
   else
     echo "== nccl: left out, _C_nccl is not built"
   fi
 }
 
 beside_sonicmoe() {
+  compgen -G "build/gpu/peers/*.whl" >/dev/null || ((dry_run)) || { echo "== SonicMoE: left out, no packages"; return; }
   mkdir -p "$site"
   if compgen -G "build/gpu/peers/*.whl" >/dev/null && ! ((dry_run)); then
-    step wheels 20 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" build/gpu/peers/*.whl
-    step dsl 30 tar -xJf build/gpu/peers/dsl.tar.xz -C "$site"
+    step wheels 10 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" build/gpu/peers/*.whl
+    step dsl 15 tar -xJf build/gpu/peers/dsl.tar.xz -C "$site"
   fi
   [[ -f $site/nvidia_cutlass_dsl.pth ]] &&
     export PYTHONPATH=$PYTHONPATH:$site/$(grep -v import "$site/nvidia_cutlass_dsl.pth" | head -n 1)
-  bench gpu_peers 115 bench_gpu_layer --tokens 16384 --shapes "Qwen,OLMoE" --tuning --budget 60 \
+  bench gpu_peers 80 bench_gpu_layer --tokens 16384 --shapes Qwen --tuning --budget 55 \
     --only "SonicMoE,compiled grouped_mm"
 }
 

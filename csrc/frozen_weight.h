@@ -21,9 +21,9 @@ class FrozenWeight {
   static constexpr int64_t kIntegers = 64;  // added to the number of a format: integer products
 
   // data: the weight, or bytes [E, out, bytes of a row]; name: of the argument.
-  FrozenWeight(const Tensor& data, const Packing& packing, const char* name)
-      : data_(data), packing_(packing), name_(name) {
-    check_cpu(data, name);
+  FrozenWeight(const Tensor& data, const Packing& packing, const char* name, bool on_cpu = true)
+      : data_(data), packing_(packing), name_(name), on_cpu_(on_cpu) {
+    check_device(data);
     integers_ = packing.format >= kIntegers;
     const int64_t format = packing.format - (integers_ ? kIntegers : 0);
     STD_TORCH_CHECK(format >= 0 && format < gemm::kNumPackedFormats, name, "_format must be in [0, ",
@@ -57,6 +57,14 @@ class FrozenWeight {
   const Tensor& tensor() const { return data_; }
   int64_t dim() const { return data_.dim(); }
   int64_t size(int64_t d) const { return is_packed() ? sizes_[d] : data_.size(d); }
+
+  gemm::PackedMatrix matrix() const {
+    return {format_,          scale_type_,  packing_.interleaved,
+            bytes_,           scale_bytes_, zero_words_,
+            factors_,         sizes_[0],    sizes_[1],
+            sizes_[2],        group_,       row_bytes_,
+            scale_row_bytes_, scale_rows_,  part_rows_};
+  }
 
   // Rows [first, first + n) of an expert, counted with gates before ups; n > 0.
   void rows(int64_t expert, int64_t first, int64_t n, gemm::PackedRow* out) const {
@@ -103,6 +111,9 @@ class FrozenWeight {
   }
 
  private:
+  void check_device(const Tensor& t) const {
+    if (on_cpu_) check_cpu(t, name_);
+  }
   static constexpr int64_t kBlock = gemm::kScaledSquare;
   const gemm::PackedLayout& layout() const { return gemm::layout_of(format_); }
   bool has_squares() const { return layout().scaled == gemm::Scaled::square; }
@@ -133,7 +144,7 @@ class FrozenWeight {
   void check_scale() {
     STD_TORCH_CHECK(packing_.scale, name_, "_scale must be given: format ", packing_.format, " has scales");
     const Tensor& t = *packing_.scale;
-    check_cpu(t, name_);
+    check_device(t);
     scale_type_ = scale_type_of(t);
     bool known = false;
     for (const gemm::ScaleType type : layout().scale_types)
@@ -222,7 +233,7 @@ class FrozenWeight {
       zero_words_ = static_cast<const int32_t*>(packing_.zero->const_data_ptr());
   }
   void check_zero(const Tensor& zero) const {
-    check_cpu(zero, name_);
+    check_device(zero);
     const int64_t words = (sizes_[1] + 7) / 8, groups = packing_.scale->size(2);
     STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Int && zero.dim() == 3 && zero.size(0) == sizes_[0] &&
                         zero.size(1) == words && zero.size(2) == groups,
@@ -234,7 +245,7 @@ class FrozenWeight {
     STD_TORCH_CHECK(packing_.zero, name_, "_zero must be given: format ", packing_.format,
                     " has two factors of each row there");
     const Tensor& t = *packing_.zero;
-    check_cpu(t, name_);
+    check_device(t);
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 3 && t.size(0) == sizes_[0] &&
                         t.size(1) == sizes_[1] && t.size(2) == 2,
                     name_, "_zero must be float32 [", sizes_[0], ", ", sizes_[1], ", 2], but got ",
@@ -244,6 +255,7 @@ class FrozenWeight {
   Tensor data_;
   Packing packing_;
   const char* name_;
+  bool on_cpu_;  // else the caller has compared the devices
   gemm::PackedFormat format_ = gemm::PackedFormat::none;
   bool integers_ = false;
   gemm::ScaleType scale_type_ = gemm::ScaleType::none;

@@ -65,6 +65,12 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // grouped_gemm with a weight in MXFP4, data [E, out, in / 2], scale [E, out, in / 32]; or x weight if transposed.
   // -> y; [0] where no kernel that decodes is on and fits, so on the CPU
   m.def("_mxfp4_gemm(Tensor x, Tensor data, Tensor scale, Tensor offs, Tensor? bias, bool transposed, bool interleaved) -> Tensor");
+  // A weight that is packed as in frozen_mlp -> [E, out, in], gates before ups
+  m.def("_decode_packed(Tensor weight, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved, ScalarType dtype) -> Tensor");
+  // torch.nn.functional.grouped_mm for the CUDA kernels, in Python (gpu/torch_path.py): a b of each group's rows,
+  // with the last two dimensions of a or b transposed; and whether torch allows TF32 at this moment.
+  m.def("_torch_grouped_mm(Tensor a, Tensor b, Tensor offs, bool a_transposed, bool b_transposed) -> Tensor");
+  m.def("_tf32_allowed() -> bool");
 
   // activation: a place in kActivations (activation.h), which is one in ops.ACTIVATIONS.
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.

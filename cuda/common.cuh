@@ -2,6 +2,7 @@
 // vectors.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "launchers.h"
 #include "ptx.cuh"
@@ -22,36 +24,39 @@
 namespace fmoe_ext {
 
 #ifdef __CUDACC__
-// Starts kernel<<<grid, block, shared_bytes, stream>>>(args...), `cluster` neighbouring blocks of the grid (a
-// multiple of it) to a cluster; throws when the launch is refused.
+// Lets a kernel have more shared memory than a block has by itself; asked for once a thread, kernel and
+// device.
+inline cudaError_t allow_shared(const void* kernel, size_t shared_bytes) {
+  if (shared_bytes <= kStaticSharedBytes) return cudaSuccess;
+  thread_local std::vector<std::pair<const void*, int>> allowed;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const std::pair<const void*, int> mine(kernel, device);
+  if (error != cudaSuccess || std::find(allowed.begin(), allowed.end(), mine) != allowed.end()) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes));
+  if (error == cudaSuccess) allowed.push_back(mine);
+  return error;
+}
+
+// Starts kernel<<<grid, block, shared_bytes, stream>>>(args...); throws when the launch is refused.
 template <class... Params, class... Args>
-void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-                     cudaStream_t stream, Args&&... args) {
-  cudaLaunchAttribute dimension{};
-  dimension.id = cudaLaunchAttributeClusterDimension;
-  dimension.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  const cudaLaunchConfig_t config{grid, block, shared_bytes, stream, &dimension, cluster > 1 ? 1u : 0u};
-  cudaError_t error = cudaSuccess;
-  if (shared_bytes > kStaticSharedBytes)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            Args&&... args) {
+  const cudaLaunchConfig_t config{grid, block, shared_bytes, stream, nullptr, 0};
+  cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (error == cudaSuccess) return;
   const char* name = "a kernel";
   cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
   throw std::runtime_error(std::string("fmoe_ext: launching ") + name + " with " + std::to_string(grid.x) +
-                           " blocks (" + std::to_string(cluster) + " to a cluster) of " +
-                           std::to_string(block.x) + " threads and " + std::to_string(shared_bytes) +
+                           " blocks of " + std::to_string(block.x) + " threads and " +
+                           std::to_string(shared_bytes) +
                            " bytes of shared memory failed: " + cudaGetErrorString(error));
 }
 #else
-using emu::launch_clusters;
+using emu::launch;
 #endif
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-            Args&&... args) {
-  launch_clusters(1, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
-}
 
 using Stream = cudaStream_t;
 

@@ -22,4 +22,13 @@ DeviceInfo current_device_info() {
 #endif
 }
 
+bool is_capturing(LaunchStream stream) {
+#ifdef __CUDACC__
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status != cudaStreamCaptureStatusNone;
+#else
+  return emu::config.is_capturing;
+#endif
+}
+
 }  // namespace fmoe_ext

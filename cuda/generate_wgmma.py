@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-WIDTHS = (128, 160, 192, 256)
+WIDTHS = (128, 192, 256)
 
 
 def wrap(items, indent, width=104):

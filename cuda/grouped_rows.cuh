@@ -17,9 +17,8 @@ __device__ __forceinline__ RowRange rows_of(const int* __restrict__ offs, int nu
   return {from, end < from ? from : end < num_rows ? end : num_rows};
 }
 
-// The rows of each expert, and then the padding, are cut into tiles of `height` rows; with `pairs`, two that
-// follow one another are one tile here. This is who owns tile `index`; every lane of the warp must call it,
-// and all get the same answer.
+// The rows of each expert, and then the padding, are cut into tiles of `height` rows. This is who owns tile
+// `index`; every lane of the warp must call it, and all get the same answer.
 template <class Int>  // holds the number of rows
 struct TileOwner {
   int expert;  // num_experts: padding; -1: there is no such tile
@@ -27,14 +26,14 @@ struct TileOwner {
 };
 template <class Int>
 static __device__ TileOwner<Int> find_tile_owner(const int* __restrict__ offs, int num_experts,
-                                                 int64_t num_rows, Int index, int height, int pairs = 0) {
+                                                 int64_t num_rows, Int index, int height) {
   const int lane = threadIdx.x % 32;
   Int before = 0;
   for (int first = 0; first <= num_experts; first += 32) {
     const int e = first + lane;
     const RowRange range = e <= num_experts ? rows_of(offs, num_experts, num_rows, e) : RowRange{0, 0};
     const Int begin = static_cast<Int>(range.begin), end = static_cast<Int>(range.end);
-    const Int tiles = ((end - begin + height - 1) / height + pairs) >> pairs;
+    const Int tiles = (end - begin + height - 1) / height;
     Int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
       const Int other = __shfl_up_sync(kFullMask, sum, step);

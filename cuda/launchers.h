@@ -9,6 +9,10 @@ struct CUstream_st;
 
 namespace fmoe_ext {
 
+namespace gemm {
+struct PackedMatrix;
+}
+
 using LaunchStream = CUstream_st*;
 
 constexpr int kStaticSharedBytes = 48 * 1024;  // what a thread block has without asking for more
@@ -21,6 +25,7 @@ struct DeviceInfo {
   int num_sms;
 };
 DeviceInfo current_device_info();
+bool is_capturing(LaunchStream);  // a graph
 
 // An index tensor as the ops accept it.
 struct Indices {
@@ -118,6 +123,20 @@ void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts
 // index
 void launch_heaviest_first(const int* offs, int num_experts, int64_t num_rows, int* order, LaunchStream);
 
+// ---- decode_packed.cu: out [num_experts, rows, columns] in f32, bf16 or f16, gates before ups
+void launch_decode_packed(Dtype, const gemm::PackedMatrix&, void* out, LaunchStream);
+
+// ---- torch_products.cu: what torch's grouped_mm leaves to do
+// clamped [num_experts]: offs inside the rows and rising, whatever it held
+void launch_clamp_offs(const int* offs, int num_experts, int64_t num_rows, int* clamped, LaunchStream);
+// In place: y [R, N] = scale (y + bias), zero in padding; offs are clamped, bias may be null
+void launch_finish_rows(Dtype, void* y, const int* offs, int num_experts, int64_t num_rows, int64_t N,
+                        const void* bias, const RowScale&, LaunchStream);
+// product [num_experts, size] is zero for an expert without rows; or, with a main gradient, float32, that is
+// increased by the product of the experts that have rows
+void launch_finish_weight_grad(Dtype, void* product, const int* offs, int num_experts, int64_t num_rows,
+                               int64_t size, float* main_grad, LaunchStream);
+
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
 struct ActivationRows {
   const void* h;
@@ -135,20 +154,16 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
                                 const void* dy, const void* b2, int64_t H, int64_t D, void* dh,
                                 void* scaled_a, void* dscale, LaunchStream);
 
-// ---- sm90_*.cu: the Hopper path, compiled for sm_90a. Right under the emulator, not yet run on a GPU.
+// ---- sm90_*.cu: the Hopper path, compiled for sm_90a.
 // Of all of them: bf16 or f16 (another dtype throws); D and H are multiples of 8; every matrix is contiguous
 // and begins at a multiple of 16 bytes; num_rows < kMaxHopperRows. offs and row_idx may hold anything, as on
 // the portable path.
 constexpr int64_t kMaxHopperRows = INT32_MAX - 256;  // tiles are counted in 32 bits
 struct Grid {
-  int num_blocks;   // the number of SMs; any positive number is right
-  int cluster = 1;  // 2: pairs of blocks share an operand's tile
-  // of a tile of rows_by_weight and grad_input: 128 x 192, 64 x 192 or 128 x 256; of grad_hidden 128 x 256,
-  // else 128 x 128; of up 128 x kUpTurnColumns or 128 x 256; grad_weight has one size
-  int tile_rows = 128, tile_columns = 192;
+  int num_blocks;          // the number of SMs; any positive number is right
+  int tile_columns = 192;  // of a tile of rows_by_weight and grad_input: or 256; the others have one size
 };
 
-constexpr int kUpTurnColumns = 160;  // of up's tiles that two warpgroups take in turn; without a gate
 // sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as
 // launch_activation computes it from h. b1 [E, F] and h may be null; padding rows are zero.
 void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const int* offs, const void* w1,
@@ -159,10 +174,10 @@ void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const in
 void launch_rows_by_weight_sm90(Dtype, const void* rows, const int* offs, const void* weight,
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid&, LaunchStream stream);
-// sm90_grad_hidden.cu, without clusters: dA = dy_rows w2 is never stored. dh and scaled_a as
-// launch_activation_backward writes them; dots [R, num_hidden_dots_sm90(H, grid)] holds <dA, act(h)> by tile
+// sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as
+// launch_activation_backward writes them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile
 // of columns, for launch_sum_dots. Rows of dots in the padding are not written; dots may be null.
-int64_t num_hidden_dots_sm90(int H, const Grid&);
+int64_t num_hidden_dots_sm90(int H);
 void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
                              const void* w2, int D, int H, void* dh, void* scaled_a, float* dots, const Grid&,
                              LaunchStream);
@@ -171,14 +186,13 @@ void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t nu
                      const void* b2, int64_t D, float* dscale, LaunchStream);
 // sm90_grad_weight.cu: what launch_rows_by_rows writes. At most one of a and b has an index; both widths are
 // multiples of 8. order, of launch_heaviest_first, is the one in which the experts are taken.
-constexpr int kWeightTileGathered = 128;  // columns in a tile of the operand that has, or may have, an index
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
                              const Grid&, LaunchStream);
 // sm90_grad_input.cu: dx_rows [R, D] = dh w1, with w1 [E, F, D] (F = 2 H when gated); padding rows are zero.
 void launch_grad_input_sm90(Dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
                             int num_experts, int D, int F, void* dx_rows, const Grid&, LaunchStream);
-// sm90_mxfp4.cu: what launch_rows_by_mxfp4 writes, in tiles of 128 x 256 without clusters; rows and columns
+// sm90_mxfp4.cu: what launch_rows_by_mxfp4 writes, in tiles of 128 x 256; rows and columns
 // of the weight are multiples of 8, rows without an index
 void launch_rows_by_mxfp4_sm90(const void* rows, const PackedWeight&, const int* offs, int64_t num_rows,
                                const void* bias, void* out, const Grid&, LaunchStream);

@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "expert_mlp.h"
+#include "frozen_weight.h"
 #include "grouped_gemm.h"
 #include "products.h"
 
@@ -16,10 +17,7 @@ Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Ten
   const OnDeviceOf device(x);
   const Tensor rows = as_contiguous(x), w = as_contiguous(weight), ends = as_contiguous(offs);
   const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
-  const Tensor y = torch::stable::new_empty(rows, {rows.size(0), w.size(1)});
-  const Products products(ends, rows.size(0), {rows, w, shift}, device);
-  products.rows_by_weight(rows, w, shift, RowScale{}, y);
-  return y;
+  return Products(ends, rows.size(0), {rows, w, shift}, device).rows_by_weight(rows, w, shift, RowScale{});
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
@@ -32,16 +30,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
   const OnDeviceOf device(x);
   const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
                ends = as_contiguous(offs);
-  const int64_t R = rows.size(0), E = w.size(0), N = w.size(1), D = w.size(2);
-  Products products(ends, R, {rows, w, dy}, device);
-  const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
-    return needed ? torch::stable::new_empty(rows, shape) : torch::stable::new_empty(rows, {0});
-  };
-  const Tensor dx = output(needs.dx, {R, D}), dweight = output(needs.dweight && !main_dweight, {E, N, D}),
-               dbias = output(needs.dbias, {E, N});
-  if (needs.dx) products.grad_input(plain_rows(dy), w, dx);
-  if (needs.dweight) products.grad_weight(plain_rows(dy), plain_rows(rows), dweight, main_dweight);
-  if (needs.dbias) products.grad_bias(plain_rows(dy), RowScale{}, dbias);
+  Products products(ends, rows.size(0), {rows, w, dy}, device);
+  Tensor dx, dweight, dbias;
+  dx = dweight = dbias = torch::stable::new_empty(rows, {0});
+  if (needs.dx) dx = products.grad_input(dy, w);
+  if (needs.dweight) dweight = products.grad_weight(plain_rows(dy), plain_rows(rows), main_dweight);
+  if (needs.dbias) {
+    dbias = torch::stable::new_empty(rows, {w.size(0), w.size(1)});
+    products.grad_bias(plain_rows(dy), RowScale{}, dbias);
+  }
   return {dx, dweight, dbias};
 }
 
@@ -98,6 +95,21 @@ Tensor mxfp4_gemm_cuda(Tensor x, Tensor data_, Tensor scale, Tensor offs, std::o
   return products.by_mxfp4(input, weight, shift, y) ? y : none;
 }
 
+Tensor decode_packed_cuda(Tensor weight, std::optional<Tensor> scale, std::optional<Tensor> zero,
+                          int64_t format, bool interleaved, ScalarType dtype) {
+  check_same_device({{weight, "weight"}, {scale, "weight_scale"}, {zero, "weight_zero"}});
+  const FrozenWeight packed(weight, {scale, zero, format, interleaved}, "weight", false);
+  STD_TORCH_CHECK(packed.is_packed(), "weight_format must be that of a packed weight, but got 0");
+  const OnDeviceOf device(weight);
+  const bool is_double = dtype == ScalarType::Double;
+  const gemm::PackedMatrix matrix = packed.matrix();
+  const Tensor out = torch::stable::new_empty(weight, {matrix.num_experts, matrix.rows, matrix.columns},
+                                              is_double ? ScalarType::Float : dtype);
+  check_float(out, "dtype");
+  launch_decode_packed(as_dtype(out), matrix, data(out), device);
+  return is_double ? torch::stable::to(out, ScalarType::Double) : out;
+}
+
 // The arguments that forward and backward of expert_mlp share, contiguous.
 struct ExpertMlp {
   ExpertMlp(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs_,
@@ -134,8 +146,8 @@ struct ExpertMlp {
   const int* ends() const { return data<int>(offs); }
   RowScale row_scale() const { return {data(weights), data<int>(row_idx), inverse.numel()}; }
   // The rows of a [T, ..] tensor in expert-major order, read through the index.
-  GroupedRows by_token(const Tensor& t) const {
-    return {data(t), t.size(1), data<int>(row_idx), top_k(), inverse.numel()};
+  TensorRows by_token(const Tensor& t) const {
+    return {{data(t), t.size(1), data<int>(row_idx), top_k(), inverse.numel()}, t};
   }
   Tensor new_rows(int64_t width) const { return torch::stable::new_empty(x, {num_rows(), width}); }
   // out [T, D]: sums the rows of each token's choices, times their weights if there are any.
@@ -157,13 +169,11 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
                                            bool combine, bool save_h) {
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
   const OnDeviceOf device(x);
-  const int64_t R = mlp.num_rows();
-  const Tensor a = mlp.new_rows(mlp.hidden()), y = mlp.new_rows(mlp.x.size(1));
-  const std::optional<Tensor> h = save_h ? std::optional(mlp.new_rows(mlp.w1.size(1))) : std::nullopt;
-  const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.b1, mlp.w2, mlp.b2}, device);
-  products.up(mlp.activation.curve, mlp.activation.gated, mlp.by_token(mlp.x), mlp.w1, mlp.b1, h, a);
-  products.rows_by_weight(a, mlp.w2, mlp.b2, combine ? RowScale{} : mlp.row_scale(), y);
-  return {combine ? mlp.combine(y, mlp.weights, device) : y, h ? *h : torch::stable::new_empty(a, {0})};
+  Products products(mlp.offs, mlp.num_rows(), {mlp.x, mlp.w1, mlp.b1, mlp.w2, mlp.b2}, device);
+  const auto [h, a] =
+      products.up(mlp.activation.curve, mlp.activation.gated, mlp.by_token(mlp.x), mlp.w1, mlp.b1, save_h);
+  const Tensor y = products.rows_by_weight(a, mlp.w2, mlp.b2, combine ? RowScale{} : mlp.row_scale());
+  return {combine ? mlp.combine(y, mlp.weights, device) : y, save_h ? *h : torch::stable::new_empty(a, {0})};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -191,23 +201,16 @@ class Backward {
       dtopk_weights =
           torch::stable::new_zeros(mlp_.x, {mlp_.inverse.size(0), mlp_.top_k()}, compute_type(mlp_.x));
     if (needs_.hidden()) hidden();
-    if (needs_.dx) {
-      const Tensor dx_rows = mlp_.new_rows(mlp_.x.size(1));
-      products_.grad_input(plain_rows(dh), mlp_.w1, dx_rows);
-      dx = mlp_.combine(dx_rows, std::nullopt, device_);
-    }
+    if (needs_.dx) dx = mlp_.combine(products_.grad_input(dh, mlp_.w1), std::nullopt, device_);
     if (needs_.dtopk_weights) dtopk_weights = torch::stable::to(dtopk_weights, topk_weights->scalar_type());
   }
 
   void weights(const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2) {
-    const int64_t E = mlp_.num_experts(), D = mlp_.x.size(1), H = mlp_.hidden(), F = mlp_.w1.size(1);
-    dw1 = output(needs_.dw1 && !main_dw1, {E, F, D});
-    db1 = output(needs_.db1, {E, F});
-    dw2 = output(needs_.dw2 && !main_dw2, {E, D, H});
-    db2 = output(needs_.db2, {E, D});
+    db1 = output(needs_.db1, {mlp_.num_experts(), mlp_.w1.size(1)});
+    db2 = output(needs_.db2, {mlp_.num_experts(), mlp_.x.size(1)});
     if (needs_.db2) products_.grad_bias(dy_rows(), mlp_.row_scale(), db2);
-    if (needs_.dw2) products_.grad_weight(dy_rows(), plain_rows(scaled_a), dw2, main_dw2);
-    if (needs_.dw1) products_.grad_weight(plain_rows(dh), mlp_.by_token(mlp_.x), dw1, main_dw1);
+    if (needs_.dw2) dw2 = products_.grad_weight(dy_rows(), plain_rows(scaled_a), main_dw2);
+    if (needs_.dw1) dw1 = products_.grad_weight(plain_rows(dh), mlp_.by_token(mlp_.x), main_dw1);
     if (needs_.db1) products_.grad_bias(plain_rows(dh), RowScale{}, db1);
   }
 
@@ -217,7 +220,7 @@ class Backward {
   Tensor output(bool needed, std::initializer_list<int64_t> shape) const {
     return needed ? torch::stable::new_empty(mlp_.x, shape) : torch::stable::new_empty(mlp_.x, {0});
   }
-  GroupedRows dy_rows() const { return combine_ ? mlp_.by_token(dy_) : plain_rows(dy_); }
+  TensorRows dy_rows() const { return combine_ ? mlp_.by_token(dy_) : plain_rows(dy_); }
 
   void hidden() {
     dh = mlp_.new_rows(mlp_.w1.size(1));
@@ -312,6 +315,7 @@ FMOE_CUDA_LIBRARY(m) {
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
   m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cuda));
   m.impl("_mxfp4_gemm", TORCH_BOX(&mxfp4_gemm_cuda));
+  m.impl("_decode_packed", TORCH_BOX(&decode_packed_cuda));
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
   m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cuda));

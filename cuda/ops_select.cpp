@@ -15,11 +15,27 @@ std::vector<std::string> gpu_kernels() {
 }
 
 #ifndef FMOE_KERNEL_SOURCES
-#define FMOE_KERNEL_SOURCES unknown  // setup.py gives that of sources_digest.py
+#define FMOE_KERNEL_SOURCES  // setup.py gives "file:digest/file:digest" of sources_digest.py
 #endif
 #define FMOE_TEXT(x) #x
 #define FMOE_TEXT_OF(x) FMOE_TEXT(x)
-std::string gpu_kernel_sources() { return FMOE_TEXT_OF(FMOE_KERNEL_SOURCES); }
+// Digests of what the portable kernels were built from, then of each entry.
+std::vector<std::string> gpu_kernel_sources() {
+  const std::string all = FMOE_TEXT_OF(FMOE_KERNEL_SOURCES);
+  const auto digest_of = [&](const std::string& file) -> std::string {
+    const size_t found = all.find(file + ":");
+    return found == std::string::npos ? "unknown" : all.substr(found + file.size() + 1, 16);
+  };
+  std::vector<std::string> digests{digest_of("portable")};
+  for (const Entry& entry : kEntries) {
+    const std::string name(entry.name);
+    digests.push_back(digest_of(is_portable_mxfp4(&entry) ? "portable"
+                                : is_of_mxfp4(entry.product)
+                                    ? "sm90_mxfp4"
+                                    : "sm90_" + name.substr(0, name.find('.'))));
+  }
+  return digests;
+}
 
 void set_gpu_kernels(std::vector<std::string> names) {
   uint64_t on = 0;
@@ -39,6 +55,30 @@ std::vector<int64_t> gpu_kernel_runs() {
   return runs;
 }
 
+std::vector<std::string> gpu_torch_classes() {
+  std::vector<std::string> names;
+  for (int i = 0; i < kTorchClasses; ++i) names.push_back(torch_class_name(i));
+  return names;
+}
+
+void set_gpu_torch_wins(std::vector<std::string> names) {
+  uint64_t on = 0;
+  for (const std::string& name : names) {
+    int i = 0;
+    while (i < kTorchClasses && torch_class_name(i) != name) ++i;
+    STD_TORCH_CHECK(i < kTorchClasses, "there is no class of products \"", name,
+                    "\": torch.ops.fmoe_ext._gpu_torch_classes() lists them");
+    on |= 1ull << i;
+  }
+  torch_wins.store(on, std::memory_order_relaxed);
+}
+
+std::vector<int64_t> gpu_torch_runs() {
+  std::vector<int64_t> runs;
+  for (const auto& count : torch_runs) runs.push_back(count.load(std::memory_order_relaxed));
+  return runs;
+}
+
 void set_gpu_sm_margin(int64_t sms) {
   STD_TORCH_CHECK(sms >= 0 && sms <= 1024, "sms must be in [0, 1024], but got ", sms);
   sm_margin.store(static_cast<int>(sms), std::memory_order_relaxed);
@@ -47,17 +87,23 @@ void set_gpu_sm_margin(int64_t sms) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
-  m.def("_gpu_kernels() -> str[]");              // names of the entries of select.h, in its order
-  m.def("_gpu_kernel_sources() -> str");         // digest of what they were built from
-  m.def("_set_gpu_kernels(str[] names) -> ()");  // these on, all others off, on every device
-  m.def("_gpu_kernel_runs() -> int[]");          // how often each has been chosen by this process
-  m.def("_set_gpu_sm_margin(int sms) -> ()");    // SMs that the Hopper kernels leave to NCCL's
+  m.def("_gpu_kernels() -> str[]");                 // names of the entries of select.h, in its order
+  m.def("_gpu_kernel_sources() -> str[]");           // of the portable kernels, then of each entry
+  m.def("_set_gpu_kernels(str[] names) -> ()");     // these on, all others off, on every device
+  m.def("_gpu_kernel_runs() -> int[]");             // how often each has been chosen by this process
+  m.def("_gpu_torch_classes() -> str[]");           // "product/numbers/rows": what torch's grouped_mm may win
+  m.def("_set_gpu_torch_wins(str[] names) -> ()");  // it computes these, and no others
+  m.def("_gpu_torch_runs() -> int[]");              // how often it computed each product
+  m.def("_set_gpu_sm_margin(int sms) -> ()");       // SMs that the Hopper kernels leave to NCCL's
 }
 STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_gpu_kernels", TORCH_BOX(&gpu_kernels));
   m.impl("_gpu_kernel_sources", TORCH_BOX(&gpu_kernel_sources));
   m.impl("_set_gpu_kernels", TORCH_BOX(&set_gpu_kernels));
   m.impl("_gpu_kernel_runs", TORCH_BOX(&gpu_kernel_runs));
+  m.impl("_gpu_torch_classes", TORCH_BOX(&gpu_torch_classes));
+  m.impl("_set_gpu_torch_wins", TORCH_BOX(&set_gpu_torch_wins));
+  m.impl("_gpu_torch_runs", TORCH_BOX(&gpu_torch_runs));
   m.impl("_set_gpu_sm_margin", TORCH_BOX(&set_gpu_sm_margin));
 }
 

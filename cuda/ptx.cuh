@@ -117,25 +117,8 @@ PTX_FN void mbar_wait(uint32_t bar, uint32_t parity) {
 PTX_FN void cp_async_mbar_arrive_noinc(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-// At the same barrier of a block of the cluster, its own too. Orders no writes of this thread for the other
-// block: those who arrive have only read. (.release.cluster would, by a fence of the whole GPU.)
-PTX_FN void mbar_arrive_at(uint32_t bar, uint32_t rank) {
-  asm volatile(
-      "{.reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar),
-      "r"(rank)
-      : "memory");
-}
 PTX_FN void fence_mbar_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 PTX_FN void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// ---- clusters; a launch without one has clusters of one block
-PTX_FN void cluster_sync() {  // every thread of the cluster, whole warps
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-}
 
 // ---- TMA
 PTX_FN void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1) {
@@ -159,32 +142,6 @@ PTX_FN void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0,
       "{%3,%4,%5,%6,%7}], "
       "[%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-// To every block of the cluster whose bit is set in `blocks`: the same place in its shared memory, its own
-// barrier.
-PTX_FN void tma_load_multicast(uint32_t dst, const CUtensorMap* map, uint32_t bar, uint16_t blocks, int c0,
-                               int c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4,%5}], [%2], %3;" ::"r"(dst),
-      "l"(map), "r"(bar), "h"(blocks), "r"(c0), "r"(c1)
-      : "memory");
-}
-PTX_FN void tma_load_multicast(uint32_t dst, const CUtensorMap* map, uint32_t bar, uint16_t blocks, int c0,
-                               int c1, int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4,%5,%6}], [%2], %3;" ::"r"(dst),
-      "l"(map), "r"(bar), "h"(blocks), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-PTX_FN void tma_load_multicast(uint32_t dst, const CUtensorMap* map, uint32_t bar, uint16_t blocks, int c0,
-                               int c1, int c2, int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%4,%5,%6,%7,%8}], [%2], %3;" ::"r"(dst),
-      "l"(map), "r"(bar), "h"(blocks), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 // From shared memory. Of an element outside the tensor nothing is written.

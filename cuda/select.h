@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <string>
 #include <vector>
 
 #include "launchers.h"
@@ -35,52 +36,22 @@ struct Task {
   std::vector<const void*> matrices;
   int64_t num_rows;
   int num_experts;
-  int64_t shared_tiles = 0;  // of a weight gradient: tiles along the operand that pairs do not share
-  bool gated = false, costly = false;  // of up: its activation has a gate; an exponential for each column
-  int64_t N = 0, K = 0;  // of rows_by_weight, grad_input and grad_hidden: columns of the result, and terms
+  int64_t N = 0, K = 0;  // of rows_by_weight and grad_input: columns of the result, and terms
 };
 
-// Beyond what an entry needs, when it is the best of those that could; measured on an H100 (docs/kernels.md,
-// "Pairs and small tiles"). Pairs save up to a third of the loads and waste half a tile an expert; tiles of
-// 64 rows load less where experts have no more than that.
+// Beyond what an entry needs, when it is the best of those that could.
 using Preference = bool (*)(const Task&);
 inline bool always(const Task&) { return true; }
-template <int kRows>
-bool rows_from(const Task& task) {  // an expert, on average
-  return task.num_rows >= static_cast<int64_t>(kRows) * task.num_experts;
-}
-// Pairs where they waste nothing (an even number of tiles) or little.
-inline constexpr int kManyWeightTiles = 3;
-inline bool pairs_fit(const Task& task) {
-  return rows_from<512>(task) && (task.shared_tiles % 2 == 0 || task.shared_tiles >= kManyWeightTiles);
-}
 
 // Tiles of 128 x 256, many steps of k. Cycles of a tile: a step of 64 k takes 1,280 where one of 192 columns
-// takes 1,000, and only the latter's results are stored beside other products.
+// takes 1,000, and only the latter's results are stored beside other products (measured on an H100).
 inline bool wide_tiles_pay(const Task& task) {
   constexpr int64_t kWideStep = 1280, kStep = 1000, kWideStore = 4000;
   const auto tiles = [&](int64_t columns) { return (task.N + columns - 1) / columns; };
   const int64_t steps = (task.K + 63) / 64;
   const int64_t wide = tiles(256) * (steps * kWideStep + kWideStore), narrow = tiles(192) * steps * kStep;
-  return rows_from<512>(task) && 100 * wide < 97 * narrow;
+  return task.num_rows >= int64_t{512} * task.num_experts && 100 * wide < 97 * narrow;
 }
-
-// Tiles of 128 x 256 where pairs of row tiles would pad more: an expert of 512 rows on average needs 1.25 of
-// its rows in pairs, 1.125 in single tiles.
-inline bool wide_tiles_pay_alone(const Task& task) { return wide_tiles_pay(task) && !rows_from<1024>(task); }
-
-// Tiles of B1, 128 x 256. Cycles as predicted of these, and as measured of tiles of 128 x 128.
-inline bool wide_hidden_pays(const Task& task) {
-  constexpr int64_t kWideStep = 1165, kWideEpilogue = 13000, kStep = 684, kEpilogue = 10900;
-  const auto tiles = [&](int64_t columns) { return (task.N + columns - 1) / columns; };
-  const int64_t steps = (task.K + 63) / 64;
-  return rows_from<64>(task) &&
-         tiles(256) * (steps * kWideStep + kWideEpilogue) < tiles(128) * (steps * kStep + kEpilogue);
-}
-
-// Tiles of F1 that two warpgroups take in turn load a fifth more than those of 128 x 256, and hide the
-// activation.
-inline bool turns_pay(const Task& task) { return task.costly && rows_from<64>(task); }
 
 // What is multiplied, by which kernels: 16 bits by those for Hopper, a weight in MXFP4 by them or by the
 // portable one.
@@ -93,34 +64,24 @@ struct Entry {
   Numbers numbers;
   int divisor;    // of every size
   int alignment;  // of every matrix, in bytes
-  int cluster, tile_rows, tile_columns;
+  int tile_columns;
   Preference prefers;
 };
 inline constexpr Numbers k16 = Numbers::sixteen_bit, kMx = Numbers::mxfp4;
 inline constexpr Entry kEntries[] = {
-    // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
-    {"up.128x160", Product::up, 90, k16, 8, 16, 1, 128, kUpTurnColumns, turns_pay},
-    {"up.128x256.pairs", Product::up, 90, k16, 8, 16, 2, 128, 256, rows_from<1024>},
-    {"up.128x256", Product::up, 90, k16, 8, 16, 1, 128, 256, always},
-    {"rows_by_weight.128x256", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 256, wide_tiles_pay_alone},
-    {"rows_by_weight.128x256.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
-    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 192, rows_from<1024>},
-    {"rows_by_weight.128x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
-    {"rows_by_weight.64x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 64, 192, always},
-    {"grad_hidden.128x256", Product::grad_hidden, 90, k16, 8, 16, 1, 128, 256, wide_hidden_pays},
-    {"grad_hidden.128x128", Product::grad_hidden, 90, k16, 8, 16, 1, 128, 128, always},
-    {"grad_input.128x256", Product::grad_input, 90, k16, 8, 16, 1, 128, 256, wide_tiles_pay_alone},
-    {"grad_input.128x256.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
-    {"grad_input.128x192.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 192, rows_from<1024>},
-    {"grad_input.128x192", Product::grad_input, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
-    {"grad_input.64x192", Product::grad_input, 90, k16, 8, 16, 1, 64, 192, always},
-    {"grad_weight.128x256.pairs", Product::grad_weight, 90, k16, 8, 16, 2, 128, 256, pairs_fit},
-    {"grad_weight.128x256", Product::grad_weight, 90, k16, 8, 16, 1, 128, 256, always},
+    // name, product, sm, numbers, sizes, bytes, columns of a tile, best for
+    {"up.128x256", Product::up, 90, k16, 8, 16, 256, always},
+    {"rows_by_weight.128x256", Product::rows_by_weight, 90, k16, 8, 16, 256, wide_tiles_pay},
+    {"rows_by_weight.128x192", Product::rows_by_weight, 90, k16, 8, 16, 192, always},
+    {"grad_hidden.128x128", Product::grad_hidden, 90, k16, 8, 16, 128, always},
+    {"grad_input.128x256", Product::grad_input, 90, k16, 8, 16, 256, wide_tiles_pay},
+    {"grad_input.128x192", Product::grad_input, 90, k16, 8, 16, 192, always},
+    {"grad_weight.128x256", Product::grad_weight, 90, k16, 8, 16, 256, always},
     // of frozen weights; where none is on, the weight is decoded in memory
-    {"rows_by_mxfp4.128x256", Product::rows_by_mxfp4, 90, k16, 8, 16, 1, 128, 256, always},
-    {"grad_by_mxfp4.128x256", Product::grad_by_mxfp4, 90, k16, 8, 16, 1, 128, 256, always},
-    {"rows_by_mxfp4.128x128", Product::rows_by_mxfp4, 80, kMx, 1, 16, 1, 128, 128, always},
-    {"grad_by_mxfp4.128x128", Product::grad_by_mxfp4, 80, kMx, 1, 16, 1, 128, 128, always},
+    {"rows_by_mxfp4.128x256", Product::rows_by_mxfp4, 90, k16, 8, 16, 256, always},
+    {"grad_by_mxfp4.128x256", Product::grad_by_mxfp4, 90, k16, 8, 16, 256, always},
+    {"rows_by_mxfp4.128x128", Product::rows_by_mxfp4, 80, kMx, 1, 16, 128, always},
+    {"grad_by_mxfp4.128x128", Product::grad_by_mxfp4, 80, kMx, 1, 16, 128, always},
 };
 inline constexpr int kNumEntries = static_cast<int>(sizeof kEntries / sizeof *kEntries);
 static_assert(kNumEntries <= 64);
@@ -155,9 +116,8 @@ inline bool fits(const Entry& entry, const Task& task) {
   const auto is_aligned = [&](const void* p) {
     return reinterpret_cast<uintptr_t>(p) % entry.alignment == 0;
   };
-  const bool has_form = !(task.gated && entry.product == Product::up && entry.tile_columns == kUpTurnColumns);
-  return entry.product == task.product && has_form && runs_on(entry, task) && task.num_rows > 0 &&
-         task.num_experts > 0 && std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
+  return entry.product == task.product && runs_on(entry, task) && task.num_rows > 0 && task.num_experts > 0 &&
+         std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
          std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned);
 }
 
@@ -175,12 +135,67 @@ inline const Entry* select(const Task& task) {
   return chosen;
 }
 
+// ---- torch's grouped_mm in the place of a product, where a race was won by it
+// What it does with offs, and how many groups it takes (aten/src/ATen/native/cuda of torch 2.11 to 2.13): its
+// CUTLASS kernels raise at 1,024 groups; without them it loops over the groups on the host, which waits for
+// the device and cannot be captured.
+struct GroupedMm {
+  bool reads_host;
+  int most_groups;
+};
+inline GroupedMm grouped_mm_on(int capability, Dtype dtype) {
+  const bool has_kernels = dtype == Dtype::bf16 && (capability == 90 || capability / 10 == 10);
+  return has_kernels ? GroupedMm{false, 1023} : GroupedMm{true, INT32_MAX};
+}
+
+// A class of problems: a product, "16 bits" or "tf32", and rows an expert on average.
+enum class TorchProduct { up, rows_by_weight, grad_hidden, grad_input, grad_weight, main_grad };
+inline constexpr const char* kTorchProducts[] = {"up",         "rows_by_weight", "grad_hidden",
+                                                 "grad_input", "grad_weight",    "main_grad"};
+inline constexpr const char* kTorchNumbers[] = {"16 bits", "tf32"};
+struct RowsClass {
+  const char* name;
+  int64_t first;
+};
+inline constexpr RowsClass kRowsClasses[] = {{"thousands", 1024}, {"hundreds", 64}, {"few", 0}};
+inline constexpr int kTorchClasses = 6 * 2 * 3;
+inline int torch_class(TorchProduct product, bool is_tf32, int64_t num_rows, int num_experts) {
+  int rows = 0;
+  while (num_rows < kRowsClasses[rows].first * num_experts) ++rows;
+  return (static_cast<int>(product) * 2 + is_tf32) * 3 + rows;
+}
+inline std::string torch_class_name(int i) {
+  return std::string(kTorchProducts[i / 6]) + "/" + kTorchNumbers[i / 3 % 2] + "/" + kRowsClasses[i % 3].name;
+}
+inline std::atomic<uint64_t> torch_wins{0};  // bit i stands for class i
+inline std::atomic<int64_t> torch_runs[6];   // how often torch computed each product
+
+// True if torch's grouped_mm is to compute a product, and can: without copies of what it is given, and in a
+// graph under capture without a read by the host. tf32_allowed is asked of float32 alone.
+template <class IsCapturing, class Allowed>
+bool torch_takes(const Task& task, TorchProduct product, const IsCapturing& is_capturing,
+                 const Allowed& tf32_allowed) {
+  const uint64_t wins = torch_wins.load(std::memory_order_relaxed);
+  if (!wins || task.dtype == Dtype::f64 || task.num_rows == 0 || task.num_experts == 0) return false;
+  const bool is_wide = task.dtype == Dtype::f32;
+  const GroupedMm can = grouped_mm_on(task.capability, task.dtype);
+  const int64_t unit = is_wide ? 4 : 8;
+  const auto suits = [&](int64_t size) { return size > 0 && size % unit == 0; };
+  const auto is_aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const bool won = wins >> torch_class(product, is_wide, task.num_rows, task.num_experts) & 1;
+  if (!won || task.num_experts > can.most_groups || (can.reads_host && is_capturing()) ||
+      !std::all_of(task.sizes.begin(), task.sizes.end(), suits) ||
+      !std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned) || (is_wide && !tf32_allowed()))
+    return false;
+  torch_runs[static_cast<int>(product)].fetch_add(1, std::memory_order_relaxed);
+  return true;
+}
+
 // SMs that persistent kernels leave to others: those of NCCL cannot share one with a block that takes all of
 // its registers and shared memory, and a block that has to wait for an SM begins its whole share late.
 inline std::atomic<int> sm_margin{0};
 inline Grid grid_of(const Entry& entry, int num_sms) {
-  return {std::max(num_sms - sm_margin.load(std::memory_order_relaxed), 1), entry.cluster, entry.tile_rows,
-          entry.tile_columns};
+  return {std::max(num_sms - sm_margin.load(std::memory_order_relaxed), 1), entry.tile_columns};
 }
 
 }  // namespace fmoe_ext

@@ -50,10 +50,10 @@ struct Ring {
   uint64_t full[kStages], empty[kStages];
 
   __device__ static int stage_of(uint32_t count) { return count % kStages; }
-  __device__ void init(int loads, int consumers, const Cluster& cluster) {
+  __device__ void init(int loads, int consumers) {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbar_init(ptx::shared_address(&full[i]), loads);
-      ptx::mbar_init(ptx::shared_address(&empty[i]), consumers << cluster.pairs);
+      ptx::mbar_init(ptx::shared_address(&empty[i]), consumers);
     }
   }
   __device__ void wait_full(uint32_t count) {
@@ -62,14 +62,12 @@ struct Ring {
   __device__ void wait_empty(uint32_t count) {
     ptx::mbar_wait(ptx::shared_address(&empty[stage_of(count)]), (count / kStages & 1) ^ 1);
   }
-  __device__ void release(uint32_t count) {  // by those of whom Cluster::releases() is true
-    ptx::mbar_arrive_at(ptx::shared_address(&empty[stage_of(count)]), threadIdx.x % 128);
-  }
+  __device__ static bool releases() { return threadIdx.x % 128 == 0; }  // a thread of each warpgroup
+  __device__ void release(uint32_t count) { ptx::mbar_arrive(ptx::shared_address(&empty[stage_of(count)])); }
   // In place of a product: takes part, but reads nothing.
-  __device__ void pass_by(int steps, uint32_t& count, const Cluster& cluster) {
-    for (int k = 0; cluster.releases() && k < steps; ++k) {
+  __device__ void pass_by(int steps, uint32_t& count) {
+    for (int k = 0; releases() && k < steps; ++k) {
       wait_full(count + k);
-      ptx::fence_proxy_async();  // what cp.async wrote here, before TMA of a pair's other block writes again
       release(count + k);
     }
     __syncwarp();
@@ -139,11 +137,11 @@ __device__ __forceinline__ void gather_rows(R& ring, const RowTiles<R::kM>& tile
   RowGather<T> gather;
   TileWalk walk(tiles);
   uint32_t count = 0;
-  int index = tiles.cluster.first_index();
+  int index = blockIdx.x;
   const auto find = [&] {
     const Tile tile = walk.at(index);
     gather.ask(rows, tile.row, tile.row + tile.num_rows);
-    index += tiles.cluster.index_step();
+    index += gridDim.x;
     return tile;
   };
   for (Tile tile = find(), next; tile.expert >= 0 && tile.expert < tiles.num_experts; tile = next) {
@@ -170,10 +168,10 @@ constexpr int kGatherArrivals = 128 + 1;  // on a full barrier
 // leaves the tensor cores to the other. kGathered: a part of the operands comes by cp.async.
 template <class T, bool kAlongM, bool kAlongN, bool kGathered, class R, int kHalves>
 __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 2], int group, bool has_rows,
-                                         int steps, const Cluster& cluster, uint32_t& count) {
+                                         int steps, uint32_t& count) {
   static_assert(R::kM == kHalves * 128);
   if (!has_rows) {
-    ring.pass_by(steps, count, cluster);
+    ring.pass_by(steps, count);
     // Nobody waits for a later phase of a barrier before those who release are there.
     if (group == 0)
       ptx::bar_sync<1, 128>();
@@ -181,7 +179,7 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 
       ptx::bar_sync<2, 128>();
     return;
   }
-  const bool releases = cluster.releases();
+  const bool releases = ring.releases();
   for (int k = 0; k < steps; ++k, ++count) {
     ring.wait_full(count);
     if (kGathered) ptx::fence_proxy_async();  // cp.async writes through the generic proxy
@@ -214,10 +212,9 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 
 template <class T, bool kAlongN, bool kGathered, class R, class Epilogue>
 __device__ __forceinline__ void multiply_together(R& ring, const RowTiles<R::kM>& tiles, int group, int steps,
                                                   Epilogue& epilogue) {
-  const Cluster cluster = tiles.cluster;
   TileWalk walk(tiles);
   uint32_t count = 0;
-  for (int index = cluster.first_index();; index += cluster.index_step()) {
+  for (int index = blockIdx.x;; index += gridDim.x) {
     Tile tile = walk.at(index);
     if (tile.expert < 0) break;
     tile.row += 64 * group;
@@ -228,7 +225,7 @@ __device__ __forceinline__ void multiply_together(R& ring, const RowTiles<R::kM>
     }
     epilogue.before(tile);
     float acc[1][R::kN / 2];
-    multiply<T, false, kAlongN, kGathered>(ring, acc, group, tile.num_rows > 0, steps, cluster, count);
+    multiply<T, false, kAlongN, kGathered>(ring, acc, group, tile.num_rows > 0, steps, count);
     epilogue.template store<0>(acc[0], tile);
   }
 }

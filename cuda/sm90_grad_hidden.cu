@@ -4,8 +4,7 @@
 //
 // Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns. Two units of h
 // are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory. Tiles
-// are 128 x 128, taken in turn (ping-pong: an epilogue runs beside the other warpgroup's product), or
-// 128 x 256, 64 rows a warpgroup: a quarter less is loaded from L2, and the epilogue is not hidden.
+// are 128 x 128, taken in turn (ping-pong: an epilogue runs beside the other warpgroup's product).
 #include "activation.cuh"
 #include "sm90_host.cuh"
 #include "sm90_ping_pong.cuh"
@@ -13,31 +12,19 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = 128;
+constexpr int kM = 128, kN = 128, kUnits = kN / kBlockColumns;
 constexpr int kUnitRows = 16;
 template <class T>
 using Unit = T[64 * kBlockColumns];  // of the four warps of a group
 
-template <class T, int kColumns>
-struct Shared;
 template <class T>
-struct alignas(1024) Shared<T, 128> : ping_pong::Shared<T, kM, 128> {
+struct alignas(1024) Shared : ping_pong::Shared<T, 128> {
   alignas(1024) Unit<T> unit[2][2][3];  // by group and slot: gate, up, scaled activation
   uint64_t loaded[2][2][4];             // by group, slot, warp
-  __device__ T* scaled(int group, int slot) { return unit[group][slot][2]; }
 };
 template <class T>
-struct alignas(1024) Shared<T, 256> {
-  static constexpr int kN = 256;
-  Ring<T, kM, kN, 3> ring;
-  alignas(1024) Unit<T> unit[2][2][2];  // gate, up
-  alignas(1024) Unit<T> scaled_a[2];    // by group: room for one only
-  uint64_t loaded[2][2][4];
-  __device__ T* scaled(int group, int) { return scaled_a[group]; }
-};
-template <class T, int kColumns>
-constexpr size_t kSharedBytes = sizeof(Shared<T, kColumns>) + kSharedAlignment;
-static_assert(kSharedBytes<__half, 128> <= kMaxSharedBytes && kSharedBytes<__half, 256> <= kMaxSharedBytes);
+constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
+static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
 
 template <class T>
 struct GradHidden {
@@ -51,11 +38,9 @@ struct GradHidden {
   int D, H;
 };
 
-template <class T, CurveKind kCurve, bool kGated, int kN>
+template <class T, CurveKind kCurve, bool kGated>
 struct Epilogue {
-  static constexpr int kUnits = kN / kBlockColumns;
-
-  Shared<T, kN>& s;
+  Shared<T>& s;
   const CUtensorMap& h;
   const GradHidden<T>& p;
   int group;
@@ -69,17 +54,13 @@ struct Epilogue {
   __device__ static int rows_left(const Tile& tile, int half) {
     return tile.num_rows - half * 64 - warp() * kUnitRows;
   }
-  __device__ bool has_unit(const Tile& tile, int unit) const {
-    return kUnits == 2 || tile.n * kN + unit * kBlockColumns < p.H;
-  }
 
-  // By one lane: h of a unit into its slot.
+  // By one lane: h of a unit.
   __device__ void load(const Tile& tile, int half, int unit) {
     const int row = tile.row + half * 64 + warp() * kUnitRows, column = tile.n * kN + unit * kBlockColumns;
-    const int slot = unit % 2;
-    const uint32_t bar = loaded(slot);
+    const uint32_t bar = loaded(unit);
     const auto part = [&](int i) {
-      return ptx::shared_address(s.unit[group][slot][i] + warp() * kUnitRows * kBlockColumns);
+      return ptx::shared_address(s.unit[group][unit][i] + warp() * kUnitRows * kBlockColumns);
     };
     ptx::mbar_arrive_expect_tx(bar, (kGated ? 2 : 1) * kUnitRows * kBlockColumns * sizeof(T));
     ptx::tma_load(part(0), &h, bar, column, 0, row);
@@ -87,8 +68,7 @@ struct Epilogue {
   }
   __device__ __forceinline__ void before(const Tile& tile) {
     if (lane() != 0 || rows_left(tile, 0) <= 0) return;
-    load(tile, 0, 0);
-    if (has_unit(tile, 1)) load(tile, 0, 1);
+    for (int unit = 0; unit < kUnits; ++unit) load(tile, 0, unit);
   }
 
   // A thread holds two rows of its warp's 16: lane / 4, and the one 8 below.
@@ -107,17 +87,14 @@ struct Epilogue {
     }
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      if (!has_unit(tile, unit)) continue;
-      const int slot = unit % 2;
-      ptx::mbar_wait(loaded(slot), phases >> slot & 1);
-      phases ^= 1 << slot;
+      ptx::mbar_wait(loaded(unit), phases >> unit & 1);
+      phases ^= 1 << unit;
       differentiate(acc, unit, scale, kept, dot);
       __syncwarp();
       store_unit(tile, kHalf, unit);
       ptx::fence_proxy_async();  // before TMA writes here again
       __syncwarp();
-      if (kUnits == 2 && kHalf == 0 && lane() == 0 && rows_left(tile, 1) > 0) load(tile, 1, unit);
-      if (unit + 2 < kUnits && lane() == 0 && has_unit(tile, unit + 2)) load(tile, 0, unit + 2);
+      if (kHalf == 0 && lane() == 0 && rows_left(tile, 1) > 0) load(tile, 1, unit);
     }
     if (!p.dots) return;
 #pragma unroll
@@ -134,10 +111,9 @@ struct Epilogue {
   __device__ __forceinline__ void differentiate(const float (&acc)[kN / 2], int unit, const float (&scale)[2],
                                                 const bool (&kept)[2], float (&dot)[2]) {
     const int row = warp() * kUnitRows + lane() % 16;
-    const int slot = unit % 2;
-    const uint32_t part[3] = {ptx::shared_address(s.unit[group][slot][0]),
-                              ptx::shared_address(s.unit[group][slot][1]),
-                              ptx::shared_address(s.scaled(group, slot))};
+    const uint32_t part[3] = {ptx::shared_address(s.unit[group][unit][0]),
+                              ptx::shared_address(s.unit[group][unit][1]),
+                              ptx::shared_address(s.unit[group][unit][2])};
 #pragma unroll
     for (int piece = 0; piece < kBlockColumns / 8; piece += 2) {
       const uint32_t offset = tile_offset<64>(row, piece + lane() / 16);
@@ -169,13 +145,13 @@ struct Epilogue {
 
   __device__ __forceinline__ void store_unit(const Tile& tile, int half, int unit) {
     const int64_t row = tile.row + half * 64;
-    const int slot = unit % 2, column = tile.n * kN + unit * kBlockColumns, rows = tile.num_rows - half * 64,
+    const int column = tile.n * kN + unit * kBlockColumns, rows = tile.num_rows - half * 64,
               columns = p.H - column;
-    const auto& parts = s.unit[group][slot];
+    const auto& parts = s.unit[group][unit];
     T* dh = p.dh + row * width() + column;
     store_rows<T, kBlockColumns>(parts[0], dh, width(), rows, columns);
     if (kGated) store_rows<T, kBlockColumns>(parts[1], dh + p.H, width(), rows, columns);
-    store_rows<T, kBlockColumns>(s.scaled(group, slot), p.scaled_a + row * p.H + column, p.H, rows, columns);
+    store_rows<T, kBlockColumns>(parts[2], p.scaled_a + row * p.H + column, p.H, rows, columns);
   }
 
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
@@ -188,19 +164,16 @@ struct Epilogue {
   }
 };
 
-template <class T, CurveKind kCurve, bool kGated, int kN>
+template <class T, CurveKind kCurve, bool kGated>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     grad_hidden_kernel(const __grid_constant__ CUtensorMap w2, const __grid_constant__ CUtensorMap h,
                        const __grid_constant__ GradHidden<T> p) {
 #ifdef FMOE_SM90A
   FMOE_DYNAMIC_SHARED(raw);
-  auto& s = *reinterpret_cast<Shared<T, kN>*>(align_shared(raw));
+  auto& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    if constexpr (kN == 128)
-      s.init(kGatherArrivals, p.tiles.cluster);
-    else
-      s.ring.init(kGatherArrivals, 2, p.tiles.cluster);
+    s.init(kGatherArrivals);
     for (int i = 0; i < 16; ++i) ptx::mbar_init(ptx::shared_address(&s.loaded[0][0][0] + i), 1);
     ptx::fence_mbar_init();
   }
@@ -214,13 +187,10 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   } else {
     ptx::setmaxnreg_inc<224>();
     const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
-    Epilogue<T, kCurve, kGated, kN> epilogue{s, h, p, group};
-    if constexpr (kN == 128)
-      ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
-    else
-      multiply_together<T, true, true>(s.ring, p.tiles, group, steps, epilogue);
+    Epilogue<T, kCurve, kGated> epilogue{s, h, p, group};
+    ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
   }
-  __syncthreads();
+  __syncthreads();  // no thread ends while its cp.async are under way
 #endif
 }
 
@@ -249,9 +219,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
-int64_t num_hidden_dots_sm90(int H, const Grid& grid) {
-  return ceil_div(H, grid.tile_columns == 256 ? 256 : 128);
-}
+int64_t num_hidden_dots_sm90(int H) { return ceil_div(H, kN); }
 
 void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, const void* dy,
                              const ActivationRows& rows, const void* w2, int D, int H, void* dh,
@@ -266,7 +234,7 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
     encode_tensor_map<T>(&h_map, rows.h, {3, {n, parts, r}, {n, parts * n}, {kBlockColumns, 1, kUnitRows}});
     const int* index = rows.dy_by_token ? rows.row_idx : nullptr;
     const GradHidden<T> params{
-        {rows.offs, rows.num_rows, rows.num_experts, static_cast<int>(num_hidden_dots_sm90(H, grid)), {0}},
+        {rows.offs, rows.num_rows, rows.num_experts, static_cast<int>(num_hidden_dots_sm90(H))},
         rows_from<T>({dy, D, index, rows.top_k, rows.num_choices}, rows.num_rows),
         rows.row_idx,
         static_cast<const float*>(rows.weights),
@@ -277,20 +245,9 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
         D,
         H};
     dispatch_activation(activation, [&](auto kind) {
-      const auto start = [&](auto kernel, size_t shared_bytes) {
-        launch_sm90(kernel, grid, shared_bytes, stream, w2_map, h_map, params);
-      };
-      const auto start_columns = [&](auto columns) {
-        constexpr int kN = decltype(columns)::value;
-        if (gated)
-          start(grad_hidden_kernel<T, kind.value, true, kN>, kSharedBytes<T, kN>);
-        else
-          start(grad_hidden_kernel<T, kind.value, false, kN>, kSharedBytes<T, kN>);
-      };
-      if (grid.tile_columns == 256)
-        start_columns(std::integral_constant<int, 256>{});
-      else
-        start_columns(std::integral_constant<int, 128>{});
+      const auto kernel =
+          gated ? grad_hidden_kernel<T, kind.value, true> : grad_hidden_kernel<T, kind.value, false>;
+      launch_sm90(kernel, grid, kSharedBytes<T>, stream, w2_map, h_map, params);
     });
   });
 }

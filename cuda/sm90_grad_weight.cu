@@ -1,16 +1,15 @@
 // B2 and B5: the gradient of a weight on Hopper, out[e] = sum over the rows of expert e of a^T b. Rows are k,
 // so both operands run along m and n. One of them may be picked through an index: the producer warpgroup
 // gathers it by cp.async; the other comes by TMA, but for the last rows of an expert, which cp.async fills up
-// with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The blocks of a cluster share
-// the tile that comes by TMA, which is the wide one: tiles are 128 x 256 where a is gathered and 256 x 128
-// where b is, and those of a cluster follow one another along the gathered operand. TMA stores the results,
-// or adds them to float32 main gradients: one addition an element, so that the bits depend on no order.
+// with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The tile that comes by TMA is
+// the wide one: tiles are 128 x 256 where a is gathered and 256 x 128 where b is. TMA stores the results, or
+// adds them to float32 main gradients: one addition an element, so that the bits depend on no order.
 #include "sm90_host.cuh"
 
 namespace fmoe_ext {
 namespace {
 
-constexpr int kGathered = kWeightTileGathered, kPlain = 2 * kGathered;  // columns of a tile
+constexpr int kGathered = 128, kPlain = 2 * kGathered;  // columns of a tile
 
 template <class T, bool kGatherA>
 struct alignas(1024) Shared {
@@ -33,19 +32,16 @@ struct GradWeight {
   int num_experts;
   int64_t num_rows;
   int M, N, tiles_m, tiles_n;
-  Cluster cluster;
 
-  __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }  // of a cluster
+  __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }
   // The experts as `order` has them: those with most rows, whose tiles take longest, first. Their tiles as
   // RowTiles: tiles of m in groups that go through all tiles of n together.
   template <bool kGatherA>
   __device__ __forceinline__ WeightTile at(int index) const {
-    const int pair = kGathered << cluster.pairs, height_m = kGatherA ? pair : kPlain,
-              width_n = kGatherA ? kPlain : pair, second = cluster.rank() * kGathered;
+    constexpr int height_m = kGatherA ? kGathered : kPlain, width_n = kGatherA ? kPlain : kGathered;
     const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert];
     const auto place = tile_place(index % per_expert, tiles_m, tiles_n, kGroupRows / height_m);
-    const int m = place.row * height_m, n = place.column * width_n;
-    return {expert, kGatherA ? m + second : m, kGatherA ? n : n + second,
+    return {expert, place.row * height_m, place.column * width_n,
             rows_of(offs, num_experts, num_rows, expert)};
   }
 };
@@ -71,14 +67,12 @@ struct ColumnGather : PickedRows<T, 4> {
 template <class T, bool kGatherA>
 __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMap& plain_map,
                                         const GradWeight<T>& p) {
-  const Cluster cluster = p.cluster;
   const Rows<T>&gathered = kGatherA ? p.a : p.b, &plain = kGatherA ? p.b : p.a;
   static_assert(kPlain == 4 * kBlockColumns);
-  const int part = cluster.part(kBlockColumns);
   const int warp_block = __shfl_sync(kFullMask, threadIdx.x % 128 / 32, 0) * kBlockColumns;
   ColumnGather<T, kGathered> gather;
   uint32_t count = 0;
-  for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
+  for (int index = blockIdx.x; index < p.num_tiles(); index += gridDim.x) {
     const WeightTile tile = p.template at<kGatherA>(index);
     const int gathered_column = kGatherA ? tile.m : tile.n, plain_column = kGatherA ? tile.n : tile.m;
     const int begin = static_cast<int>(tile.rows.begin), end = static_cast<int>(tile.rows.end);
@@ -100,12 +94,12 @@ __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMa
         if (warp_block == 0) {
           if (whole)
             ptx::mbar_arrive_expect_tx(full, kPlain * kBlockColumns * sizeof(T));
-          else  // for one another: neither block goes on before both have found the stage empty
-            ptx::mbar_arrive_at(full, cluster.peer());
+          else
+            ptx::mbar_arrive(full);
         }
         if (whole)  // a block of columns a warp, so that no warp gathers late
-          cluster.load(ptx::shared_address(plain_operand) + (warp_block + part) * 128, plain_map, full,
-                       plain_column + warp_block, row + part);
+          ptx::tma_load(ptx::shared_address(plain_operand) + warp_block * 128, &plain_map, full,
+                        plain_column + warp_block, row);
       }
       gather.copy(gathered_operand, gathered_column, static_cast<int>(gathered.width));
       if (!whole) {
@@ -190,14 +184,13 @@ template <class T, class Out, bool kGatherA>
 __device__ __forceinline__ void consume(Shared<T, kGatherA>& s, const CUtensorMap& out_map, Out* out,
                                         const GradWeight<T>& p, int group) {
   constexpr int kHalves = decltype(s.ring)::kM / 128, kN = decltype(s.ring)::kN;
-  const Cluster cluster = p.cluster;
   Results<T, Out> results{s.c[group][0]};
   uint32_t count = 0;
-  for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
+  for (int index = blockIdx.x; index < p.num_tiles(); index += gridDim.x) {
     const WeightTile tile = p.template at<kGatherA>(index);
     const int m = tile.m + group * (kHalves * 64), rows = p.M - m, columns = min(p.N - tile.n, kN);
     const int steps = static_cast<int>(ceil_div(tile.rows.end - tile.rows.begin, kBlockColumns));
-    const bool inside = rows > 0 && columns > 0;
+    const bool inside = rows > 0;
     if (steps == 0) {
       if (inside && !results.kAdds)
         store_zeros(out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n, p.N,
@@ -205,7 +198,7 @@ __device__ __forceinline__ void consume(Shared<T, kGatherA>& s, const CUtensorMa
       continue;
     }
     float acc[kHalves][kN / 2];
-    multiply<T, true, true, true>(s.ring, acc, group, inside, steps, cluster, count);
+    multiply<T, true, true, true>(s.ring, acc, group, inside, steps, count);
     if (!inside) continue;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
@@ -223,12 +216,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   FMOE_DYNAMIC_SHARED(raw);
   auto& s = *reinterpret_cast<Shared<T, kGatherA>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  const Cluster cluster = p.cluster;
   if (threadIdx.x == 0) {
-    s.ring.init(kGatherArrivals, 2, cluster);
+    s.ring.init(kGatherArrivals, 2);
     ptx::fence_mbar_init();
   }
-  cluster.sync();
+  __syncthreads();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
     produce<T, kGatherA>(s, plain_map, p);
@@ -236,7 +228,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     ptx::setmaxnreg_inc<224>();
     consume<T, Out, kGatherA>(s, out_map, out, p, group);
   }
-  cluster.sync();
+  __syncthreads();  // no thread ends while its cp.async are under way
 #endif
 }
 
@@ -253,11 +245,9 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
     const bool gather_a = !b.index;
     const GroupedRows& plain = gather_a ? b : a;
     const uint64_t width = plain.width, rows = num_rows > 0 ? num_rows : 1;
-    const uint32_t blocks = grid.cluster;
-    const int64_t pair = kGathered * grid.cluster;
     CUtensorMap map;  // without rows it is never read through, but must have an address
     encode_tensor_map<T>(&map, num_rows > 0 ? plain.data : out.data,
-                         {2, {width, rows}, {width}, {kBlockColumns, kBlockColumns / blocks}});
+                         {2, {width, rows}, {width}, {kBlockColumns, kBlockColumns}});
     const GradWeight<T> params{rows_from<T>(a, num_rows),
                                rows_from<T>(b, num_rows),
                                offs,
@@ -266,9 +256,8 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
                                num_rows,
                                static_cast<int>(a.width),
                                static_cast<int>(b.width),
-                               static_cast<int>(ceil_div(a.width, gather_a ? pair : kPlain)),
-                               static_cast<int>(ceil_div(b.width, gather_a ? kPlain : pair)),
-                               {grid.cluster - 1}};
+                               static_cast<int>(ceil_div(a.width, gather_a ? kGathered : kPlain)),
+                               static_cast<int>(ceil_div(b.width, gather_a ? kPlain : kGathered))};
     const auto start = [&](auto* data) {
       using Out = std::remove_pointer_t<decltype(data)>;
       const uint64_t m = a.width, n = b.width, experts = num_experts;

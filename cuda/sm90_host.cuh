@@ -16,9 +16,7 @@ void dispatch_16bit(Dtype dtype, const Body& body) {
 template <class... Params, class... Args>
 void launch_sm90(void (*kernel)(Params...), const Grid& grid, size_t shared_bytes, LaunchStream stream,
                  Args&&... args) {
-  const int clusters = grid.num_blocks > grid.cluster ? grid.num_blocks / grid.cluster : 1;
-  launch_clusters(grid.cluster, kernel, clusters * grid.cluster, kSm90Threads, shared_bytes, stream,
-                  std::forward<Args>(args)...);
+  launch(kernel, grid.num_blocks, kSm90Threads, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
 #ifdef __CUDACC__

@@ -9,7 +9,7 @@ namespace {
 
 using T = __nv_bfloat16;
 
-struct ByMxWeight : RowsByWeight<T, 128, 256> {
+struct ByMxWeight : RowsByWeight<T, 256> {
   static constexpr int kArrivals = 4 + 1;  // on a full barrier: of the warps that decode, and of TMA's bytes
   MxWeight weight;
 };
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   auto& s = *reinterpret_cast<ByMxWeight::Shared*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
-    s.ring.init(ByMxWeight::kArrivals, 2, p.tiles.cluster);
+    s.ring.init(ByMxWeight::kArrivals, 2);
     ptx::fence_mbar_init();
   }
   __syncthreads();
@@ -147,7 +147,7 @@ void launch_rows_by_mxfp4_sm90(const void* rows, const PackedWeight& weight, con
   CUtensorMap row_map;
   encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {box, height}});
   const ByMxWeight params{
-      {{offs, num_rows, weight.num_experts, static_cast<int>(ceil_div(N, ByMxWeight::kN)), {0}},
+      {{offs, num_rows, weight.num_experts, static_cast<int>(ceil_div(N, ByMxWeight::kN))},
        static_cast<const T*>(bias),
        RowScale{},
        static_cast<T*>(out),

@@ -1,4 +1,4 @@
-// Tiles of 128 rows, or of 64, that two consumer warpgroups take in turn (ping-pong): one computes with and
+// Tiles of 128 rows that two consumer warpgroups take in turn (ping-pong): one computes with and
 // stores what it has while the other multiplies. A third warpgroup loads.
 #pragma once
 
@@ -6,14 +6,14 @@
 
 namespace fmoe_ext::ping_pong {
 
-template <class T, int kRows, int kColumns, int kStages = 4>
+template <class T, int kColumns>
 struct Shared {
-  static constexpr int kM = kRows, kN = kColumns;
-  Ring<T, kM, kN, kStages> ring;
+  static constexpr int kM = 128, kN = kColumns;
+  Ring<T, kM, kN> ring;
   uint64_t turn[2];
 
-  __device__ void init(int loads, const Cluster& cluster) {
-    ring.init(loads, 1, cluster);
+  __device__ void init(int loads) {
+    ring.init(loads, 1);
     for (uint64_t& bar : turn) ptx::mbar_init(ptx::shared_address(&bar), 4);
   }
   // Every whole warp says so: with few steps a turn could come round again before a slow thread has taken its
@@ -25,10 +25,10 @@ struct Shared {
 };
 
 // Rows 0 .. 63 of a tile into top, and, if it has so many, rows 64 .. 127 into bottom.
-template <class T, bool kAlongN, bool kGathered, bool kBoth, class S, int kBottom>
-__device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&bottom)[kBottom], int group,
-                                         int steps, const Cluster& cluster, uint32_t& count) {
-  const bool releases = cluster.releases();
+template <class T, bool kAlongN, bool kGathered, bool kBoth, class S>
+__device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&bottom)[S::kN / 2], int group,
+                                         int steps, uint32_t& count) {
+  const bool releases = s.ring.releases();
 #pragma unroll 1
   for (int k = 0; k < steps; ++k, ++count) {
     s.ring.wait_full(count);
@@ -57,17 +57,15 @@ __device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&
 }
 
 // Takes every other tile of this block. Of an epilogue it calls before(tile) ahead of a product,
-// store<0>(top, tile) and, with tiles of 128 rows, store<1>(bottom, tile) after it, and store_zeros(tile) for
+// store<0>(top, tile) and store<1>(bottom, tile) after it, and store_zeros(tile) for
 // padding. kAlongN: the rows of B run along n; kGathered: A comes by cp.async.
 template <class T, bool kAlongN, bool kGathered, class S, class Epilogue>
 __device__ __forceinline__ void consume(S& s, const RowTiles<S::kM>& tiles, int group, int steps,
                                         Epilogue& epilogue) {
-  const Cluster cluster = tiles.cluster;
-  constexpr bool kTwoHalves = S::kM > 64;
   uint32_t count = group * steps;
   uint32_t turns = 0;
-  const int step = cluster.index_step();
-  for (int index = cluster.first_index() + group * step;; index += 2 * step, ++turns) {
+  const int step = gridDim.x;
+  for (int index = blockIdx.x + group * step;; index += 2 * step, ++turns) {
     const Tile tile = tiles.at(index);
     if (tile.expert < 0) break;
     if (tile.expert == tiles.num_experts) {  // padding comes last, so there are no more turns to take
@@ -76,18 +74,13 @@ __device__ __forceinline__ void consume(S& s, const RowTiles<S::kM>& tiles, int 
     }
     epilogue.before(tile);
     ptx::mbar_wait(ptx::shared_address(&s.turn[group]), (turns & 1) ^ (group == 0));
-    if (tile.num_rows > 0) {
-      float top[S::kN / 2], bottom[kTwoHalves ? S::kN / 2 : 1];
-      if (kTwoHalves && tile.num_rows > 64)
-        multiply<T, kAlongN, kGathered, kTwoHalves>(s, top, bottom, group, steps, cluster, count);
-      else
-        multiply<T, kAlongN, kGathered, false>(s, top, bottom, group, steps, cluster, count);
-      epilogue.template store<0>(top, tile);
-      if constexpr (kTwoHalves) epilogue.template store<1>(bottom, tile);
-    } else {
-      s.ring.pass_by(steps, count, cluster);
-      s.pass_turn(group);
-    }
+    float top[S::kN / 2], bottom[S::kN / 2];
+    if (tile.num_rows > 64)
+      multiply<T, kAlongN, kGathered, true>(s, top, bottom, group, steps, count);
+    else
+      multiply<T, kAlongN, kGathered, false>(s, top, bottom, group, steps, count);
+    epilogue.template store<0>(top, tile);
+    epilogue.template store<1>(bottom, tile);
     count += steps;  // the other warpgroup's tile
   }
 }

@@ -1,7 +1,6 @@
 // out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper, both operands through TMA:
-// tiles of 128 x 192, or of 64 x 192 where experts have few rows, that two warpgroups take in turn
-// (ping-pong); or, for a long k, tiles of 128 x 256 of which each multiplies 64 rows. The blocks of a cluster
-// share the tile of the weight. Padding rows are zero.
+// tiles of 128 x 192 that two warpgroups take in turn (ping-pong); or, for a long k, tiles of 128 x 256 of
+// which each multiplies 64 rows. Padding rows are zero.
 #pragma once
 
 #include "sm90_host.cuh"
@@ -9,12 +8,12 @@
 
 namespace fmoe_ext {
 
-template <class T, int kRows, int kColumns>
+template <class T, int kColumns>
 struct RowsByWeight {
-  static constexpr int kM = kRows, kN = kColumns, kStages = kM > 64 ? 4 : 5;
+  static constexpr int kM = 128, kN = kColumns;
   static constexpr bool kPingPong = kN == 192;
   static constexpr int kStaged = kPingPong ? kN : kN / 2;  // columns that are stored at a time
-  struct alignas(1024) Shared : ping_pong::Shared<T, kM, kN, kStages> {
+  struct alignas(1024) Shared : ping_pong::Shared<T, kN> {
     alignas(1024) T c[2][64 * kStaged];
   };
   static constexpr size_t kSharedBytes = sizeof(Shared) + kSharedAlignment;
@@ -30,12 +29,11 @@ struct RowsByWeight {
 template <class T, bool kAlongN, class P>
 __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, const CUtensorMap& rows,
                                                      const CUtensorMap& weight, const P& p) {
-  const Cluster cluster = p.tiles.cluster;
   constexpr int kN = P::kN;
   const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
   TileWalk walk(p.tiles);
   uint32_t count = 0;
-  for (int index = cluster.first_index();; index += cluster.index_step()) {
+  for (int index = blockIdx.x;; index += gridDim.x) {
     const Tile tile = walk.at(index);
     if (tile.expert < 0 || tile.expert == p.tiles.num_experts) break;
     if (threadIdx.x % 32 != 0) continue;
@@ -45,19 +43,13 @@ __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, cons
       const uint32_t full = ptx::shared_address(&s.ring.full[stage]);
       const uint32_t b = ptx::shared_address(s.ring.b[stage]);
       s.ring.wait_empty(count);
-      const bool has_rows = tile.num_rows > 0;
-      ptx::mbar_arrive_expect_tx(full, sizeof s.ring.b[0] + (has_rows ? sizeof s.ring.a[0] : 0));
-      if (has_rows)
-        ptx::tma_load(ptx::shared_address(s.ring.a[stage]), &rows, full, k * kBlockColumns, tile.row);
-      if constexpr (kAlongN) {
-        const int part = cluster.part(kBlockColumns);
+      ptx::mbar_arrive_expect_tx(full, sizeof s.ring.b[0] + sizeof s.ring.a[0]);
+      ptx::tma_load(ptx::shared_address(s.ring.a[stage]), &rows, full, k * kBlockColumns, tile.row);
+      if constexpr (kAlongN)
         for (int n = 0; n < kN; n += kBlockColumns)
-          cluster.load(b + (n + part) * 128, weight, full, tile.n * kN + n, k * kBlockColumns + part,
-                       tile.expert);
-      } else {
-        const int part = cluster.part(kN);
-        cluster.load(b + part * 128, weight, full, k * kBlockColumns, tile.n * kN + part, tile.expert);
-      }
+          ptx::tma_load(b + n * 128, &weight, full, tile.n * kN + n, k * kBlockColumns, tile.expert);
+      else
+        ptx::tma_load(b, &weight, full, k * kBlockColumns, tile.n * kN, tile.expert);
     }
   }
 }
@@ -116,25 +108,24 @@ struct StoreRows {
 };
 
 // kAlongN: weight [E, K, N], else [E, N, K].
-template <class T, bool kAlongN, int kRows, int kColumns>
+template <class T, bool kAlongN, int kColumns>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     rows_by_weight_sm90_kernel(const __grid_constant__ CUtensorMap rows,
                                const __grid_constant__ CUtensorMap weight,
-                               const __grid_constant__ RowsByWeight<T, kRows, kColumns> p) {
+                               const __grid_constant__ RowsByWeight<T, kColumns> p) {
 #ifdef FMOE_SM90A
-  using P = RowsByWeight<T, kRows, kColumns>;
+  using P = RowsByWeight<T, kColumns>;
   FMOE_DYNAMIC_SHARED(raw);
   auto& s = *reinterpret_cast<typename P::Shared*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
     if constexpr (P::kPingPong)
-      s.init(1, cluster);
+      s.init(1);
     else
-      s.ring.init(1, 2, cluster);
+      s.ring.init(1, 2);
     ptx::fence_mbar_init();
   }
-  cluster.sync();
+  __syncthreads();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<40>();
     if (threadIdx.x / 32 == kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p);
@@ -147,33 +138,32 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     else
       multiply_together<T, kAlongN, false>(s.ring, p.tiles, group, steps, epilogue);
   }
-  cluster.sync();
 #endif
 }
 
-template <bool kAlongN, int kRows, int kColumns>
+template <bool kAlongN, int kColumns>
 void start_rows_by_weight_tiles(Dtype dtype, const void* rows, const int* offs, const void* weight,
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
-    using P = RowsByWeight<T, kRows, kColumns>;
+    using P = RowsByWeight<T, kColumns>;
     const uint64_t n = N, k = K, r = num_rows, experts = num_experts;
-    const uint32_t box = kBlockColumns, blocks = grid.cluster;
+    const uint32_t box = kBlockColumns;
     CUtensorMap row_map, weight_map;
-    encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {box, kRows}});
+    encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {box, P::kM}});
     if (kAlongN)
-      encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {box, box / blocks, 1}});
+      encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {box, box, 1}});
     else
-      encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {box, P::kN / blocks, 1}});
-    const P params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN)), {grid.cluster - 1}},
+      encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {box, P::kN, 1}});
+    const P params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))},
                    static_cast<const T*>(bias),
                    scale,
                    static_cast<T*>(out),
                    N,
                    K};
-    launch_sm90(rows_by_weight_sm90_kernel<T, kAlongN, kRows, kColumns>, grid, P::kSharedBytes, stream,
-                row_map, weight_map, params);
+    launch_sm90(rows_by_weight_sm90_kernel<T, kAlongN, kColumns>, grid, P::kSharedBytes, stream, row_map,
+                weight_map, params);
   });
 }
 template <bool kAlongN>
@@ -181,9 +171,8 @@ void start_rows_by_weight(Dtype dtype, const void* rows, const int* offs, const 
                           int64_t num_rows, int num_experts, int N, int K, const void* bias,
                           const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   if (num_rows == 0 || N == 0) return;
-  const auto start = grid.tile_columns == 256 ? start_rows_by_weight_tiles<kAlongN, 128, 256>
-                     : grid.tile_rows == 64   ? start_rows_by_weight_tiles<kAlongN, 64, 192>
-                                              : start_rows_by_weight_tiles<kAlongN, 128, 192>;
+  const auto start = grid.tile_columns == 256 ? start_rows_by_weight_tiles<kAlongN, 256>
+                                              : start_rows_by_weight_tiles<kAlongN, 192>;
   start(dtype, rows, offs, weight, num_rows, num_experts, N, K, bias, scale, out, grid, stream);
 }
 

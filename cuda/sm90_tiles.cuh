@@ -1,71 +1,38 @@
-// Clusters of the Hopper kernels, and the tiles that they take.
+// The tiles that the thread blocks of the Hopper kernels take.
 #pragma once
 
 #include "grouped_rows.cuh"
 
 namespace fmoe_ext {
 
-// ---- the thread blocks of a cluster, one or two, take neighbouring tiles that share an operand. Each loads
-// its part of it, for both of them by multicast; a stage is empty when the consumers of both have released
-// it. One whose tile lies outside the result loads and releases all the same.
-struct Cluster {
-  int pairs;  // 1 where there are two blocks, 0 where there is one
-
-  __device__ int rank() const { return static_cast<int>(blockIdx.x) & pairs; }
-  __device__ int peer() const { return rank() ^ pairs; }
-  __device__ int first_index() const { return static_cast<int>(blockIdx.x) >> pairs; }  // of tiles, in at()
-  __device__ int index_step() const { return static_cast<int>(gridDim.x) >> pairs; }
-  __device__ int part(int whole) const { return whole / 2 * rank(); }  // where this block's part begins
-  template <class... C>
-  __device__ __forceinline__ void load(uint32_t dst, const CUtensorMap& map, uint32_t bar,
-                                       C... coordinates) const {
-    if (pairs)
-      ptx::tma_load_multicast(dst, &map, bar, 3, coordinates...);
-    else
-      ptx::tma_load(dst, &map, bar, coordinates...);
-  }
-  // Of a consumer warpgroup one thread releases a stage to each block: they are in its first warp.
-  __device__ bool releases() const { return threadIdx.x % 128 <= pairs; }
-  // By all threads, at the beginning and at the end: no block may end while the other can still write to it
-  // or arrive at its barriers.
-  __device__ static void sync() {
-    __syncwarp();
-    ptx::cluster_sync();
-  }
-};
-
-// ---- tiles, in the order in which clusters take them
+// In the order in which thread blocks take them.
 struct Tile {
   int expert;            // num_experts: padding; -1: there is no such tile
-  int row, num_rows, n;  // its rows (none or fewer: outside the expert), and which tile of columns it is
+  int row, num_rows, n;  // its rows, and which tile of columns it is
 };
 
-// Row tiles of an expert in groups of kGroupRows rows. The blocks of a cluster take tiles that follow one
-// another in rows.
+// Row tiles of an expert in groups of kGroupRows rows.
 template <int kRows>
 struct RowTiles {
   static constexpr int kHeight = kRows;
   const int* offs;
   int64_t num_rows;
   int num_experts, tiles_n;
-  Cluster cluster;
 
   __device__ RowRange rows(int expert) const { return rows_of(offs, num_experts, num_rows, expert); }
-  // Of an expert or the padding, a pair counted as one.
+  // Of an expert or the padding.
   __device__ int count(const RowRange& range) const {
-    const int rows = static_cast<int>(range.end - range.begin);
-    return ((rows + kHeight - 1) / kHeight + cluster.pairs) >> cluster.pairs;
+    return (static_cast<int>(range.end - range.begin) + kHeight - 1) / kHeight;
   }
   // Tile `index` of an expert whose rows begin .. end - 1 begin at first_tile.
   __device__ __forceinline__ Tile place(int index, int expert, int first_tile, int begin, int end) const {
-    const int pairs = cluster.pairs, span = kHeight << pairs, group = kGroupRows / kHeight >> pairs;
-    const auto at =
-        tile_place(index - first_tile * tiles_n, (end - begin + span - 1) / kHeight >> pairs, tiles_n, group);
-    const int row = begin + at.row * span + cluster.rank() * kHeight;
+    const auto at = tile_place(index - first_tile * tiles_n, (end - begin + kHeight - 1) / kHeight, tiles_n,
+                               kGroupRows / kHeight);
+    const int row = begin + at.row * kHeight;
     return {expert, row, min(end - row, kHeight), at.column};
   }
   __device__ __forceinline__ Tile at(int index) const {  // by the whole warp
-    const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight, cluster.pairs);
+    const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight);
     if (owner.expert < 0) return {-1, 0, 0, 0};
     return place(index, owner.expert, owner.first_tile, owner.begin, owner.end);
   }

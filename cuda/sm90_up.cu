@@ -1,19 +1,16 @@
 // F1: h = x_rows w1^T + b1 and a = act(h), or act(gate) up, on Hopper. One producer warpgroup gathers the
 // rows of x by cp.async and loads w1 by TMA.
 //
-// In tiles of 128 x 256 of h two consumer warpgroups multiply 64 rows each. Without a gate a tile may also
-// have 128 x 160, which they take in turn (ping-pong): activations of all columns take long, and run beside
-// the other warpgroup's product. When gated, 128 of the columns are gate and 128 the matching up: the tensor
-// map interleaves 8 rows of either half of w1, so that of the accumulators' pieces of 8 columns the even ones
-// are gate and the odd ones up. The blocks of a cluster share the tile of w1.
+// In tiles of 128 x 256 of h two consumer warpgroups multiply 64 rows each. When gated, 128 of the columns
+// are gate and 128 the matching up: the tensor map interleaves 8 rows of either half of w1, so that of the
+// accumulators' pieces of 8 columns the even ones are gate and the odd ones up.
 #include "activation.cuh"
 #include "sm90_host.cuh"
-#include "sm90_ping_pong.cuh"
 
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = 128, kN = 256, kTurnN = kUpTurnColumns;
+constexpr int kM = 128, kN = 256;
 
 template <class T>
 struct alignas(1024) Shared {
@@ -21,13 +18,8 @@ struct alignas(1024) Shared {
   alignas(1024) T c[2][64 * kN / 2];
 };
 template <class T>
-struct alignas(1024) TurnShared : ping_pong::Shared<T, kM, kTurnN> {
-  alignas(1024) T c[2][64 * 192];  // staged in whole blocks of 64 columns
-};
-template <class S>
-constexpr size_t kSharedBytes = sizeof(S) + kSharedAlignment;
-static_assert(kSharedBytes<Shared<__half>> <= kMaxSharedBytes &&
-              kSharedBytes<TurnShared<__half>> <= kMaxSharedBytes);
+constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
+static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
 
 template <class T>
 struct Up {
@@ -51,10 +43,9 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
-    const Cluster cluster = p.tiles.cluster;
     TileWalk walk(p.tiles);
     uint32_t count = 0;
-    for (int index = cluster.first_index();; index += cluster.index_step()) {
+    for (int index = blockIdx.x;; index += gridDim.x) {
       const Tile tile = walk.at(index);
       if (tile.expert < 0) break;
       if (tile.expert == p.tiles.num_experts) {
@@ -65,7 +56,7 @@ struct Consumer {
       TileBias<T, kN> bias;
       bias.load([&](int piece) { return bias_of(tile, piece); });
       float acc[1][kN / 2];
-      multiply<T, false, false, true>(s.ring, acc, group, has_rows, steps, cluster, count);
+      multiply<T, false, false, true>(s.ring, acc, group, has_rows, steps, count);
       if (has_rows) store(acc[0], bias, tile);
     }
   }
@@ -129,84 +120,6 @@ struct Consumer {
   }
 };
 
-// Of tiles of 128 x kTurnN, without a gate: stores 64 rows at a time.
-template <class T, CurveKind kCurve>
-struct TurnEpilogue {
-  static constexpr int kStaged = kTurnN;
-
-  T* staged;
-  const Up<T>& p;
-  TileBias<T, kTurnN> bias;
-
-  __device__ __forceinline__ void before(const Tile&) {}
-  template <int kHalf>
-  __device__ __forceinline__ void store(const float (&acc)[kTurnN / 2], const Tile& tile) {
-    if (kHalf == 0)
-      bias.load([&](int piece) -> const T* {
-        const int column = tile.n * kTurnN + piece * 8;
-        return p.b1 && piece * 8 < kTurnN && column < p.H
-                   ? p.b1 + static_cast<int64_t>(tile.expert) * p.H + column
-                   : nullptr;
-      });
-    if (tile.num_rows <= 64 * kHalf) return;
-    const auto h = [&](int piece, bool lower) {  // rounded, as backward will read it
-      const float2 b = p.b1 ? bias.of(piece) : float2{0, 0};
-      const int at = piece * 4 + lower * 2;
-      return pack<T>(acc[at] + b.x, acc[at + 1] + b.y);
-    };
-    if (p.h) store_columns<kHalf>(p.h, tile, h);
-    store_columns<kHalf>(p.a, tile, [&](int piece, bool lower) {
-      const float2 g = unpack<T>(h(piece, lower));
-      return pack<T>(activate_fast<kCurve>(g.x).value, activate_fast<kCurve>(g.y).value);
-    });
-  }
-  template <int kHalf, class Value>
-  __device__ __forceinline__ void store_columns(T* out, const Tile& tile, const Value& value) {
-    const int64_t row = tile.row + kHalf * 64;
-    const int column = tile.n * kTurnN;
-    stage_rows<kStaged>(staged, value);
-    __syncwarp();
-    store_rows<T, kStaged>(staged, out + row * p.H + column, p.H, tile.num_rows - kHalf * 64, p.H - column);
-    __syncwarp();
-  }
-  __device__ __forceinline__ void store_zeros(const Tile& tile) {
-    const int column = tile.n * kTurnN, columns = min(p.H - column, kTurnN);
-    for (T* out : {p.h, p.a})
-      if (out)
-        fmoe_ext::store_zeros(out + static_cast<int64_t>(tile.row) * p.H + column, p.H, tile.num_rows,
-                              columns);
-  }
-};
-
-template <class T, CurveKind kCurve>
-__global__ void __launch_bounds__(kSm90Threads, 1)
-    up_turns_kernel(const __grid_constant__ CUtensorMap w1, const __grid_constant__ Up<T> p) {
-#ifdef FMOE_SM90A
-  FMOE_DYNAMIC_SHARED(raw);
-  auto& s = *reinterpret_cast<TurnShared<T>*>(align_shared(raw));
-  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  const Cluster cluster = p.tiles.cluster;
-  if (threadIdx.x == 0) {
-    s.init(kGatherArrivals, cluster);
-    ptx::fence_mbar_init();
-  }
-  cluster.sync();
-  if (group == kProducer) {
-    ptx::setmaxnreg_dec<56>();
-    const int part = cluster.part(kTurnN);
-    gather_rows<T>(s.ring, p.tiles, p.x, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
-      cluster.load(b + part * 128, w1, full, k, tile.n * kTurnN + part, tile.expert);
-    });
-  } else {
-    ptx::setmaxnreg_inc<224>();
-    const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
-    TurnEpilogue<T, kCurve> epilogue{s.c[group], p, {}};
-    ping_pong::consume<T, false, true>(s, p.tiles, group, steps, epilogue);
-  }
-  cluster.sync();
-#endif
-}
-
 template <class T, CurveKind kCurve, bool kGated>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     up_kernel(const __grid_constant__ CUtensorMap w1, const __grid_constant__ Up<T> p) {
@@ -214,40 +127,35 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   FMOE_DYNAMIC_SHARED(raw);
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
-    s.ring.init(kGatherArrivals, 2, cluster);
+    s.ring.init(kGatherArrivals, 2);
     ptx::fence_mbar_init();
   }
-  cluster.sync();
+  __syncthreads();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
-    const int part = cluster.part(kN);
     gather_rows<T>(s.ring, p.tiles, p.x, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
       if constexpr (kGated)
-        cluster.load(b + part * 128, w1, full, k, 0, 0, tile.n * (kN / 16) + part / 16, tile.expert);
+        ptx::tma_load(b, &w1, full, k, 0, 0, tile.n * (kN / 16), tile.expert);
       else
-        cluster.load(b + part * 128, w1, full, k, tile.n * kN + part, tile.expert);
+        ptx::tma_load(b, &w1, full, k, tile.n * kN, tile.expert);
     });
   } else {
     ptx::setmaxnreg_inc<224>();
     Consumer<T, kCurve, kGated>{s, p, group}.run();
   }
-  cluster.sync();
+  __syncthreads();  // no thread ends while its cp.async are under way
 #endif
 }
 
 template <class T, bool kGated>
-void encode_w1(CUtensorMap* map, const void* w1, uint64_t d, uint64_t n, uint64_t experts, uint32_t columns,
-               uint32_t blocks) {
+void encode_w1(CUtensorMap* map, const void* w1, uint64_t d, uint64_t n, uint64_t experts) {
   if constexpr (kGated)
-    encode_tensor_map<T>(map, w1,
-                         {5,
-                          {d, 8, 2, n / 8, experts},
-                          {d, n * d, 8 * d, 2 * n * d},
-                          {kBlockColumns, 8, 2, columns / 16 / blocks, 1}});
+    encode_tensor_map<T>(
+        map, w1,
+        {5, {d, 8, 2, n / 8, experts}, {d, n * d, 8 * d, 2 * n * d}, {kBlockColumns, 8, 2, kN / 16, 1}});
   else
-    encode_tensor_map<T>(map, w1, {3, {d, n, experts}, {d, n * d}, {kBlockColumns, columns / blocks, 1}});
+    encode_tensor_map<T>(map, w1, {3, {d, n, experts}, {d, n * d}, {kBlockColumns, kN, 1}});
 }
 
 }  // namespace
@@ -262,23 +170,17 @@ void launch_up_sm90(Dtype dtype, CurveKind activation, bool gated, const Grouped
       constexpr bool kGated = decltype(is_gated)::value;
       constexpr CurveKind kCurve = decltype(kind)::value;
       const int D = static_cast<int>(x.width);
-      const bool in_turn = !kGated && grid.tile_columns == kTurnN;
-      const int columns = in_turn ? kTurnN : Consumer<T, kCurve, kGated>::kColumns;
-      const int tiles_n = static_cast<int>(ceil_div(H, columns));
+      const int tiles_n = static_cast<int>(ceil_div(H, Consumer<T, kCurve, kGated>::kColumns));
       CUtensorMap map;
-      encode_w1<T, kGated>(&map, w1, D, H, num_experts, in_turn ? kTurnN : kN, grid.cluster);
-      const Up<T> params{{offs, num_rows, num_experts, tiles_n, {grid.cluster - 1}},
+      encode_w1<T, kGated>(&map, w1, D, H, num_experts);
+      const Up<T> params{{offs, num_rows, num_experts, tiles_n},
                          rows_from<T>(x, num_rows),
                          static_cast<const T*>(b1),
                          static_cast<T*>(h),
                          static_cast<T*>(a),
                          D,
                          H};
-      if constexpr (!kGated)
-        if (in_turn)
-          return launch_sm90(up_turns_kernel<T, kCurve>, grid, kSharedBytes<TurnShared<T>>, stream, map,
-                             params);
-      launch_sm90(up_kernel<T, kCurve, kGated>, grid, kSharedBytes<Shared<T>>, stream, map, params);
+      launch_sm90(up_kernel<T, kCurve, kGated>, grid, kSharedBytes<T>, stream, map, params);
     };
     dispatch_activation(activation, [&](auto kind) {
       if (gated)

@@ -1,30 +1,47 @@
-"""Digest of the sources of the GPU kernels, which a proof of `fmoe gpu prove` is about."""
+"""Digests of the sources of the GPU kernels, by which `fmoe gpu prove` knows what a proof is about.
+
+One for each file of Hopper kernels and one for all portable kernels, so that an edit voids the proofs of what it
+reaches and no others. What is built is decided by the file, the headers that it includes and the compiler's options.
+"""
 
 import hashlib
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 INCLUDE = re.compile(r'#include "([^"]+)"')
+PROTOTYPE = re.compile(r"^\w[\w:<>* ]* \*?\w+\([^;{}]*\);", re.MULTILINE)  # of another file's launcher
+PORTABLE = "portable"
 
 
-def digest(root: Path = ROOT) -> str:
-    """16 hexadecimal digits that change with any word of the kernels, their headers and the table that selects them.
+def digests(options: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
+    """{file of Hopper kernels, or "portable": 16 hexadecimal digits}.
 
-    Comments and white space do not count.
+    Comments, white space and prototypes, of what other files define, do not count.
     """
-    found = hashlib.sha256()
-    for path in reached(root):
-        words = COMMENT.sub(" ", path.read_text(encoding="utf-8")).split()
+    hopper = sorted(Path(root, "cuda").glob("sm90_*.cu"))
+    others = [path for path in Path(root, "cuda").glob("*.cu") if path not in hopper]
+    return {
+        PORTABLE: _digest(others, options, root),
+        **{path.stem: _digest([path], options, root) for path in hopper},
+    }
+
+
+def _digest(files: list[Path], options: Sequence[str], root: Path) -> str:
+    found = hashlib.sha256(" ".join(options).encode())
+    for path in reached(files, root):
+        text = COMMENT.sub(" ", path.read_text(encoding="utf-8"))
+        words = PROTOTYPE.sub(" ", text).split()
         found.update(f"{path.name}\n{' '.join(words)}\n".encode())
     return found.hexdigest()[:16]
 
 
-def reached(root: Path) -> list[Path]:
-    """cuda/*.cu, select.h and every header of cuda/ and csrc/ that they include, by name."""
-    todo = [*Path(root, "cuda").glob("*.cu"), Path(root, "cuda", "select.h")]
-    seen: set[Path] = set()
+def reached(files: list[Path], root: Path = ROOT) -> list[Path]:
+    """These files and every header of cuda/ and csrc/ that they include, by name."""
+    todo, seen = [*files], set[Path]()
     while todo:
         path = todo.pop()
         seen.add(path)
@@ -37,4 +54,4 @@ def reached(root: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(digest())
+    print("/".join(f"{name}:{digest}" for name, digest in digests(sys.argv[1:]).items()))

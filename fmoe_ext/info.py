@@ -49,7 +49,7 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     """(what, value) pairs: FMOE_GPU_KERNELS and, for each CUDA device, what has been proved on it."""
     lines = [("GPU kernels", f"FMOE_GPU_KERNELS={_env.get('FMOE_GPU_KERNELS')}")]
     for device, key in enumerate(keys):
-        proof = gpu_proof.load(key)
+        proof = gpu_proof.load(key, gpu_kernels.sources())
         text = summary(proof) if proof else [f"nothing proved: run `{gpu_kernels.command(device)}`"]
         lines += [(f"  device {device}", line) for line in text]
     return lines

@@ -46,6 +46,7 @@ class LayerOptions(TypedDict, total=False):
     overlap_degree: int | str
     max_rows_per_rank: int | None
     exchange: str
+    wire: str
     device: Device
     dtype: torch.dtype | None
 
@@ -268,9 +269,9 @@ def _read_options(
 
 
 def _expert_parallel(layout: ParallelLayout, num_local_experts: int) -> ExpertParallel | None:
-    way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
+    way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange, layout.wire
     if not layout.is_spread:
-        check_route(layout.overlap_degree, layout.exchange)
+        check_route(layout.overlap_degree, layout.exchange, layout.wire)
         return None
     found = ExpertParallel(layout.moe_group, num_local_experts, *way)
     if found.size != layout.num_ranks:

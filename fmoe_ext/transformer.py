@@ -25,6 +25,7 @@ class MLPOptions(TypedDict, total=False):
     overlap_degree: int | str
     max_rows_per_rank: int | None
     exchange: str
+    wire: str
     gate_hook: Callable[..., Any] | None
     mask: torch.Tensor | None
     mask_dict: Mapping[int, Any] | None

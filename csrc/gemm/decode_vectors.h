@@ -145,27 +145,6 @@ inline void alternate(B16 bytes, B16& first, B16& second) {
 }
 
 alignas(64) constexpr float kCounting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-// What the codes of GGUF's IQ4 formats stand for.
-alignas(64) constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                        1,    13,   25,  38,  53,  69,  89,  113};
-alignas(64) constexpr float kE2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-// Quantiles of the normal distribution, as bitsandbytes has them.
-alignas(64) constexpr float kQuantiles[16] = {-1.f,
-                                              -0.6961928009986877f,
-                                              -0.5250730514526367f,
-                                              -0.39491748809814453f,
-                                              -0.28444138169288635f,
-                                              -0.18477343022823334f,
-                                              -0.09105003625154495f,
-                                              0.f,
-                                              0.07958029955625534f,
-                                              0.16093020141124725f,
-                                              0.24611230194568634f,
-                                              0.33791524171829224f,
-                                              0.44070982933044434f,
-                                              0.5626170039176941f,
-                                              0.7229568362236023f,
-                                              1.f};
 
 // table[index % 16] of 16 floats.
 inline VF look_up_floats(const float* table, VI index) {

@@ -71,6 +71,43 @@ constexpr const PackedLayout& layout_of(PackedFormat format) {
   return kPackedLayouts[static_cast<int64_t>(format)];
 }
 
+// What the codes of GGUF's IQ4 formats stand for.
+alignas(64) constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                        1,    13,   25,  38,  53,  69,  89,  113};
+alignas(64) constexpr float kE2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+// Quantiles of the normal distribution, as bitsandbytes has them.
+alignas(64) constexpr float kQuantiles[16] = {-1.f,
+                                              -0.6961928009986877f,
+                                              -0.5250730514526367f,
+                                              -0.39491748809814453f,
+                                              -0.28444138169288635f,
+                                              -0.18477343022823334f,
+                                              -0.09105003625154495f,
+                                              0.f,
+                                              0.07958029955625534f,
+                                              0.16093020141124725f,
+                                              0.24611230194568634f,
+                                              0.33791524171829224f,
+                                              0.44070982933044434f,
+                                              0.5626170039176941f,
+                                              0.7229568362236023f,
+                                              1.f};
+
+// A packed weight [num_experts, rows, columns]; its rows lie as gate, up, gate, up, .. when interleaved.
+struct PackedMatrix {
+  PackedFormat format;
+  ScaleType scale_type;
+  bool interleaved;
+  const uint8_t* data;
+  const char* scale;     // null: inside of data
+  const int32_t* zero;   // int4: words with the zero points of eight rows, or null for 8
+  const float* factors;  // nvfp4: two for each row
+  int64_t num_experts, rows, columns;
+  int64_t group;  // columns of one scale
+  int64_t row_bytes, scale_row_bytes;
+  int64_t scale_rows, part_rows;  // scales of squares: rows of them an expert, rows of a part
+};
+
 // One row of a packed weight [out, in].
 struct PackedRow {
   PackedFormat format;

@@ -14,6 +14,7 @@ from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
+from fmoe_ext.ep.wire import WIRES
 from fmoe_ext.step import Step, is_counted
 from fmoe_ext.tokens import Batch, Nest
 
@@ -66,6 +67,10 @@ class ParallelLayout:
       If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
       ep.static.check_max_rows(model) raises.
 
+    wire: "fp8" or "mxfp8" sends rows of float32, bfloat16 or float16, and their gradients, in E4M3 with a scale for
+      each row or for 32 columns: a half of bfloat16's bytes, values rounded to 3 bits after the point. Not with
+      exchange="node" or torch.compile. "full" sends them as they are.
+
     Example:
 
         >>> layout = ParallelLayout(exchange="token", overlap_degree="auto")
@@ -81,6 +86,7 @@ class ParallelLayout:
     overlap_degree: int | str = 1
     max_rows_per_rank: int | None = None
     exchange: str = "choice"
+    wire: str = "full"
 
     @staticmethod
     def of(parallel: "ParallelLayout | None", **keywords: Any) -> "ParallelLayout":
@@ -121,13 +127,17 @@ class _Route:
     chunk_ends: list[int]
 
 
-def check_route(overlap_degree: int | str, exchange: str) -> None:
+def check_route(overlap_degree: int | str, exchange: str, wire: str = "full") -> None:
     """ValueError for what no layer takes, on one rank or many."""
     if overlap_degree != "auto" and (isinstance(overlap_degree, str) or overlap_degree < 1):
         raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
     if exchange not in (*EXCHANGES, "auto"):
         known = ", ".join(f'"{name}"' for name in EXCHANGES)
         raise ValueError(f'exchange must be {known} or "auto", but got {exchange!r}')
+    if wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, but got {wire!r}")
+    if wire != "full" and exchange in ("node", "auto"):
+        raise ValueError(f'wire="{wire}" is for exchange="choice" and "token", but got exchange={exchange!r}')
 
 
 class ExpertParallel(ExpertPlacement):
@@ -136,6 +146,7 @@ class ExpertParallel(ExpertPlacement):
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
     exchange: what has a row that travels: a "choice", a "token" for each rank or for each "node"; "auto" measures them.
     max_rows_per_rank: static mode, every rank sends every other this many rows, padding included.
+    wire: rows travel in "full", or in 8 bits: "fp8", "mxfp8".
     """
 
     def __init__(
@@ -145,8 +156,9 @@ class ExpertParallel(ExpertPlacement):
         overlap_degree: int | str = 1,
         max_rows_per_rank: int | None = None,
         exchange: str = "choice",
+        wire: str = "full",
     ):
-        check_route(overlap_degree, exchange)
+        check_route(overlap_degree, exchange, wire)
         if max_rows_per_rank is not None and (max_rows_per_rank < 1 or overlap_degree != 1):
             raise ValueError(
                 "max_rows_per_rank must be at least 1 and needs overlap_degree=1, but got "
@@ -158,6 +170,7 @@ class ExpertParallel(ExpertPlacement):
                 'exchange="token" or "choice" with it'
             )
         super().__init__(group, num_local_experts, max_rows_per_rank)
+        self.wire = wire
         self.load = LoadCounter(self.num_experts)
         self.overlap_degree = overlap_degree
         self.exchange = exchange
@@ -171,7 +184,7 @@ class ExpertParallel(ExpertPlacement):
         self._is_checked = False
         limit = self.row_limit and self.row_limit.max_rows
         sizes = self.layer_index, self.num_experts, self.num_local_experts
-        self.layout = str((*sizes, overlap_degree, limit, exchange))
+        self.layout = str((*sizes, overlap_degree, limit, exchange, wire))
 
     @property
     def depends_on_batch(self) -> str | None:

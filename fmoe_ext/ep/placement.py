@@ -46,6 +46,7 @@ class ExpertPlacement:
         # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
         self.sharing_ranks: list[list[int]] | None = None
         self.nodes: Nodes | None = None  # for exchange="node"
+        self.wire = "full"  # of wire.WIRES
         self.layout = ""  # what the ranks of the group check once that they have in common
         self.row_limit: RowLimit | None = None
         if max_rows_per_rank is not None:

@@ -119,7 +119,7 @@ def check_agreement(layout: str, name: str) -> None:
     agreed = _agreed.setdefault(group, set())
     if layout and layout not in agreed:
         check_same(
-            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange)",
+            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange, wire)",
             layout,
             group,
         )

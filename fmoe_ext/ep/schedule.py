@@ -24,6 +24,7 @@ from fmoe_ext.ep.headers import constant, lookup
 from fmoe_ext.ep.placement import ExpertPlacement
 from fmoe_ext.ep.plan import ChunkRows, ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.traced import TracedRowExchange, in_turn
+from fmoe_ext.ep.wire import is_packed, pack, unpack
 from fmoe_ext.routing import DispatchHandle, ExpertInput, per_row, sort_choices, widen
 from fmoe_ext.step import Step
 from fmoe_ext.tokens import Nest, leaves_of, map_structure
@@ -62,10 +63,17 @@ class Exchange:
         rows, plan = self._pack(), self._plan
         self._rows: _RowExchange | TracedRowExchange
         if self._step.is_traced:
+            if self._placement.wire != "full":
+                raise RuntimeError(
+                    "torch.compile sends rows in their own dtype: use "
+                    f'wire="full" with it, not "{self._placement.wire}"'
+                )
             self._rows = TracedRowExchange(self._placement.group, plan)
         else:
             assert isinstance(plan, (ExactPlan, StaticPlan))
-            transit = _Transit(self._placement.group, plan.chunks(), plan.row_idx, plan.inverse)
+            transit = _Transit(
+                self._placement.group, plan.chunks(), plan.row_idx, plan.inverse, self._placement.wire
+            )
             self._rows = _RowExchange(transit)
         self._rows.send(rows)
 
@@ -173,12 +181,20 @@ class _ShadowChunk:
 class _Transit:
     """The rows of one forward: its chunks, and what is under way in either direction."""
 
-    def __init__(self, group: str, chunks: list[ChunkRows], row_idx: torch.Tensor, inverse: torch.Tensor):
+    def __init__(
+        self,
+        group: str,
+        chunks: list[ChunkRows],
+        row_idx: torch.Tensor,
+        inverse: torch.Tensor,
+        wire: str = "full",
+    ):
         self.group = group
+        self.wire = wire  # of wire.WIRES
         self.chunks = chunks
         self.row_idx, self.inverse = row_idx, inverse
         self.num_rows = 0
-        # of each chunk: transfer, buffers that are filled, buffers that are read
+        # of each chunk: transfer, buffers that are filled, those that travel for them, buffers that are read
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -204,18 +220,31 @@ class _Transit:
         send_splits: list[int],
         recv_splits: list[int],
     ) -> None:
-        transfer = start_exchange(targets, sources, send_splits, recv_splits, self.group)
-        self.under_way[number] = transfer, targets, sources
+        travelling, arriving = [*sources], [*targets]
+        for i, x in enumerate(sources):
+            if is_packed(x, self.wire):
+                travelling[i] = pack(x, self.wire)
+                arriving[i] = travelling[i].new_empty((len(targets[i]), travelling[i].shape[1]))
+        transfer = start_exchange(arriving, travelling, send_splits, recv_splits, self.group)
+        self.under_way[number] = transfer, targets, arriving, travelling
 
     def finish(self, number: int) -> tuple[torch.Tensor, ...]:
-        transfer, targets, _ = self.under_way[number]
+        transfer, targets, arriving, _ = self.under_way[number]
         wait([transfer], self.group)
+        self._unpack(targets, arriving)
         self.under_way[number] = None
         return tuple(targets)
 
     def finish_all(self) -> None:
-        wait([transfer for transfer, _, _ in self.under_way], self.group)
+        wait([transfer for transfer, *_ in self.under_way], self.group)
+        for _, targets, arriving, _ in self.under_way:
+            self._unpack(targets, arriving)
         self.under_way = [None] * len(self.chunks)
+
+    def _unpack(self, targets: list[torch.Tensor], arriving: list[torch.Tensor]) -> None:
+        for target, arrived in zip(targets, arriving, strict=True):
+            if arrived is not target:
+                unpack(arrived, target, self.wire)
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""

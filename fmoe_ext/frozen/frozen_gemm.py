@@ -21,6 +21,11 @@ from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 # For devices without such kernels; those of cuda/ return the same where none of them is on and fits.
 _library.impl("_mxfp4_gemm", lambda x, *_: x.new_empty(0), "CompositeExplicitAutograd")
+_library.impl(
+    "_decode_packed",
+    lambda *packing: Quantized.of_rows(*packing[:5]).dequantize(packing[5]),
+    "CompositeExplicitAutograd",
+)
 
 
 def mxfp4_gemm(
@@ -159,14 +164,15 @@ def packed_product(
 ) -> torch.Tensor:
     """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
 
-    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise the weight is decoded in memory for this product.
+    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise one pass decodes it in memory, to the dtype of rows,
+    for this product.
     """
     if number == FORMATS["mxfp4"].number and scale is not None:
         y = mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)
         if y is not None:
             return y
-    packed = Quantized.of_rows(weight, scale, zero, number, interleaved)
-    return grouped_gemm(rows, packed.dequantize(rows.dtype), offs, bias, transposed)
+    decoded = torch.ops.fmoe_ext._decode_packed(weight, scale, zero, number, interleaved, rows.dtype)
+    return grouped_gemm(rows, decoded, offs, bias, transposed)
 
 
 def composed(

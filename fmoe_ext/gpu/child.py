@@ -4,13 +4,13 @@ import faulthandler
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.checks import Checker
-from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict, taken_with
+from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict, load, taken_with
 from fmoe_ext.gpu.races import Lost, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
 
@@ -19,7 +19,8 @@ from fmoe_ext.gpu.target import Target, Unavailable
 class Ready:
     key: Key
     taken_with: str
-    kernels: tuple[str, ...]
+    sources: Mapping[str, str]  # digest of each kernel
+    known: Mapping[str, Verdict]  # of kernels that need no check
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class Finished:
 Message = Ready | NotAvailable | Start | Judged | Race | TorchWin | Finished
 
 
-def serve(connection: Connection, target: Target, judged: dict[str, Verdict], race: bool) -> None:
+def serve(
+    connection: Connection, target: Target, judged: dict[str, Verdict], race: bool, missing: bool
+) -> None:
     """Checks every kernel that is not judged yet, then races those that are proved. Ends with the parent."""
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -52,13 +55,25 @@ def serve(connection: Connection, target: Target, judged: dict[str, Verdict], ra
     except Unavailable as error:
         connection.send(NotAvailable(str(error)))
         return
-    kernels = gpu_kernels.names()
-    connection.send(Ready(key, taken_with(), kernels))
-    work = Work(connection, target, dict(judged))
+    kernels, sources = gpu_kernels.names(), gpu_kernels.sources()
+    known = _known(load(key, sources)) if missing else {}
+    connection.send(Ready(key, taken_with(), sources, known))
+    work = Work(connection, target, {**known, **judged})
+    judged = dict(work.judged)
     done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])
     if done and race:
         work.race([name for name in kernels if work.judged[name].state == "proved"])
     connection.send(Finished(done))
+
+
+def _known(proof: Proof | None) -> dict[str, Verdict]:
+    """Verdicts of a proof of the compute capability: which kernels are right, not which are fast."""
+    verdicts = proof.verdicts if proof else {}
+    return {
+        name: v if v.state == "failed" else Verdict("proved")
+        for name, v in verdicts.items()
+        if v.state != "untested"
+    }
 
 
 class Work:

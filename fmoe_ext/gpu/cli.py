@@ -23,13 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--limit", type=positive_float, default=60.0, help="seconds for one kernel (default: 60)"
     )
     command.add_argument("--budget", type=positive_float, default=300.0, help="seconds in all (default: 300)")
+    command.add_argument(
+        "--missing",
+        action="store_true",
+        help="take over which kernels are right on GPUs of this compute capability, and race them here",
+    )
     given = parser.parse_args(arguments)
-    return run(Target(given.device), given.limit, given.budget)
+    return run(Target(given.device), given.limit, given.budget, given.missing)
 
 
-def run(target: Target, limit: float, budget: float) -> int:
+def run(target: Target, limit: float, budget: float, missing: bool = False) -> int:
     try:
-        proof = prove(target, limit, budget, lambda text: print(text, flush=True))
+        proof = prove(target, limit, budget, lambda text: print(text, flush=True), missing=missing)
     except Unavailable as error:
         print(f"nothing was proved: {error}", file=sys.stderr)
         return 2

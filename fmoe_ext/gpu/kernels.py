@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from fmoe_ext import _env
+from fmoe_ext.gpu import background, torch_path
 from fmoe_ext.gpu import proof as gpu_proof
-from fmoe_ext.gpu import torch_path
 from fmoe_ext.gpu.proof import PORTABLE, Proof
 from fmoe_ext.ops import chooser
 
@@ -36,9 +36,14 @@ def runs() -> dict[str, int]:
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
 
 
-def _sources() -> str:
-    """Digest of the sources that the kernels were built from (cuda/sources_digest.py)."""
-    return str(torch.ops.fmoe_ext._gpu_kernel_sources())
+def sources() -> dict[str, str]:
+    """{kernel, PORTABLE among them: digest of what it was built from} (cuda/sources_digest.py)."""
+    return dict(zip((PORTABLE, *names()), torch.ops.fmoe_ext._gpu_kernel_sources(), strict=True))
+
+
+def let_torch_compute(classes: Iterable[str]) -> None:
+    """Torch's grouped_mm computes these classes of products (TorchWin.where), and no others."""
+    torch.ops.fmoe_ext._set_gpu_torch_wins(list(classes))
 
 
 def is_mxfp4(kernel: str) -> bool:
@@ -97,8 +102,8 @@ class Choice:
     """Kernels that one device uses."""
 
     kernels: frozenset[str]
-    torch: bool = False  # torch_path in the place of all our products
-    torch_wins: frozenset[tuple[str, str, str]] = frozenset()  # or of those that it computes faster
+    torch: bool = False  # torch_path in the place of all our kernels
+    torch_wins: frozenset[str] = frozenset()  # or its product in the place of those that are slower
     warning: str | None = None
 
 
@@ -122,8 +127,8 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         return Choice(frozenset(), torch=mode == "torch")
     if proof is None:
         text = (
-            f"no kernel of fmoe_ext has been proved on CUDA device {device} or another of its model: run "
-            f"`{command(device)}` once (a few minutes)"
+            f"no kernel of fmoe_ext, as it is built here, has been proved on CUDA device {device} or another of its "
+            f"compute capability: run `{command(device)}` once (a few minutes)"
         )
         if mode == "proved":
             raise RuntimeError(f"{text}, or unset FMOE_GPU_KERNELS=proved")
@@ -135,22 +140,26 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
             raise RuntimeError(f"{text}; FMOE_GPU_KERNELS=torch takes torch's grouped_mm")
         return Choice(frozenset(), torch=True, warning=f"{text}: torch's grouped_mm is used")
     used = {name for state in gpu_proof.USED for name in proof.named(state)}
-    return Choice(frozenset(all_kernels) & used, torch_wins=frozenset(win.where for win in proof.torch_wins))
+    wins = frozenset(win.where for win in proof.torch_wins)
+    return Choice(frozenset(all_kernels) & used, torch_wins=wins)
 
 
 class Selection:
     """Makes the choice for each device at its first use: what several devices use is what all of them have proved."""
 
-    def __init__(self, device_type: str, key_of: Callable[[int], gpu_proof.Key]) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        key_of: Callable[[int], gpu_proof.Key],
+        race: Callable[[int, gpu_proof.Key], None] = background.race,
+    ) -> None:
         self.device_type = device_type
         self.key_of = key_of
+        self.race = race  # starts the races of a device that takes another model's proof
         self.is_prepared = False
         self._choices: dict[int, Choice] = {}
         self._torch: torch.library.Library | None = None
-        self._torch_wins: tuple[frozenset[tuple[str, str, str]], torch.library.Library | None] = (
-            frozenset(),
-            None,
-        )
+        self._products: torch.library.Library | None = None
 
     def prepare(self) -> None:
         """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
@@ -172,30 +181,27 @@ class Selection:
         if device in self._choices:
             return
         mode = _env.get("FMOE_GPU_KERNELS")
-        proof = gpu_proof.load(self.key_of(device)) if mode in _NEED_PROOF else None
+        key = self.key_of(device) if mode in _NEED_PROOF else None
+        proof = gpu_proof.load(key, sources()) if key else None
         choice = self._choices[device] = choose(mode, names(), proof, device)
         choices = self._choices.values()
         switch_on(name for name in names() if all(name in other.kernels for other in choices))
         if choice.torch and self._torch is None:
-            self._take_torch_where(frozenset())
             self._torch = torch_path.install(self.device_type.upper())
-        elif self._torch is None:
-            self._take_torch_where(frozenset.intersection(*(other.torch_wins for other in choices)))
+        wins = frozenset.intersection(*(other.torch_wins for other in choices))
+        if wins and self._products is None:
+            self._products = torch_path.install_products(self.device_type.upper())
+        let_torch_compute(wins)
         if choice.warning:
             warnings.warn(choice.warning, stacklevel=5)
-
-    def _take_torch_where(self, wins: frozenset[tuple[str, str, str]]) -> None:
-        """Torch's products for these problems, the kernels for all others."""
-        if wins == self._torch_wins[0]:
-            return
-        self._torch_wins = (frozenset(), None)  # what was installed is taken back with the library's end
-        if wins:
-            self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins))
+        if key and proof and proof.is_of_another:
+            self.race(device, key)
 
 
 def key_of(device: int) -> gpu_proof.Key:
     """Key of a proof for a CUDA device; asks the driver, allocates nothing."""
-    return gpu_proof.Key(torch.cuda.get_device_properties(device).name, _sources())
+    found = torch.cuda.get_device_properties(device)
+    return gpu_proof.Key(found.name, 10 * found.major + found.minor)
 
 
 SELECTION = Selection("cuda", key_of)

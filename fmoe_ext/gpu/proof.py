@@ -1,7 +1,9 @@
 """Findings of `fmoe gpu prove`: a small JSON file in the user's cache folder, or one that came with the package.
 
-One file for each model of GPU and digest of the kernels' sources. Driver and torch are noted, not compared: a proof
-holds on another machine of the same kind.
+One file for each model of GPU. A kernel's verdict is about the sources that it was built from, and says nothing of
+others: an edit voids the verdicts of the kernels that it reaches. That a kernel is right holds for all GPUs of a
+compute capability, how fast it is for one model: a GPU without a file of its own takes the one of such a GPU, until it
+has raced itself. Driver and torch are noted, not compared.
 """
 
 import json
@@ -10,7 +12,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 
 from fmoe_ext import _env
 
-_FORMAT = 3
+_FORMAT = 4
 SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
 STATES = ("proved", "beaten", "failed", "slow", "untested")
@@ -33,27 +35,27 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Key:
-    """Model of GPU and sources of kernels that a proof is valid for."""
+    """A model of GPU."""
 
     gpu: str
-    sources: str  # cuda/sources_digest.py
+    capability: int  # 90 is 9.0
 
     def name(self) -> str:
         """The name of its proof's file."""
-        slug = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
-        return f"{slug}-{self.sources}.json"
+        return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-") + ".json"
 
     def path(self) -> Path:
         """The file in the cache folder, which need not exist."""
-        return _cache_folder() / self.name()
+        return cache_folder() / self.name()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of STATES, and why."""
+    """One of STATES, why, and the digest of the kernel's sources (cuda/sources_digest.py)."""
 
     state: str
     reason: str = ""
+    sources: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,18 @@ class Race:
 
 @dataclass(frozen=True)
 class TorchWin:
-    """Torch's grouped_mm is faster than our kernels in a class of problems."""
+    """Torch's grouped_mm is faster than our kernels at a product, in a class of problems."""
 
-    operator: str  # of TORCH_OPERATORS in torch_path
+    product: str  # of kTorchProducts in cuda/select.h
     numbers: str  # "16 bits" or "tf32"
     rows: str  # of ROWS
     ms: float
     torch_ms: float
 
     @property
-    def where(self) -> tuple[str, str, str]:
-        return self.operator, self.numbers, self.rows
+    def where(self) -> str:
+        """The name of the class in cuda/select.h."""
+        return f"{self.product}/{self.numbers}/{self.rows}"
 
 
 def rows_class(num_rows: int, num_experts: int) -> str:
@@ -96,6 +99,23 @@ class Proof:
     verdicts: Mapping[str, Verdict]  # by kernel, the portable ones among them
     races: tuple[Race, ...] = field(default=())
     torch_wins: tuple[TorchWin, ...] = field(default=())
+    is_of_another: bool = False  # a proof of another model of the capability, taken for this one
+
+    def about(self, sources: Mapping[str, str]) -> "Proof":
+        """The proof for kernels of these digests: others are untested, and their races and torch's wins are gone."""
+        is_same = {name: self.verdicts[name].sources == sources.get(name) for name in self.verdicts}
+        changed = Verdict("untested", "it changed since it was proved")
+        products = {name.split(".")[0] for name, same in is_same.items() if not same}
+        return replace(
+            self,
+            verdicts={name: v if is_same[name] else changed for name, v in self.verdicts.items()},
+            races=tuple(race for race in self.races if is_same.get(race.kernel)),
+            torch_wins=tuple(
+                win
+                for win in self.torch_wins
+                if not {win.product.replace("main_grad", "grad_weight"), PORTABLE} & products
+            ),
+        )
 
     def named(self, state: str) -> dict[str, str]:
         """{kernel: reason} of one state, in the order of cuda/select.h."""
@@ -105,7 +125,8 @@ class Proof:
         """Writes the file of the key: completely or not at all. OSError where that cannot be done."""
         path = self.key.path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+        content = {name: value for name, value in asdict(self).items() if name != "is_of_another"}
+        text = json.dumps({"format": _FORMAT, **content}, indent=1)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
             try:
                 file.write(text)
@@ -118,31 +139,40 @@ class Proof:
         return path
 
 
-def load(key: Key) -> Proof | None:
-    """The proof for a key, of the cache folder or of the package; None if there is none that can be read.
+def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
+    """Proof for kernels with these digests on a model of GPU; None if nothing is known of them.
 
-    Warns of a file that cannot be read.
+    Of the cache folder or the package, of this model or else of another of its compute capability. Warns of a file that
+    cannot be read.
     """
-    for path in (key.path(), SHIPPED / key.name()):
+    own = (key.path(), SHIPPED / key.name())
+    others = (path for folder in (cache_folder(), SHIPPED) for path in sorted(folder.glob("*.json")))
+    for path in (*own, *others):
         try:
-            return _parse(json.loads(path.read_text()), key)
+            proof = _parse(json.loads(path.read_text()))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warnings.warn(
-                f"{path} cannot be read and is taken as absent ({type(error).__name__}: {error}); "
-                "python -m fmoe_ext.gpu prove writes it again",
-                stacklevel=2,
-            )
+            if path in own:
+                warnings.warn(
+                    f"{path} cannot be read and is taken as absent ({type(error).__name__}: {error}); "
+                    "python -m fmoe_ext.gpu prove writes it again",
+                    stacklevel=2,
+                )
+            continue
+        if proof.key.capability != key.capability:
+            continue
+        proof = replace(proof.about(sources), is_of_another=proof.key != key)
+        if any(verdict.state != "untested" for verdict in proof.verdicts.values()):
+            return proof
     return None
 
 
-def _parse(content: Any, key: Key) -> Proof:
-    """The proof that a file holds; ValueError, KeyError or TypeError if it is none for this key."""
+def _parse(content: Any) -> Proof:
+    """The proof that a file holds; ValueError, KeyError or TypeError if it is none."""
     if content["format"] != _FORMAT:
         raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
-    if Key(**content["key"]) != key:
-        raise ValueError(f"it is about {content['key']}, not about {asdict(key)}")
+    key = Key(**content["key"])
     verdicts = {str(name): Verdict(**verdict) for name, verdict in content["verdicts"].items()}
     if unknown := {v.state for v in verdicts.values()} - set(STATES):
         raise ValueError(f"states {sorted(unknown)} are none of {STATES}")
@@ -153,7 +183,7 @@ def _parse(content: Any, key: Key) -> Proof:
     return Proof(key, content["taken_with"], content["date"], verdicts, tuple(races), tuple(wins))
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
     home = _env.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fmoe_ext" / "gpu"

@@ -4,8 +4,8 @@ import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -25,15 +25,17 @@ def prove(
     budget: float = 300.0,
     say: Callable[[str], None] = print,
     start_limit: float = _START_LIMIT,
+    missing: bool = False,
 ) -> Proof:
     """Checks and races every kernel of cuda/select.h on a target.
 
     A kernel that takes longer than limit seconds, ends its process or gives wrong numbers has failed, and the others
     are proved all the same. budget seconds after the GPU has answered, the rest stays untested. say gets a line for
     each step.
+    missing: verdicts that hold for these kernels on this compute capability are taken over, and only raced.
     Raises Unavailable if the GPU cannot be used at all.
     """
-    return _Prover(target, limit, budget, say, start_limit).run()
+    return _Prover(target, limit, budget, say, start_limit, missing).run()
 
 
 @dataclass
@@ -61,10 +63,12 @@ class _Prover:
     budget: float
     say: Callable[[str], None]
     start_limit: float
+    missing: bool
     deadline: float = math.inf
     key: Key | None = None
     taken_with: str = ""
     kernels: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
     judged: dict[str, Verdict] = field(default_factory=dict)
     races: list[Race] = field(default_factory=list)
     torch_wins: list[TorchWin] = field(default_factory=list)
@@ -78,7 +82,7 @@ class _Prover:
         assert self.key is not None
         order = (PORTABLE, *self.kernels)
         spent = Verdict("untested", "there was no time left")
-        verdicts = {name: self.judged.get(name, spent) for name in order}
+        verdicts = {name: replace(self.judged.get(name, spent), sources=self.sources[name]) for name in order}
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return Proof(self.key, self.taken_with, date, verdicts, tuple(self.races), tuple(self.torch_wins))
 
@@ -112,7 +116,7 @@ class _Prover:
         self.say(f"starting CUDA device {self.target.index} in a process of its own")
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (theirs, self.target, self.judged, self.racing)
+        arguments = (theirs, self.target, self.judged, self.racing, self.missing)
         handle = context.Process(target=serve, args=arguments, daemon=True)
         handle.start()
         theirs.close()
@@ -123,7 +127,9 @@ class _Prover:
         if isinstance(message, NotAvailable):
             raise Unavailable(message.reason)
         if isinstance(message, Ready):
-            self.key, self.taken_with, self.kernels = message.key, message.taken_with, message.kernels
+            self.key, self.taken_with, self.sources = message.key, message.taken_with, message.sources
+            self.kernels = tuple(name for name in message.sources if name != PORTABLE)
+            self.judged = {**message.known, **self.judged}
             self.deadline = min(self.deadline, time.monotonic() + self.budget)
         elif isinstance(message, Start):
             self.say(message.what)

@@ -1,13 +1,12 @@
-"""Race each kernel against what would compute its product without it, and our operators against torch's."""
+"""Race each kernel against what would compute its product without it, and each of our products against torch's."""
 
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
-import torch.distributed.pipelining  # with it ops compute the gradients of inputs without those of weights
 
 from fmoe_ext import ops
 from fmoe_ext.gpu import kernels as gpu_kernels
@@ -17,14 +16,34 @@ from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 from fmoe_ext.gpu.target import Target
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
-_TORCH_MARGIN = 1.05  # torch takes an operator if ours takes this much longer than its own
-OPERATIONS = (  # what is timed; all but the last two are one product each
+_TORCH_MARGIN = 1.05  # torch takes a product if ours takes this much longer than its own
+OPERATIONS = (  # what is timed
     "grouped_gemm",
     "grouped_gemm, gradient of the rows",
     "grouped_gemm, gradient of the weight",
+    "grouped_gemm, main gradient of the weight",
     "expert_mlp, gradient of the hidden rows",
     "expert_mlp",
     "expert_mlp, all gradients",
+)
+# What torch's product takes the place of in each operation. One product decides whether torch wins it; the other
+# product of expert_mlp is ours in both times, and of several products nobody knows which one decided.
+PRODUCTS = MappingProxyType(
+    dict(
+        zip(
+            OPERATIONS,
+            (
+                ("rows_by_weight",),
+                ("grad_input",),
+                ("grad_weight",),
+                ("main_grad",),
+                ("grad_hidden",),
+                ("up",),
+                ("grad_hidden", "grad_weight", "grad_input"),
+            ),
+            strict=True,
+        )
+    )
 )
 FROZEN_OPERATIONS = (  # of weights in MXFP4; without their kernels the weights are decoded in memory
     "frozen_mlp, MXFP4",
@@ -49,22 +68,22 @@ class Lost:
 
 
 Event = Start | Lost | Race | TorchWin
-TIMED_BY = MappingProxyType(
-    {  # an operator that torch may take, and the operations that time it
-        "grouped_gemm": OPERATIONS[:1],
-        "grouped_gemm_backward": OPERATIONS[1:3],
-        "expert_mlp": OPERATIONS[4:5],
-        "expert_mlp_backward": OPERATIONS[5:],
-    }
-)
 
 
 def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     """{each of OPERATIONS, and of FROZEN_OPERATIONS if the case has such weights: a call of it}"""
     leaves = inputs.leaves(*MLP_LEAVES)
-    held = inputs.leaves("rows", "w1")
     y = mlp(case, inputs, leaves, ops.expert_mlp)
-    product = ops.grouped_gemm(held["rows"], held["w1"], inputs.offs)
+    # Of one product each: what needs no gradient is no leaf.
+    rows, weight = inputs.leaves("rows", "w1").values()
+    summed = torch.nn.Parameter(inputs.w1)
+    summed.main_grad = torch.zeros_like(summed, dtype=torch.float32)  # type: ignore[attr-defined]
+    of_rows = ops.grouped_gemm(rows, inputs.w1, inputs.offs)
+    of_weight = ops.grouped_gemm(inputs.rows, weight, inputs.offs)
+    into_main = ops.grouped_gemm(inputs.rows, summed, inputs.offs, main_grad=ops.MainGrad(summed))
+    factors = inputs.leaves("topk_weights")
+    constants = {name: t.detach() for name, t in leaves.items()}
+    of_hidden = mlp(case, inputs, constants | factors, ops.expert_mlp)
 
     def gradient(of: torch.Tensor, grad: torch.Tensor, *wanted: torch.Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(of, wanted, grad, retain_graph=True)
@@ -79,9 +98,10 @@ def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
 
     calls = (
         multiply,
-        gradient(product, inputs.grad_rows, held["rows"]),
-        gradient(product, inputs.grad_rows, held["w1"]),
-        gradient(y, inputs.grad, leaves["topk_weights"]),
+        gradient(of_rows, inputs.grad_rows, rows),
+        gradient(of_weight, inputs.grad_rows, weight),
+        lambda: torch.autograd.backward(into_main, inputs.grad_rows, retain_graph=True),
+        gradient(of_hidden, inputs.grad, *factors.values()),
         forward,
         gradient(y, inputs.grad, *leaves.values()),
     )
@@ -130,13 +150,28 @@ class Course:
         return "tf32" if self.dtype == torch.float32 else "16 bits"
 
     @property
+    def classes(self) -> list[str]:
+        """TorchWin.where of its products; of a frozen weight those of what multiplies the decoded one."""
+        products = PRODUCTS.get(self.operation, ("rows_by_weight", "grad_input", "up", "grad_hidden"))
+        return [f"{product}/{self.numbers}/{self.rows}" for product in products]
+
+    @property
+    def where(self) -> str | None:
+        return self.classes[0] if len(self.classes) == 1 else None
+
+    def is_of(self, product: str) -> bool:
+        """True if it is a race of this product, into main gradients as well."""
+        found = [name.split("/")[0].replace("main_grad", "grad_weight") for name in self.classes]
+        return found == [product]
+
+    @property
     def shape(self) -> str:
         return f"{self.case}, float32, TF32 allowed" if self.dtype == torch.float32 else str(self.case)
 
 
 class Races:
     """The races of the kernels that are proved. One that takes longer over all of its races than what there is without
-    it is left out, and what it had computed is raced again. Then torch takes the operators that it computes faster."""
+    it is left out, and what it had computed is raced again. Then torch takes the products that it computes faster."""
 
     def __init__(self, target: Target, kernels: list[str]) -> None:
         self.target = target
@@ -145,6 +180,11 @@ class Races:
         self.times: dict[Course, tuple[float, float]] = {}  # with the kernels that are left, and by torch
 
     def run(self) -> Iterator[Event]:
+        held = torch_path.install_products(self.target.device.type.upper())
+        yield from self._run()
+        del held
+
+    def _run(self) -> Iterator[Event]:
         yield from self._run_until_none_is_slow(self.target.dtypes[0])
         yield from self._compare_with_torch()
         with torch_path.tf32(True):  # our float32 stays whole, torch's is rounded
@@ -152,34 +192,34 @@ class Races:
                 [
                     Course(case, operation, torch.float32)
                     for case in self.target.races
-                    for operations in TIMED_BY.values()
-                    for operation in operations
+                    for operation, products in PRODUCTS.items()
+                    if len(products) == 1
                 ]
             )
         yield from self._compare_with_torch()
 
     def _compare_with_torch(self) -> Iterator[Event]:
-        """The operators that torch wins; a kernel that computes none but these is beaten."""
+        """The products that torch wins; a kernel that loses all races of its product is beaten."""
         won: dict[Course, TorchWin] = {}
-        for (case, dtype), operator in (
-            (problem, operator)
-            for problem in dict.fromkeys((course.case, course.dtype) for course in self.times)
-            for operator in TIMED_BY
-        ):
-            courses = [Course(case, operation, dtype) for operation in TIMED_BY[operator]]
-            if any(course not in self.times for course in courses):
-                continue
-            ms, torch_ms = (sum(times) for times in zip(*map(self.times.__getitem__, courses), strict=True))
+        for course, (ms, torch_ms) in self.times.items():
+            products = PRODUCTS.get(course.operation, ())
+            if len(products) == 1 and ms > _TORCH_MARGIN * torch_ms:
+                won[course] = TorchWin(products[0], course.numbers, course.rows, ms, torch_ms)
+        # where two cases of a class disagree, torch has to win in the sum
+        for where in dict.fromkeys(win.where for win in won.values()):
+            of_class = [course for course in self.times if course.where == where]
+            ms, torch_ms = (sum(times) for times in zip(*map(self.times.__getitem__, of_class), strict=True))
             if ms > _TORCH_MARGIN * torch_ms:
-                win = TorchWin(operator, courses[0].numbers, courses[0].rows, ms, torch_ms)
-                won |= dict.fromkeys(courses, win)
-                yield win
-        timed = {operation for operations in TIMED_BY.values() for operation in operations}
+                first = next(win for win in won.values() if win.where == where)
+                yield replace(first, ms=ms, torch_ms=torch_ms)
+            else:
+                won = {course: win for course, win in won.items() if win.where != where}
         for kernel in self.kernels:
-            mine = [course for name, course in self.races if name == kernel and course.operation in timed]
+            product = kernel.split(".")[0]
+            mine = [course for name, course in self.races if name == kernel and course.is_of(product)]
             if mine and all(course in won for course in mine):
                 worst = max((won[course] for course in mine), key=lambda win: win.ms / win.torch_ms)
-                reason = f"torch is faster in all of its races: {worst.operator} ({worst.numbers}, {worst.rows}) takes "
+                reason = f"torch is faster in all of its races: {worst.product} ({worst.numbers}, {worst.rows}) takes "
                 verdict = Verdict("beaten", f"{reason}{worst.ms:.3f} ms, {worst.torch_ms:.3f} ms by torch")
                 yield Lost(kernel, verdict)
         self.times.clear()
@@ -229,7 +269,7 @@ class Races:
     def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
         name, shape = course.operation, course.shape
         yield Start(f"{name} by torch ({shape})", ())
-        torch_ms = self._torch_milliseconds(function)
+        torch_ms = self._torch_milliseconds(course, function)
         computed_by = self._computed_by(function)
         yield Start(f"{name} ({shape})", tuple(computed_by))
         ms, *without = self._in_turn(
@@ -253,13 +293,14 @@ class Races:
         gpu_kernels.switch_on(kernels)
         return self.target.milliseconds(function)
 
-    def _torch_milliseconds(self, function: Callable[[], object]) -> float:
-        library = torch_path.install(self.target.device.type.upper())
-        gpu_kernels.switch_on(())  # none for what torch has no product for: weights in MXFP4 are decoded
+    def _torch_milliseconds(self, course: Course, function: Callable[[], object]) -> float:
+        """With torch's product in the place of ours; of a frozen weight, which is decoded first, by it as well."""
+        gpu_kernels.switch_on(self.kernels if course.operation in PRODUCTS else ())
+        gpu_kernels.let_torch_compute(course.classes)
         try:
             return self.target.milliseconds(function)
         finally:
-            del library
+            gpu_kernels.let_torch_compute(())
 
     def _computed_by(self, function: Callable[[], object]) -> list[str]:
         gpu_kernels.switch_on(self.kernels)

@@ -5,7 +5,7 @@ from fmoe_ext.gpu.proof import PORTABLE, STATES, USED, Proof, Race, TorchWin
 
 def report(proof: Proof) -> str:
     lines = [
-        f"{proof.key.gpu}, {proof.taken_with}, kernels {proof.key.sources}",
+        f"{proof.key.gpu}, compute capability {proof.key.capability / 10}, {proof.taken_with}",
         "",
         *_table(
             [("kernel", "state", "reason"), *((n, v.state, v.reason) for n, v in proof.verdicts.items())]
@@ -13,7 +13,9 @@ def report(proof: Proof) -> str:
         "",
     ]
     if proof.races:
-        lines += _table([("operation", "computed by", "ms", "without", "torch"), *map(_row, proof.races)])
+        lines += _table(
+            [("operation", "computed by", "ms", "without", "torch's product"), *map(_row, proof.races)]
+        )
         lines.append("")
     lines += [_torch_win(win) for win in proof.torch_wins] + [""] * bool(proof.torch_wins)
     counts = [(state, len(proof.named(state))) for state in STATES]
@@ -27,6 +29,8 @@ def summary(proof: Proof) -> list[str]:
     lines = [
         f"proved {proof.date} with {proof.taken_with}: {', '.join(used) or 'the portable kernels alone'}"
     ]
+    if proof.is_of_another:
+        lines.append(f"on another GPU of its compute capability, {proof.key.gpu}: not raced here yet")
     lines += [_torch_win(win) for win in proof.torch_wins]
     for state in STATES[1:]:
         word = state if state in USED else f"off, {state}"
@@ -36,7 +40,7 @@ def summary(proof: Proof) -> list[str]:
 
 def _torch_win(win: TorchWin) -> str:
     rows = f"{win.rows} of rows" if win.rows != "few" else "few rows"
-    where = f"{win.operator}, {win.numbers}, {rows} an expert"
+    where = f"{win.product}, {win.numbers}, {rows} an expert"
     return f"torch's product for {where}: {win.torch_ms:.3f} ms, ours {win.ms:.3f}"
 
 

@@ -2,8 +2,12 @@
 
 The signatures are those of the operators (csrc/ops.cpp). FMOE_GPU_KERNELS=torch puts them in the place of the CUDA
 kernels; on the CPU only tests do. Slower than those: intermediate results go through memory, and weights with a bias
-or with widths that are no multiple of 16 bytes are copied. Reads nothing back to the host,
-except where torch does: for float32 on CUDA and float64.
+or with widths that are no multiple of 16 bytes are copied. Where torch's product alone is faster than ours, the
+CUDA kernels call it for that product (`install_products`) and stay as they are around it.
+
+What torch's grouped_mm does with the ends of the groups: bfloat16 on compute capability 9.0 and 10 leaves them on the
+device, and takes up to 1,023 groups. Everything else, float16 and bfloat16 on 8.0 to 8.9 and 12.0 included, loops over
+the groups on the host, which waits for the device and cannot be captured in a graph. cuda/select.h has the same table.
 """
 
 import warnings
@@ -11,14 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmoe_ext.gpu.proof import rows_class
 from fmoe_ext.ops.activations import CLAMPED, CURVES, KINDS
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 
@@ -63,106 +65,17 @@ def install(dispatch_key: str) -> torch.library.Library:
     return library
 
 
-TORCH_OPERATORS = MappingProxyType(
-    {  # what torch may win, and the operators that this stands for
-        "grouped_gemm": ("grouped_gemm",),
-        "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
-        "expert_mlp": ("expert_mlp",),
-        "expert_mlp_backward": (
-            "expert_mlp_backward",
-            "expert_mlp_backward_accumulate",
-            "expert_mlp_backward_inputs",
-            "expert_mlp_backward_weights",
-        ),
-    }
-)
+def install_products(dispatch_key: str) -> torch.library.Library:
+    """Lets the kernels of "CUDA" tensors, or of emulated ones on the "CPU", call torch's product (cuda/products.h)."""
 
+    @torch.no_grad()
+    def multiply(a: Tensor, b: Tensor, offs: Tensor, a_transposed: bool, b_transposed: bool) -> Tensor:
+        return F.grouped_mm(a.mT if a_transposed else a, b.mT if b_transposed else b, offs=offs)
 
-def install_where(dispatch_key: str, wins: frozenset[tuple[str, str, str]]) -> torch.library.Library:
-    """Puts these functions in the place of the kernels for the problems of wins, (operator, numbers, rows) each.
-
-    Biases and widths that torch's product would copy, and float32 during the capture of a graph, stay with the kernels.
-    """
     library = torch.library.Library("fmoe_ext", "IMPL")
-    for operator, names in TORCH_OPERATORS.items():
-        if not any(won == operator for won, _, _ in wins):
-            continue
-        for name in names:
-            kernel = torch.library.get_kernel(f"fmoe_ext::{name}", dispatch_key)
-
-            def call(
-                keyset: Any, *given: Any, name: str = name, operator: str = operator, kernel: Any = kernel
-            ) -> Any:
-                problem = _Problem.of(name, given)
-                if problem and problem.suits_torch and (operator, problem.numbers, problem.rows) in wins:
-                    return globals()[name](*given)
-                return kernel.call_boxed(keyset, *given)
-
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Warning only once for all operators")
-                library.impl(name, call, dispatch_key, with_keyset=True)
+    library.impl("_torch_grouped_mm", multiply, dispatch_key)
+    library.impl("_tf32_allowed", tf32_allowed, "CompositeExplicitAutograd")
     return library
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """Facts of a call that decide between torch's product and the kernels."""
-
-    x: Tensor
-    num_rows: int
-    num_experts: int
-    weights: tuple[Tensor, ...]
-    is_biased: bool
-
-    @classmethod
-    def of(cls, name: str, given: tuple[Any, ...]) -> "_Problem | None":
-        """The problem of a call of an operator; None if a tensor or a need is missing, which the kernel refuses."""
-        if name == "grouped_gemm":
-            x, weight, offs, bias = (*given, None)[:4]
-            return cls._of(x, x, offs, (weight,), bias is not None)
-        if name.startswith("grouped_gemm"):
-            _, x, weight, offs, needs, *_ = given
-            return cls._of(x, x, offs, (weight,), needs[2]) if len(needs) == 3 else None
-        a: Any
-        if name == "expert_mlp":
-            a = ExpertMlp(*given)
-            is_biased = a.b1 is not None or a.b2 is not None
-        else:
-            is_last_half = name.endswith("weights")
-            a = ExpertMlpBackwardWeights(*given) if is_last_half else ExpertMlpBackward(*given)
-            if len(a.needs) != 6:
-                return None
-            is_biased = (not is_last_half and a.b2 is not None) or a.needs[2] or a.needs[4]
-        return cls._of(a.x, a.row_idx, a.offs, (a.w1, a.w2), is_biased)
-
-    @classmethod
-    def _of(
-        cls, x: Any, rows: Any, offs: Any, weights: tuple[Any, ...], is_biased: bool
-    ) -> "_Problem | None":
-        if any(t is None for t in (x, rows, offs, *weights)):
-            return None
-        return cls(x, rows.shape[0], offs.numel(), weights, is_biased)
-
-    @property
-    def suits_torch(self) -> bool:
-        """True if torch's product copies nothing and reads nothing that a captured graph could not."""
-        if self.is_biased or not self.num_rows or not self.num_experts:
-            return False
-        unit = 16 // self.x.element_size()
-        if any(size % unit for weight in self.weights for size in weight.shape[1:]):
-            return False
-        is_wide = self.x.dtype == torch.float32
-        return not (is_wide and self.x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-    @property
-    def numbers(self) -> str:
-        if self.x.dtype in (torch.bfloat16, torch.float16):
-            return "16 bits"
-        return "tf32" if self.x.dtype == torch.float32 and tf32_allowed() else "whole"
-
-    @property
-    def rows(self) -> str:
-        return rows_class(self.num_rows, self.num_experts)
 
 
 def _compute_dtype(t: Tensor) -> torch.dtype:
@@ -249,8 +162,8 @@ class _Groups:
         """rows_by_rows; adds to the main gradient, if there is one, and returns an empty tensor."""
         if main_grad is None:
             return self.rows_by_rows(a, b).contiguous()
-        # products of 16-bit numbers are exact in float32, so nothing is rounded before it is added
-        main_grad += self.rows_by_rows(a.to(main_grad.dtype), b.to(main_grad.dtype))
+        # Rounded to 16 bits before it is added: of operands in float32 torch makes a loop over the experts.
+        main_grad += self.rows_by_rows(a, b)
         return a.new_empty(0)
 
 

@@ -55,6 +55,8 @@ _limit_cpu_isa()
 
 def _load_cuda_module() -> str | None:
     """None if the CUDA kernels were loaded, otherwise one sentence that says why not."""
+    if torch.version.hip is not None:
+        return "fmoe_ext has no kernels for AMD's GPUs: move tensors to the CPU, or use another library on this GPU"
     if torch.version.cuda is None:
         return "the CUDA kernels need a CUDA build of torch, which this one is not: install one, then fmoe_ext again"
     try:
@@ -64,7 +66,29 @@ def _load_cuda_module() -> str | None:
     return None
 
 
+def _refuse_tensors(dispatch_key: str, reason: str) -> torch.library.Library:
+    """Operators of tensors of a device that have no kernel say why, as long as the result lives."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(reason)
+
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for name in (
+        "grouped_gemm",
+        "expert_mlp",
+        "permute",
+        "unpermute",
+        "sort_tokens",
+        "count_tokens",
+        "topk_gate",
+    ):
+        library.impl(name, refuse, dispatch_key)
+    return library
+
+
 cuda_module_missing = _load_cuda_module()
+if cuda_module_missing is not None and (torch.version.cuda or torch.version.hip):
+    _refused = _refuse_tensors("CUDA", cuda_module_missing)
 
 from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
 from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402

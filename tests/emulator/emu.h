@@ -28,6 +28,7 @@ struct Config {
   int preempt = 0;                   // > 0: an emulated call gives way with probability 1 / preempt
   int resident_clusters = 1;         // clusters that run at the same time
   int capability = 80, num_sms = 3;  // what current_device_info() says
+  bool is_capturing = false;         // what is_capturing() says
 };
 extern Config config;
 
@@ -51,10 +52,10 @@ void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::fu
 [[noreturn]] void fail(const char* format, ...);
 
 template <class... Params, class... Args>
-void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-                     cudaStream_t, Args&&... args) {
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+            Args&&... args) {
   std::tuple<std::remove_cv_t<Params>...> params(static_cast<Params>(args)...);
-  run(grid, block, dim3(cluster, 1, 1), shared_bytes, [&] { std::apply(kernel, params); });
+  run(grid, block, dim3(1, 1, 1), shared_bytes, [&] { std::apply(kernel, params); });
 }
 
 // ---- shared memory; addresses are offsets in the block's window, the rank in the cluster + 1 in bits 24..31

@@ -42,6 +42,7 @@ OPERATORS = (
     "grouped_gemm_backward",
     "grouped_gemm_backward_accumulate",
     "_mxfp4_gemm",
+    "_decode_packed",
     "expert_mlp",
     "expert_mlp_backward",
     "expert_mlp_backward_accumulate",

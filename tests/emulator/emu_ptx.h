@@ -53,24 +53,15 @@ inline void stmatrix_x4(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t
 inline void mbar_init(uint32_t bar, uint32_t count) { emu::mbar_init(bar, count); }
 inline void mbar_arrive(uint32_t bar) { emu::mbar_arrive(bar); }
 inline void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) { emu::mbar_arrive(bar, bytes); }
-inline void mbar_arrive_at(uint32_t bar, uint32_t rank) { emu::mbar_arrive(emu::map_to_rank(bar, rank)); }
 inline void mbar_wait(uint32_t bar, uint32_t parity) { emu::mbar_wait(bar, parity); }
 inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive(bar, true); }
 inline void fence_mbar_init() { emu::fence_mbar_init(); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
 
-inline void cluster_sync() { emu::cluster_sync(); }
-
 template <class... C>
 void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, C... coordinates) {
   const int c[] = {coordinates...};
   emu::tma_load(dst, map, bar, sizeof...(C), c);
-}
-template <class... C>
-void tma_load_multicast(uint32_t dst, const CUtensorMap* map, uint32_t bar, uint16_t blocks,
-                        C... coordinates) {
-  const int c[] = {coordinates...};
-  emu::tma_load(dst, map, bar, sizeof...(C), c, blocks);
 }
 inline void tma_store(const CUtensorMap* map, uint32_t src, int c0, int c1, int c2) {
   const int c[] = {c0, c1, c2};

@@ -16,7 +16,7 @@ void run_hidden(const Case& c, const HiddenForm& form) {
   const Routing routing(c, random);
   const auto& [E, offs, row_idx, expert] = routing;
   const size_t R = routing.num_rows(), D = c.D, H = c.H, F = form.gated ? 2 * H : H;
-  const size_t num_dots = num_hidden_dots_sm90(c.H, c.grid());
+  const size_t num_dots = num_hidden_dots_sm90(c.H);
   Buffer<T> dy((form.by_token ? routing.kTokens : R) * D), w2(E * D * H), h(R * F), b2(E * D), dh(R * F),
       scaled_a(R * H);
   Buffer<float> weights(routing.kNumChoices), dots(R * num_dots);

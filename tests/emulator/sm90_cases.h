@@ -18,8 +18,8 @@ inline constexpr double kRounding<float> = 1e-5;
 
 struct Case {
   std::vector<int> counts;  // rows of each expert
-  int padding, D, H, blocks, cluster = 1, tile_rows = 128, tile_columns = 192;
-  Grid grid() const { return {blocks, cluster, tile_rows, tile_columns}; }
+  int padding, D, H, blocks, tile_columns = 192;
+  Grid grid() const { return {blocks, tile_columns}; }
 };
 
 // Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be. What follows it

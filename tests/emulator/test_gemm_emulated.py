@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gemm_cases import NAMES, check_grouped_gemm, check_mlp, chosen, mlp_inputs, run_mlp, wgmmas_of
+from gemm_cases import NAMES, check_grouped_gemm, check_mlp, mlp_inputs, run_mlp, wgmmas_of
 
 from fmoe_ext.ops.activations import ACTIVATIONS, GATED_ACTIVATIONS, activation_number
 
@@ -188,20 +188,6 @@ def test_same_bits_in_every_schedule(emulated, sm):
         emulated.set_schedule(0, 0)
         for name, one, other in zip(NAMES, first, again, strict=True):
             assert torch.equal(one, other), name
-
-
-@pytest.mark.parametrize("sm", [90])
-@pytest.mark.parametrize("gated", [False, True])
-def test_expert_mlp_in_pairs_with_an_odd_number_of_tiles_is_ordered(emulated, gated, sm):
-    """One block of a pair has a tile outside: it passes by rows that cp.async wrote, and TMA writes there next."""
-    routing, tensors = mlp_inputs(1100, 1, 2, 384, 264, torch.bfloat16, gated, False, None)
-    kernels = []
-    for seed, parts in ((0, 0), (1, 4), (2, 4)):
-        emulated.set_schedule(seed, parts)
-        arguments = (emulated, routing, tensors, "swiglu" if gated else "relu", True)
-        kernels += chosen(emulated, check_mlp, *arguments)
-        emulated.set_schedule(0, 0)
-    assert kernels.count("grad_weight.128x256.pairs") == 3
 
 
 @pytest.mark.parametrize("sm", [90])

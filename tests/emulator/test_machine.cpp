@@ -350,76 +350,6 @@ void test_wgmma() {
   check_stops("no fence.mbarrier_init", [] { run_wgmma({false, false, false, false, true}); });
 }
 
-// ---- a cluster of two: each block loads half of the tile for both
-enum class Pair {
-  right,
-  wrong_blocks,
-  half_expected,
-  no_release,
-  no_end_barrier,
-  leaves_early,
-  not_converged
-};
-void cluster_kernel(const CUtensorMap map, float* out, Pair pair) {
-  FMOE_DYNAMIC_SHARED(raw);
-  char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
-  const uint32_t tile = ptx::shared_address(base), bar = tile + 8192, done = bar + 8;
-  const int t = threadIdx.x, rank = static_cast<int>(emu::cluster_rank());
-  if (t == 0) {
-    ptx::mbar_init(bar, 1);
-    ptx::mbar_init(done, 32 * emu::cluster_size());
-    ptx::fence_mbar_init();
-  }
-  if (pair != Pair::not_converged) __syncwarp();
-  ptx::cluster_sync();
-  if (t == 0) {
-    ptx::mbar_arrive_expect_tx(bar, pair == Pair::half_expected ? 4096 : 8192);
-    ptx::tma_load_multicast(tile + rank * 4096, &map, bar, pair == Pair::wrong_blocks ? 6 : 3, 0, 32 * rank);
-  }
-  if (pair == Pair::leaves_early && rank == 1) return;
-  ptx::mbar_wait(bar, 0);
-  const int row = t * 2 + rank;
-  float sum = 0;
-  for (int c = 0; c < 64; ++c)
-    sum += __bfloat162float(
-        *reinterpret_cast<bf16*>(base + row * 128 + (((c / 8) ^ (row & 7)) << 4) + c % 8 * 2));
-  out[row] = sum;
-  if (pair == Pair::no_end_barrier && rank == 1)  // as long as the other block takes to be gone
-    for (int i = 0; i < 100; ++i) emu::yield();
-  ptx::mbar_arrive_at(done, rank);
-  if (pair != Pair::no_release) ptx::mbar_arrive_at(done, rank ^ 1);
-  if (pair == Pair::no_end_barrier) return;
-  ptx::mbar_wait(done, 0);
-  __syncwarp();
-  ptx::cluster_sync();
-}
-void test_cluster() {
-  for (int i = 0; i < 64 * 64; ++i) a_global[i] = __float2bfloat16(float(i % 7 - 3 + i / 64));
-  std::vector<float> out(64, -1);
-  const auto run = [&](Pair pair) {
-    launch_clusters(2, cluster_kernel, 2, 32, 16384, nullptr, make_map(a_global, 64, 64, 64, 32), out.data(),
-                    pair);
-  };
-  run(Pair::right);
-  for (int r = 0; r < 64; ++r) {
-    float sum = 0;
-    for (int c = 0; c < 64; ++c) sum += __bfloat162float(a_global[r * 64 + c]);
-    CHECK(out[r] == sum, "row %d: %g, expected %g", r, out[r], sum);
-  }
-  check_stops("blocks 0x6 of a cluster of 2", [&] { run(Pair::wrong_blocks); });
-  // Which of several errors depends on the schedule.
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // theirs come first
-  check_stops("", [&] { run(Pair::half_expected); });
-#endif
-  check_stops("", [&] { run(Pair::leaves_early); });
-  check_stops("threads 0-31 wait for mbarrier", [&] { run(Pair::no_release); });
-  check_stops("of block 0 of the cluster, which has ended", [&] { run(Pair::no_end_barrier); });
-  check_stops("without __syncwarp", [&] { run(Pair::not_converged); });
-  check_stops("the device refuses", [&] {
-    launch_clusters(2, cluster_kernel, 3, 32, 16384, nullptr, CUtensorMap{}, out.data(), Pair::right);
-  });
-}
-
 }  // namespace
 
 int main() {
@@ -435,7 +365,6 @@ int main() {
     test_mma();
     test_wgmma();
     test_proxies();
-    test_cluster();
   });
   return finish();
 }

@@ -14,7 +14,8 @@ def test_every_bug_can_be_seeded():
 
 
 def test_every_file_with_code_has_bugs():
-    without = {"ptx.cuh", "common.cuh", "device_info.cu"}
+    # the last two are tested through their operators
+    without = {"ptx.cuh", "common.cuh", "device_info.cu", "decode_packed.cu", "torch_products.cu"}
     files = {path.name for pattern in ("*.cu", "*.cuh") for path in mutate.CUDA.glob(pattern)}
     thin = {name for name in files - without if len((mutate.CUDA / name).read_text().splitlines()) < 40}
     assert {bug.file for bug in BUGS} >= files - without - thin

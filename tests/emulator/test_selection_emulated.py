@@ -28,11 +28,11 @@ def test_names(emulated):
     names = emulated._gpu_kernels()
     assert len(names) == len(set(names))
     numbers = {product: len(kernels) for product, kernels in hopper_kernels(emulated).items()}
-    assert numbers == dict(up=3, rows_by_weight=5, grad_hidden=2, grad_input=5, grad_weight=2)
+    assert numbers == dict(up=1, rows_by_weight=2, grad_hidden=1, grad_input=2, grad_weight=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", range(5))
+@pytest.mark.parametrize("n", range(2))
 def test_each_kernel(emulated, n, dtype):
     """The n-th of each product, whatever the shape prefers; tails, and an odd number of row tiles."""
     names = [kernels[n % len(kernels)] for kernels in hopper_kernels(emulated).values()]
@@ -40,24 +40,9 @@ def test_each_kernel(emulated, n, dtype):
     counts, D, N = [0, 130, 1], 136, 264
     gemm = chosen(emulated, check_grouped_gemm, emulated, counts, D, N, dtype)
     assert gemm == [name for name in names if not name.startswith(("up", "grad_hidden"))]
-    gated = "up.128x160" not in names
-    routing, tensors = mlp_inputs(150, 2, 3, D, 72, dtype, gated, True, torch.float32)
-    activation = "swiglu" if gated else "gelu"
+    routing, tensors = mlp_inputs(150, 2, 3, D, 72, dtype, n == 0, True, torch.float32)
+    activation = "gelu" if n else "swiglu"
     assert chosen(emulated, check_mlp, emulated, routing, tensors, activation, True) == names
-
-
-def test_many_rows_an_expert(emulated):
-    """So many that pairs of thread blocks share the tiles of the weights; an odd number of row tiles."""
-    routing, tensors = mlp_inputs(2200, 1, 1, 136, 8, torch.bfloat16, True, False, torch.float32)
-    assert -(-int(routing.offs[-1]) // 128) % 2 == 1
-    kernels = chosen(emulated, check_mlp, emulated, routing, tensors, "swiglu", True)
-    assert kernels == [
-        "up.128x256.pairs",
-        "rows_by_weight.128x192.pairs",
-        "grad_hidden.128x128",
-        "grad_input.128x192.pairs",
-        "grad_weight.128x256.pairs",
-    ]
 
 
 def test_selection(emulated):

@@ -1,6 +1,6 @@
 // Every Hopper kernel of select.h on shapes drawn at random from classes: experts without rows, with one,
 // with a tile less or more than one row; widths of one unit, of tails, of odd and even numbers of tiles;
-// pairs that lack a partner; padding; more blocks than tiles.
+// padding; more blocks than tiles.
 //
 //     test_shapes [number] [first]
 //
@@ -69,12 +69,12 @@ Drawn draw_shape(unsigned seed) {
   static const std::vector<const Entry*> entries = hopper_entries();
   Draw draw{std::mt19937(seed)};
   const Entry& entry = *entries[seed % entries.size()];
-  Case c{{}, 0, 0, 0, 1 + draw.below(9), entry.cluster, entry.tile_rows, entry.tile_columns};
+  Case c{{}, 0, 0, 0, 1 + draw.below(9), entry.tile_columns};
   draw_widths(draw, entry, c);
-  c.padding = draw.of({0, 0, 1, 2, entry.tile_rows + 6});
+  c.padding = draw.of({0, 0, 1, 2, 134});
   int64_t rows = c.padding;
   for (int e = 1 + draw.below(5); e > 0; --e) {
-    int count = draw.rows(entry.tile_rows);
+    int count = draw.rows(128);
     if ((rows + count) * c.D * c.H > kMost) count = draw.of({0, 1, 2});
     c.counts.push_back(count);
     rows += count;
@@ -89,7 +89,7 @@ void run(const Drawn& drawn) {
   const auto& [entry, c, curve, gated, flags] = drawn;
   switch (entry->product) {
     case Product::up:
-      return run_up<T>(c, {curve, gated && entry->tile_columns != kUpTurnColumns, flags[0], flags[1]});
+      return run_up<T>(c, {curve, gated, flags[0], flags[1]});
     case Product::rows_by_weight:
       return run_rows<T>(c, {curve, gated, flags[0], flags[1]});
     case Product::grad_hidden:

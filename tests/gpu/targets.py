@@ -56,13 +56,15 @@ class OnCpu(Target):
         self.libraries.clear()  # registrations live as long as these
 
 
-def define_switches(names, switch, runs):
-    """The operators of cuda/ops_select.cpp."""
+def define_switches(names, switch, runs, sources=None, let_torch=lambda classes: None):
+    """The operators of cuda/ops_select.cpp; sources: a digest for the portable kernels, then one for each name."""
     library = torch.library.Library("fmoe_ext", "FRAGMENT")
     for schema, function in (
         ("_gpu_kernels() -> str[]", names),
         ("_set_gpu_kernels(str[] names) -> ()", switch),
         ("_gpu_kernel_runs() -> int[]", runs),
+        ("_gpu_kernel_sources() -> str[]", sources or (lambda: ["0123"] * (1 + len(names())))),
+        ("_set_gpu_torch_wins(str[] names) -> ()", let_torch),
     ):
         library.define(schema)
         library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
@@ -72,17 +74,20 @@ def define_switches(names, switch, runs):
 KERNELS = MappingProxyType(  # of the pretended GPU, with their milliseconds
     {"up.a": 5.0, "rows_by_weight.pairs": 4.0, "rows_by_weight.a": 3.0, "grad_weight.a": 6.0, "odd.a": 1.0}
 )
-PRODUCTS = MappingProxyType(
-    {
-        "grouped_gemm": ("rows_by_weight",),
-        "expert_mlp": ("up", "rows_by_weight"),
-        "grouped_gemm_backward": ("grad_weight",),
-        "expert_mlp_backward": ("grad_weight",),
-        "expert_mlp_backward_accumulate": ("grad_weight",),
-        "expert_mlp_backward_inputs": (),
-        "expert_mlp_backward_weights": ("grad_weight",),
-    }
-)
+
+
+def products_of(name, arguments):
+    """The products of a call of an operator, as cuda/select.h names them."""
+    if name == "grouped_gemm":
+        return ["rows_by_weight"]
+    if name == "expert_mlp":
+        return ["up", "rows_by_weight"]
+    needs = next(a for a in arguments if isinstance(a, list) and a and isinstance(a[0], bool))
+    weight = "main_grad" if name.endswith("accumulate") else "grad_weight"
+    if name.startswith("grouped_gemm"):
+        return ["grad_input"] * needs[0] + [weight] * needs[1]
+    of_inputs = [] if name.endswith("weights") else ["grad_hidden"] + ["grad_input"] * needs[0]
+    return of_inputs + ([] if name.endswith("inputs") else [weight] * (needs[1] + needs[3]))
 
 
 class Pretend(OnCpu):
@@ -95,34 +100,42 @@ class Pretend(OnCpu):
         super().__init__()
         self.faults, self.log, self.ms = faults or {}, log, {**KERNELS, **(ms or {})}
         self.torch_ms = torch_ms
-        self.racing = False
+        self.racing, self.cache = False, os.environ.get("XDG_CACHE_HOME")
 
     def connect(self):
+        if self.cache:
+            os.environ["XDG_CACHE_HOME"] = self.cache  # the server that forks has an older one
         if self.log:
             with open(self.log, "a") as file:
                 file.write(f"{os.getpid()}\n")
         if fault := self.faults.get("connect"):
             self.act(fault, ())
         torch.set_num_threads(1)
-        self.on, self.counts, self.ran = (), dict.fromkeys(self.ms, 0), []
+        self.on, self.counts, self.ran, self.by_torch = (), dict.fromkeys(self.ms, 0), [], set()
         self.libraries = [
             define_switches(
                 lambda: list(self.ms),
                 lambda names: setattr(self, "on", names),
                 lambda: list(self.counts.values()),
+                let_torch=lambda classes: setattr(self, "by_torch", {c.split("/")[0] for c in classes}),
             ),
             torch.library.Library("fmoe_ext", "IMPL"),
         ]
-        for name in PRODUCTS:
-            self.libraries[1].impl(name, self.kernel(name), "CPU")
-        return gpu_proof.Key("Pretended GPU", "0123")
+        for name in emu_build.OPERATORS[emu_build.OPERATORS.index("grouped_gemm") :]:
+            if hasattr(torch_path, name):
+                self.libraries[1].impl(name, self.kernel(name), "CPU")
+        return gpu_proof.Key("Pretended GPU", 90)
 
     def kernel(self, name):
         def call(*arguments):
             out = getattr(torch_path, name)(*arguments)
             on = () if arguments[0].dtype == torch.float32 else self.on
-            ran = [next((k for k in on if k.split(".")[0] == p), None) for p in PRODUCTS[name]]
-            for kernel in ran:
+            for product in products_of(name, arguments):
+                of_kernels = product.replace("main_grad", "grad_weight")
+                kernel = next((k for k in on if k.split(".")[0] == of_kernels), None)
+                if product in self.by_torch:
+                    self.ran.append("torch")
+                    continue
                 self.ran.append(kernel)
                 if kernel:
                     self.counts[kernel] += 1
@@ -137,7 +150,7 @@ class Pretend(OnCpu):
         self.racing, self.ran = True, []
         function()
         self.racing = False
-        return sum(self.ms.get(kernel, PORTABLE_MS) for kernel in self.ran) or self.torch_ms
+        return sum({"torch": self.torch_ms, **self.ms}.get(kernel, PORTABLE_MS) for kernel in self.ran)
 
     def act(self, fault, out):
         if fault == "hang":
@@ -199,9 +212,10 @@ class Emulated(OnCpu):
                 lambda: [
                     dict(zip(every, emulated._gpu_kernel_runs(), strict=True))[name] for name in self.kernels
                 ],
+                let_torch=emulated._set_gpu_torch_wins,
             ),
         ]
-        return gpu_proof.Key("Emulated GPU", emulated._gpu_kernel_sources())
+        return gpu_proof.Key("Emulated GPU", 90)
 
     def milliseconds(self, function):
         before = gpu_kernels.runs()

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import torch_path
 from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS
@@ -28,13 +27,9 @@ def in_their_place(monkeypatch):
     calls = []
     multiply = torch.nn.functional.grouped_mm
     monkeypatch.setattr(torch_path.F, "grouped_mm", lambda *a, **k: calls.append(1) or multiply(*a, **k))
-    gpu_kernels.SELECTION.before(torch.empty(0))
-    chosen = gpu_kernels.SELECTION._torch_wins[0]
-    gpu_kernels.SELECTION._take_torch_where(frozenset())  # an operator has one such kernel at a time
     installed = [install()]
     yield SimpleNamespace(calls=calls, installed=installed)
     installed.clear()
-    gpu_kernels.SELECTION._take_torch_where(chosen)
 
 
 def test_takes_the_place_of_our_kernels_and_gives_it_back(in_their_place):
@@ -121,7 +116,8 @@ def test_backward_in_two_halves(combine, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_main_gradients(dtype):
-    test_main_grad.test_grouped_gemm_is_as_exact_as_its_main_gradient(dtype)
+    if dtype.itemsize > 2:  # a product in 16 bits is rounded before it is added
+        test_main_grad.test_grouped_gemm_is_as_exact_as_its_main_gradient(dtype)
     fused = test_main_grad.Fused(60, 3, 5, 37, 29, dtype)
     expected = fused.problem.results(expert_mlp)
     fused.backward(fused.forward())
@@ -129,6 +125,18 @@ def test_main_gradients(dtype):
         got = getattr(fused, name).main_grad.to(dtype)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(got, expected[name], rtol=2 * eps, atol=8 * eps)
+
+
+def test_main_gradients_multiply_16_bits(monkeypatch):
+    """Of float32 torch makes a loop over the experts that waits for the device."""
+    multiplied = []
+    multiply = torch_path.F.grouped_mm
+    monkeypatch.setattr(
+        torch_path.F, "grouped_mm", lambda a, *b, **k: multiplied.append(a.dtype) or multiply(a, *b, **k)
+    )
+    fused = test_main_grad.Fused(60, 3, 5, 40, 24, torch.bfloat16)
+    fused.backward(fused.forward())
+    assert len(multiplied) >= 6 and set(multiplied) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,56 @@
+"""Rows that travel between ranks in 8 bits: numbers of E4M3 with a scale for each row, or for 32 columns of it.
+
+A row x of D columns becomes D + 4 bytes ("fp8": x / s in E4M3, s = max|x| / 448 in float32 behind it), or D + D / 32
+("mxfp8": powers of two, a byte each). A value errs by up to 1/16 of itself, or a few millionths of the largest in its
+row or block. A row, or block, with an infinity or a NaN arrives as NaNs: nothing that was not finite turns into a
+number.
+"""
+
+import torch
+
+WIRES = ("full", "fp8", "mxfp8")
+_LARGEST = 448.0  # of E4M3
+_BLOCK = 32
+
+
+def is_packed(x: torch.Tensor, wire: str) -> bool:
+    """True for rows that get shorter: of floats, and of whole blocks. Weights, labels, float64 travel as they are."""
+    is_short = x.dim() != 2 or x.shape[1] < _BLOCK
+    if wire == "full" or is_short or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    return wire == "fp8" or x.shape[1] % _BLOCK == 0
+
+
+def row_bytes(width: int, wire: str) -> int:
+    """Bytes of a packed row of so many columns."""
+    return width + (4 if wire == "fp8" else width // _BLOCK)
+
+
+def pack(x: torch.Tensor, wire: str) -> torch.Tensor:
+    """x [N, D] -> uint8 [N, row_bytes]"""
+    x = x.detach().float()
+    if wire == "fp8":
+        scale = (x.abs().amax(1, keepdim=True) / _LARGEST).clamp(
+            min=2.0**-126
+        )  # rows of zeros, and subnormals
+        return torch.cat(((x / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)), 1)
+    blocks = x.unflatten(1, (-1, _BLOCK))
+    largest = blocks.abs().amax(2)
+    exponent = torch.frexp(largest / _LARGEST).exponent.clamp(-127, 127)  # largest <= 448 * 2^exponent
+    codes = torch.ldexp(blocks, -exponent[..., None]).to(torch.float8_e4m3fn).flatten(1)
+    scale = torch.where(largest.isfinite(), exponent + 127, 255).to(torch.uint8)
+    return torch.cat((codes.view(torch.uint8), scale), 1)
+
+
+def unpack(packed: torch.Tensor, out: torch.Tensor, wire: str) -> None:
+    """Decode what pack() made of rows into out [N, D]."""
+    width = out.shape[1]
+    codes = packed[:, :width].view(torch.float8_e4m3fn).float()
+    if wire == "fp8":
+        out.copy_(codes * packed[:, width:].contiguous().view(torch.float32))
+        return
+    exponent = packed[:, width:].int()
+    scale = torch.ldexp(torch.ones((), device=out.device), exponent - 127).masked_fill(
+        exponent == 255, torch.nan
+    )
+    out.copy_((codes.unflatten(1, (-1, _BLOCK)) * scale[..., None]).flatten(1))

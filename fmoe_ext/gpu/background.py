@@ -1,0 +1,49 @@
+"""Races on a GPU whose kernels were proved on another model of its compute capability, in a process of their own."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+from fmoe_ext.gpu.proof import Key, cache_folder
+
+_LOG = logging.getLogger(__name__)
+_MEMORY = 12 << 30  # bytes that must be free: the largest race takes half
+_PATIENCE = 600.0  # seconds until another process may try again
+
+
+def race(device: int, key: Key) -> None:
+    """Starts `fmoe gpu prove --missing`, once for a model of GPU and machine; later processes use what it finds.
+
+    This process goes on with the kernels that are right on the other model, and shares the GPU for about a minute.
+    """
+    if torch.cuda.mem_get_info(device)[0] < _MEMORY or not _is_first(key):
+        return
+    command = [sys.executable, "-m", "fmoe_ext.gpu", "prove", "--missing", "--device", str(device)]
+    _LOG.warning(
+        "%s has no races of its own yet: `python %s` runs in the background for about a minute and decides for "
+        "later processes",
+        key.gpu,
+        " ".join(command[1:]),
+    )
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
+
+
+def _is_first(key: Key) -> bool:
+    """False if another process started the races, or the folder cannot be written."""
+    mark = cache_folder() / f"{key.name()}.racing"
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        if mark.exists() and time.time() - mark.stat().st_mtime > _PATIENCE:
+            mark.unlink(missing_ok=True)
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except OSError:
+        return False
+    return True
