@@ -323,7 +323,7 @@ class Pool:
         """Waits for a lease that ends; RuntimeError if none of them does, because autograd keeps the weights."""
         try:
             with self._lock:
-                others = any(l.thread != get_ident() for slot in self._slots for l in tuple(slot.leases))
+                others = any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases))
                 free = any(not slot.leases for slot in self._slots)
             if not free:
                 released.get(timeout=PATIENCE if others else 0)
@@ -429,6 +429,8 @@ class Pool:
             if busy:
                 busy[0].done.exception()  # type: ignore[union-attr]
                 continue
+            if any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases)):
+                return None  # it will end
             gc.collect()
         return None
 
