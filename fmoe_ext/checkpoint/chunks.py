@@ -206,7 +206,7 @@ class SavePlanner(DefaultSavePlanner):
         return list(self.items)
 
     def fingerprints(self, shared: Set[Place]) -> dict[Place, Fingerprint]:
-        seeded = torch.Generator().manual_seed(0)  # the same on every rank
+        seeded = torch.Generator("cpu").manual_seed(0)  # the same on every rank
         weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
         weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
         found = {}
