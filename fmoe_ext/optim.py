@@ -80,6 +80,18 @@ class Muon(Optimizer):
             raise ValueError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
         for param in group["params"]:
             _check(param, 1 if group["matrices"] is None else group["matrices"])
+        self._ask_layers()
+
+    def _ask_layers(self) -> None:
+        """Notes which parameters are of two matrices.
+
+        A layer of fully_shard has its gathered parameters after a forward, which are others than this has: what it
+        said before counts on.
+        """
+        of_two: set[int] = self.__dict__.setdefault("_of_two", set())
+        of_two |= {id(weight) for weight in weights_of_two()} & {
+            id(param) for group in self.param_groups for param in group["params"]
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -88,11 +100,11 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        of_two = {id(weight) for weight in weights_of_two()}
+        self._ask_layers()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group, 2 if id(param) in of_two else 1)
+                    self._update(param, group, 2 if id(param) in self._of_two else 1)
                 elif getattr(param, "main_grad", None) is not None:
                     raise ValueError(
                         "a parameter has its gradient in main_grad, which Muon does not read: "

@@ -57,7 +57,7 @@ ROOMS = {
     "compat": ("pipeline",),  # FairScale's Pipe cuts and measures as split() does
     "compress": ("balance", "checkpoint", "finetune"),
     "cpu": (),
-    "doctor": ("audit",),
+    "doctor": ("audit", "checkpoint"),
     "finetune": ("checkpoint", "frozen", "huggingface"),
     "formats": ("checkpoint", "huggingface"),
     "frozen": (),
@@ -66,7 +66,7 @@ ROOMS = {
     "info": ("gpu",),
     "lora": ("finetune",),
     "megatron": (),
-    "pipeline": (),
+    "pipeline": ("checkpoint",),  # a config.json that may be hostile has one reader
     "planning": (),
     "remote": (),
     "testing": (),

@@ -134,19 +134,118 @@ MIXES = [(role,) for role in ROLES] + [
 def test_as_alone(mix, num_threads):
     layer = make_layer()
     work = [(mix[i % len(mix)], batch_of(i, 5 + (i * 7) % 40)) for i in range(max(num_threads, len(mix)) * 2)]
-    alone = [role(layer, x) for role, x in work]
+    check_as_alone(layer, work, num_threads, 3)
+
+
+def check_as_alone(shared, work, num_threads, num_rounds):
+    """Each thread does its share of the work, [(role, input)], all at the same time, on what they share."""
+    alone = [role(shared, x) for role, x in work]
     begin = threading.Barrier(num_threads)
     share = [list(range(i, len(work), num_threads)) for i in range(num_threads)]
 
     def run(numbers):
         begin.wait()
-        return {n: work[n][0](layer, work[n][1]) for _ in range(3) for n in numbers}
+        return {n: work[n][0](shared, work[n][1]) for _ in range(num_rounds) for n in numbers}
 
     with ThreadPoolExecutor(num_threads) as pool:
         found = {n: values for part in pool.map(run, share) for n, values in part.items()}
     for n, expected in enumerate(alone):
         for ours, theirs in zip(found[n], expected, strict=True):
             assert torch.equal(ours, theirs), f"{work[n][0].__name__} of batch {n} differs among threads"
+
+
+class Models:
+    """Small models of Transformers in one folder: streamed with adapters on all experts, in memory, imported."""
+
+    def __init__(self, folder):
+        from tests.finetune import streamed_models as made
+
+        made.save(folder / "moe", dtype=torch.float32, num_hidden_layers=3)
+        self.layer = make_layer()
+        self.resident = made.with_adapters(made.resident(folder / "moe"))
+        room = 4 * made.bytes_of_adapters(self.resident)  # with their gradients and two moments
+        # two buffers for three layers; and four parts of one layer, with inputs of layers on disk
+        self.streamed = made.with_adapters(made.streamed(folder / "moe", 2, room))
+        self.in_parts = made.with_adapters(made.streamed(folder / "moe", 1, room, activations=folder))
+        made.checkpoint_layers(self.in_parts)
+        self.in_parts.train()
+        self.checkpointed = made.with_adapters(made.streamed(folder / "moe", 2, room))
+        made.checkpoint_layers(self.checkpointed)
+        self.checkpointed.train()
+        self.imported = fmoe_ext.import_model(folder / "moe").eval()
+        sizes = {"vocab_size": 64, "hidden_size": D, "intermediate_size": 24, "num_hidden_layers": 2}
+        config = made.transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+        dense = made.transformers.LlamaForCausalLM(config)
+        self.fmoefied = fmoe_ext.fmoefy(dense, num_experts=4, top_k=2, gate="softmax").eval()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    pytest.importorskip("transformers", reason="pip install transformers")
+    pytest.importorskip("peft", reason="pip install peft")
+    return Models(tmp_path_factory.mktemp("threads"))
+
+
+def ids_of(x):
+    """[1, T] ids, as many as a batch has tokens."""
+    return torch.randint(3, 60, (1, len(x)), generator=torch.Generator().manual_seed(len(x)))
+
+
+def logits_of(name):
+    def role(models, x):
+        with torch.no_grad():
+            return [getattr(models, name)(input_ids=ids_of(x)).logits]
+
+    role.__name__ = f"forward_of_{name}"
+    return role
+
+
+def generated_by(name):
+    def role(models, x):
+        out = getattr(models, name).generate(input_ids=ids_of(x)[:, :2], max_new_tokens=3, do_sample=False)
+        return [out]
+
+    role.__name__ = f"generation_of_{name}"
+    return role
+
+
+def adapters_of(name):
+    """Gradients of adapters, by autograd.grad, for the weights are those of all threads."""
+
+    def role(models, x):
+        model, ids = getattr(models, name), ids_of(x)
+        loss = model(input_ids=ids, labels=ids).loss
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [loss.detach(), *torch.autograd.grad(loss, trained)]
+
+    role.__name__ = f"training_of_{name}"
+    return role
+
+
+def layer_too(models, x):
+    return checkpointed(models.layer, x)
+
+
+STREAMED = (logits_of("streamed"), generated_by("streamed"), adapters_of("streamed"))
+IN_PARTS = (logits_of("in_parts"), adapters_of("in_parts"))
+RESIDENT = (logits_of("resident"), generated_by("resident"), adapters_of("resident"))
+OURS = (generated_by("imported"), generated_by("fmoefied"))
+MODEL_MIXES = [
+    STREAMED[:1],
+    STREAMED,
+    IN_PARTS,
+    (adapters_of("checkpointed"), logits_of("checkpointed")),
+    RESIDENT,
+    OURS,
+    (*STREAMED, *IN_PARTS, *RESIDENT, *OURS, layer_too),
+]
+
+
+@pytest.mark.parametrize("num_threads", [2, 6])
+@pytest.mark.parametrize("mix", MODEL_MIXES, ids=lambda mix: "+".join(role.__name__ for role in mix))
+def test_models_as_alone(models, mix, num_threads):
+    count = max(num_threads, len(mix))
+    check_as_alone(models, [(mix[i % len(mix)], batch_of(i, 9 + i)) for i in range(count)], num_threads, 2)
 
 
 def in_thread(function):

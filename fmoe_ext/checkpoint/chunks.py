@@ -4,10 +4,11 @@ torch.distributed.checkpoint decides which chunks go where; what comes from a fi
 than a tensor of the shape and dtype that was announced.
 """
 
+import functools
 import hashlib
 import io
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,21 +202,28 @@ class SavePlanner(DefaultSavePlanner):
         self.items = {(item.index.fqn, tuple(item.index.offset or ())): item for item in plan.items}
         return plan
 
-    def places(self) -> list[Place]:
-        """(key, offsets) of the chunks that this rank has."""
-        return list(self.items)
+    def chunks(self) -> dict[Place, Callable[[], torch.Tensor]]:
+        """{(key, offsets): what gives the chunk} of this rank."""
+        return {
+            place: functools.partial(cast(Callable[[WriteItem], torch.Tensor], self.resolve_data), item)
+            for place, item in self.items.items()
+        }
 
-    def fingerprints(self, shared: Set[Place]) -> dict[Place, Fingerprint]:
-        seeded = torch.Generator().manual_seed(0)  # the same on every rank
-        weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
-        weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
-        found = {}
-        for place, item in self.items.items():
-            if place in shared:
-                tensor = cast(torch.Tensor, self.resolve_data(item))
-                weights = weights.to(tensor.device)
-                found[place] = fingerprint(tensor, weights)
-        return found
+
+def fingerprints(
+    chunks: Mapping[Place, Callable[[], torch.Tensor]], shared: Set[Place]
+) -> dict[Place, Fingerprint]:
+    """Of the chunks that other ranks have too."""
+    seeded = torch.Generator("cpu").manual_seed(0)  # the same on every rank
+    weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
+    weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
+    found = {}
+    for place, give in chunks.items():
+        if place in shared:
+            tensor = give()
+            weights = weights.to(tensor.device)
+            found[place] = fingerprint(tensor, weights)
+    return found
 
 
 def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> Fingerprint:

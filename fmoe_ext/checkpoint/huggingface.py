@@ -37,7 +37,7 @@ from fmoe_ext.checkpoint.shards import CONFIG, INDEX, check_is_whole
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
 T = TypeVar("T")
 
-_MAX_LAYERS = 1000  # of a configuration without files that could say how many there are
+MAX_LAYERS = 1000  # of a configuration without files that could say how many there are
 
 _REPOSITORY = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
 _FILE = re.compile(r".*\.(safetensors|gguf|json|pth?|bin|np[yz])")
@@ -354,26 +354,33 @@ def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[No
 
 
 def read_config(folder: Path, num_tensors: int | None = None) -> Any:
-    """The configuration that Transformers makes of a folder's config.json.
+    """The configuration that Transformers makes of a folder's config.json, or of one JSON file.
 
     num_tensors: in the folder's files, if that is known. Raises CheckpointError for anything that Transformers refuses,
     for code of a hub, and for more layers than there are tensors, before so many of anything are made.
     """
     import transformers
 
-    said = model_config(folder)
+    is_file = folder.suffix == ".json" and not folder.is_dir()
+    said = read_json(folder) if is_file else model_config(folder)
     if not said:
         raise CheckpointError(f"{folder} has no config.json")
+    check_values(folder, said, num_tensors)
+    with errors_of_transformers(folder):
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
+    """CheckpointError for a config.json with code of a hub, or with more layers than read_config() takes."""
     with errors_of_transformers(folder):
         refuse_hub_code(folder, said)
-        most = _MAX_LAYERS if num_tensors is None else num_tensors
+        most = MAX_LAYERS if num_tensors is None else num_tensors
         for values in (said, *(part for part in said.values() if isinstance(part, dict))):
             for key, count in values.items():
                 is_number = key.startswith("n") and key.endswith(("layers", "layer"))
                 if is_number and isinstance(count, (int, float)) and not 0 <= count <= most:
                     there = f"only {most} tensors" if num_tensors is not None else f"no models of over {most}"
                     raise CheckpointError(f"{folder}: config.json has {count} layers, but there are {there}")
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def refuse_hub_code(path: Path, config: Any) -> None:

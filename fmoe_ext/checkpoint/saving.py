@@ -201,6 +201,7 @@ def export_safetensors(
     """Writes a whole model, of any layout, to one safetensors file; load() reads it into any layout.
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
+    What several ranks have is taken from the lowest of them; a warning names what they have different values of.
     metadata of the file: "fmoe_ext" with version and layers (number of experts, widths), "sha256".
 
     Example:
@@ -248,6 +249,9 @@ def gathered(
             with together(f"writing {path}", process_group):
                 if is_first:
                     whole.tensors = store.model_tensors(saved, Manifest.read(saved))
+        else:
+            copies = {(name, ()): value.detach for name, value in state.tensors.items()}
+            store.compare_replicas(copies, process_group)
         with together(f"writing {path}", process_group):
             yield whole if is_first else None
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from fmoe_ext.checkpoint.chunks import Planner, Reader, SavedTensor, SavePlanner, Writer
+from fmoe_ext.checkpoint.chunks import Place, Planner, Reader, SavedTensor, SavePlanner, Writer, fingerprints
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, text_of, together
 from fmoe_ext.checkpoint.files import (
     atomic_file,
@@ -107,7 +107,7 @@ def _write_files(
             process_group=process_group,
             no_dist=alone,
         )
-    _compare_replicas(planner, process_group)
+    compare_replicas(planner.chunks(), process_group)
     names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
@@ -125,12 +125,17 @@ def _write_files(
             Manifest.read(unfinished).saved(unfinished)
 
 
-def _compare_replicas(planner: SavePlanner, process_group: dist.ProcessGroup | None) -> None:
-    """Warns of tensors of which ranks have copies with different values; the lowest rank's are saved. Collective."""
-    places = gather(planner.places(), process_group)
+def compare_replicas(
+    chunks: Mapping[Place, Callable[[], torch.Tensor]], process_group: dist.ProcessGroup | None
+) -> None:
+    """Warns of tensors of which ranks have copies with different values; the lowest rank's are saved. Collective.
+
+    chunks: what this rank has. CheckpointError where one name stands for tensors of several shapes.
+    """
+    places = gather(list(chunks), process_group)
     holders = Counter(place for of_rank in places for place in of_rank)
     with together("comparing replicas", process_group):
-        mine = planner.fingerprints({place for place, count in holders.items() if count > 1})
+        mine = fingerprints(chunks, {place for place, count in holders.items() if count > 1})
     found = gather(mine, process_group)
     differing: dict[str, str] = {}
     for rank, of_rank in enumerate(found):

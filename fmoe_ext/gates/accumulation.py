@@ -107,7 +107,7 @@ def spans_calls(gate: BaseGate) -> bool:
 
 def _sums_of_thread(gate: BaseGate) -> _Sums | None:
     """The sums of the block that this thread is in; None outside."""
-    ranks = getattr(gate, "ranks", None)
+    ranks = getattr(gate, "_ranks", None)
     while isinstance(ranks, _Sums) and ranks.thread != current_thread():
         ranks = ranks.inner
     return ranks if isinstance(ranks, _Sums) else None
@@ -139,7 +139,7 @@ def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
         for gate, own in sums.items():
             own.thread = current_thread()
             with _lock:
-                own.inner, gate.ranks = gate.ranks, own
+                own.inner, gate.ranks = gate._ranks, own
             stack.callback(_take_out, gate, own)
             stack.callback(gate.register_forward_pre_hook(own.begin_forward).remove)
         yield
@@ -148,10 +148,10 @@ def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
 def _take_out(gate: Any, own: _Sums) -> None:
     """Ends the block of these sums; blocks of several threads end in any order."""
     with _lock:
-        if gate.ranks is own:
+        if gate._ranks is own:
             gate.ranks = own.inner
             return
-        around = gate.ranks
+        around = gate._ranks
         while around.inner is not own:
             around = around.inner
         around.inner = own.inner
@@ -179,6 +179,12 @@ class _Sums:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def of_thread(self) -> Any:
+        """Itself for a forward of the block's thread, for others what they would have without it."""
+        if self._now.microbatch is not None:
+            return self
+        return self.inner.of_thread() if isinstance(self.inner, _Sums) else self.inner
+
     def begin_forward(self, gate: nn.Module, _: Any) -> None:
         now = self._now
         now.slot, now.microbatch = 0, None
@@ -199,7 +205,8 @@ class _Sums:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, joined by those of other microbatches."""
         own = self.inner.sum(x)
-        return own if self._now.microbatch is None else self.joined(own, self._now.microbatch)
+        microbatch = self._now.microbatch
+        return own if microbatch is None else self.joined(own, microbatch)
 
     def joined(self, own: torch.Tensor, microbatch: int) -> torch.Tensor:
         self.recorded[microbatch].append(own.detach())

@@ -132,6 +132,20 @@ class BaseGate(nn.Module):
         self.is_known_to_part = False  # warn_of_copies() has warned of it
         self._tapes: dict[int, Any] = {}  # {thread: tape}
 
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks whose tokens count together, of a gate that has some; in gates.accumulation's blocks their sums."""
+        ranks = self._ranks
+        if type(ranks) is OneRank:
+            return ranks
+        # What stands in the place of the ranks for the thread of a block. Other threads compute as without it.
+        of_thread = getattr(ranks, "of_thread", None)
+        return ranks if of_thread is None else of_thread()
+
+    @ranks.setter
+    def ranks(self, value: Ranks) -> None:
+        self._ranks = value
+
     def forward(self, x: Any) -> Any:
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(inp) -> (topk_idx, topk_weights)"
@@ -298,9 +312,9 @@ class BaseGate(nn.Module):
         return {**self.__dict__, **_without_forwards()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(
-            {**_without_forwards(), **state}
-        )  # a pickle of an earlier version has none of these
+        if "ranks" in state:  # a pickle of an earlier version, which has no state of forwards either
+            state = {**state, "_ranks": state["ranks"]}
+        super().__setstate__({**_without_forwards(), **state})
 
 
 def _without_forwards() -> dict[str, Any]:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import model_config, model_files, without_replaced
+from fmoe_ext.checkpoint.huggingface import (
+    check_values,
+    errors_of_transformers,
+    model_config,
+    model_files,
+    without_replaced,
+)
 from fmoe_ext.gates import find_gate
 from fmoe_ext.huggingface.record import KEY, VERSION, take_record
 from fmoe_ext.models.fmoefy import find_targets, replace
@@ -45,9 +51,12 @@ def from_pretrained(
         )
     folder = Path(folder)
     values, record = _read_config(folder)
-    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    model = _model_class(config, folder)(config)
-    model.to(dtype or config.dtype or torch.get_default_dtype())
+    check_values(folder, values)
+    with errors_of_transformers(folder):
+        config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    model_class = _model_class(config, folder)
+    with errors_of_transformers(folder):
+        model = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     for entry in record["layers"]:
         _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
@@ -59,15 +68,17 @@ def from_pretrained(
                 value.data = value.data.to(tensors[name].dtype)
     _load(model, tensors)
     if inside(folder, "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        with errors_of_transformers(folder, "generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 
 def _model_class(config: Any, folder: Path) -> Any:
     import transformers
 
-    name = (config.architectures or [""])[0]
-    model_class = getattr(transformers, name, None)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else ""
+    model_class = getattr(transformers, str(name), None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
     return model_class

@@ -7,7 +7,6 @@ is computed from a few numbers, all layers alike. Both give Sizes, from which la
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -18,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import read_json
+from fmoe_ext.checkpoint.huggingface import MAX_LAYERS, errors_of_transformers, read_config
 from fmoe_ext.pipeline.plan import LayerPlan
 
 # Our names, and those of configurations of Transformers, the first that is there counts.
@@ -137,6 +139,11 @@ class Shape:
                 f"d_model {self.d_model} is no multiple of num_heads {self.num_heads}: give d_head if heads are not "
                 "d_model / num_heads wide"
             )
+        for name in ("num_kv_heads", "d_head"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers must be at most {MAX_LAYERS}, but is {self.num_layers}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
 
@@ -182,14 +189,9 @@ def left_out(model: str) -> list[str]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--model: {path} does not exist") from None
-    except ValueError as error:
-        raise ValueError(f"--model: {path} is no JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--model: {path} must hold an object, as config.json of Transformers does")
-    return config
+        return read_json(path)
+    except CheckpointError as error:
+        raise ValueError(f"--model: {error}") from error
 
 
 def _from_config(path: Path) -> dict[str, int]:
@@ -219,24 +221,28 @@ def count(model: str) -> Sizes | None:
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     if path.suffix != ".json" or not path.exists():
         return None
+    model_type = _config(path).get("model_type")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         import transformers
-    except (ValueError, ModuleNotFoundError):
+    except ModuleNotFoundError:
         return None
-    if not isinstance(values, dict) or values.get("model_type") not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return None
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
-    classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
-    named = getattr(transformers, (values.get("architectures") or [""])[0], None)
-    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-        makes.insert(0, named)
-    if not makes:
-        return None
-    with torch.device("meta"):
-        return counted(makes[0](config))
+    try:
+        config = read_config(path)
+        with errors_of_transformers(path.parent, path.name), torch.device("meta"):
+            config._attn_implementation = config._experts_implementation = (
+                "eager"  # loads no kernels of a hub
+            )
+            classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+            makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
+            named = getattr(transformers, (config.architectures or [""])[0], None)
+            if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+                makes.insert(0, named)
+            model = makes[0](config) if makes else None
+    except CheckpointError as error:
+        raise ValueError(f"--model: {error}") from error
+    return None if model is None else counted(model)
 
 
 def counted(model: Any) -> Sizes:

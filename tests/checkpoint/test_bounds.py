@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fmoe_ext import FMoETransformerMLP, checkpoint
+from fmoe_ext import FMoETransformerMLP, checkpoint, fmoefy
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.cli import main
@@ -129,6 +129,18 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def fmoefied(tmp_path_factory):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("fmoefied") / "model"
+    fmoefy(transformers.LlamaForCausalLM(config), num_experts=2, top_k=1).save_pretrained(path)
+    return path
+
+
 def by_stream(path):
     from fmoe_ext.finetune.streaming import stream
 
@@ -147,6 +159,25 @@ def by_doctor(path):
     read(str(path))
 
 
+def by_plan(path):
+    from fmoe_ext.pipeline.sizes import sizes_of
+
+    sizes_of(str(path))
+
+
+def by_adapter_check(path):
+    from fmoe_ext.checkpoint.model_folder import Base
+    from fmoe_ext.finetune.adapters.check import logits
+
+    logits(None, Base(path), path)
+
+
+def by_from_pretrained(path):
+    from fmoe_ext.huggingface import from_pretrained
+
+    from_pretrained(path)
+
+
 HOSTILE = {
     "num_hidden_layers": [10**6, 10**15, 1e300, "x", -1, [2]],
     "model_type": [["qwen3_moe"], {}, 7, "no such model"],
@@ -161,12 +192,24 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("read", [by_stream, by_import, by_doctor])
-def test_hostile_configurations_end_in_one_error(folder, tmp_path, read):
+READERS = {  # and the errors that they have for a user
+    by_stream: CheckpointError,
+    by_import: CheckpointError,
+    by_doctor: AuditError,
+    by_plan: ValueError,
+    by_adapter_check: CheckpointError,
+    by_from_pretrained: CheckpointError,
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_hostile_configurations_end_in_one_error(folder, fmoefied, tmp_path, read):
     """A million layers took more than 90 s in import_model(), and Transformers raises what it happens to meet.
 
     A value that Transformers does not look at is none of ours; it must not be another error than ours.
     """
+    folder = fmoefied if read is by_from_pretrained else folder
+    error = READERS[read]
     read(folder)
     path = tmp_path / "model"
     shutil.copytree(folder, path)
@@ -175,19 +218,19 @@ def test_hostile_configurations_end_in_one_error(folder, tmp_path, read):
     for key, hostile in HOSTILE.items():
         for value in hostile:
             (path / "config.json").write_text(json.dumps(values | {key: value}))
-            with contextlib.suppress(CheckpointError, AuditError):
+            with contextlib.suppress(error):
                 read(path)
                 continue
             refused.add((key, str(value)))
-    assert {
-        (key, str(value)) for key in ("num_hidden_layers", "model_type") for value in HOSTILE[key]
-    } <= refused
+    # the planner takes a type that Transformers lacks by its numbers
+    always = ["num_hidden_layers"] if read is by_plan else ["num_hidden_layers", "model_type"]
+    assert {(key, str(value)) for key in always for value in HOSTILE[key]} <= refused
     nested = '{"a":' * 100_000 + "1" + "}" * 100_000
     for text in (nested, "[]", "7", "{", "\x00"):
         (path / "config.json").write_text(text)
-        with pytest.raises((CheckpointError, AuditError)):
+        with pytest.raises(error):
             read(path)
     os.remove(path / "config.json")
     os.mkfifo(path / "config.json")
-    with pytest.raises((CheckpointError, AuditError), match="no regular file"):
+    with pytest.raises(error, match="no regular file"):
         read(path)

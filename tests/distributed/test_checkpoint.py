@@ -448,10 +448,13 @@ def save_replicas(folder):
         with torch.no_grad():
             bare.linear.bias[dist.get_rank()] *= -1  # of each rank another sign
         checkpoint.save(folder / "signs", model)
+        checkpoint.export_safetensors(folder / "signs.safetensors", model)
     names = "linear.bias", "running_mean", "running_var", "weight"
     warned = [str(w.message) for w in found if "replicated tensors" in str(w.message)]
     stage = torch.nn.Linear(D, 2 + dist.get_rank())
     refused = text_of_error(checkpoint.save, folder / "stages", stage)
+    exported = text_of_error(checkpoint.export_safetensors, folder / "stages.safetensors", stage)
+    assert "one name stands for one tensor" in exported
     state = {name: value.clone() for name, value in bare.state_dict().items()}
     return [[name for name in names if name in text] for text in warned], refused, state, extra
 
@@ -468,7 +471,7 @@ def test_replicas_come_from_one_rank(pool, tmp_path):
     """torch's planner took running_mean from rank 1 and running_var from rank 0, and kept rank 0's `extra` alone."""
     results = pool.run(save_replicas, tmp_path, world_size=2, timeout=TIMEOUT)
     first, second = results
-    assert first[0] == [["running_mean", "running_var"], ["linear.bias"]] and second[0] == []
+    assert first[0] == [["running_mean", "running_var"], ["linear.bias"], ["linear.bias"]] and second[0] == []
     for _, refused, _, _ in results:
         assert "model.weight is float32 [3, 6] on rank 1 and float32 [2, 6] on rank 0" in refused
     model = Normed()

@@ -2,7 +2,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.optim import Muon, orthogonalize
@@ -69,6 +72,39 @@ def test_layer_says_that_gate_and_up_are_two_matrices(copied):
     Muon([plain]).step()
     Muon([whole], matrices=1).step()
     assert torch.equal(plain, whole)
+
+
+@pytest.fixture
+def mesh():
+    """One rank, whose parameters fully_shard replaces nevertheless."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_sharded_layer_says_that_gate_and_up_are_two_matrices(mesh, looks):
+    """looks: at a loss between backward and step, after which the layer has its gathered parameters."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 8)
+    plain = FMoETransformerMLP(3, 8, 4, "swiglu", bias=False)
+    layer = copy.deepcopy(plain)
+    fully_shard(layer.experts, mesh=mesh)
+    for mlp in (plain, layer):
+        optimizer = Muon(mlp.experts.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mlp(x).square().sum().backward()
+            if looks:
+                with torch.no_grad():
+                    mlp(x)
+            optimizer.step()
+            if looks and mlp is layer:
+                layer.experts.reshard()  # or torch computes the next forward with the values of before
+    for name, p in plain.experts.named_parameters():
+        assert torch.equal(layer.experts.get_parameter(name).to_local(), p), name
 
 
 def test_singular_values_come_near_one():

@@ -238,8 +238,8 @@ def test_sizes_of_a_config(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "is no JSON"),
-        ("[1]", "must hold an object"),
+        ("{", "cannot be read, or is damaged"),
+        ("[1]", "holds a list, not an object"),
         ('{"hidden_size": [64, 32]}', r"no one number for d_model, but \[64, 32\]"),
     ],
 )
@@ -263,6 +263,7 @@ SIZES = "d_model=64,num_layers=4,num_heads=4,d_hidden=32,vocabulary=100"
         (SIZES + ",num_experts=2,top_k=3", "top_k 3 is more than num_experts 2"),
         (SIZES + ",d_model=3", "--model has d_model twice"),
         (SIZES.replace("num_layers=4", "num_layers=-4"), "but got 'num_layers=-4'"),
+        (SIZES.replace("num_layers=4", "num_layers=1000000000"), "num_layers must be at most 1000"),
         ("nothing.json", "--model: nothing.json does not exist"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.huggingface import check_folder, errors_of_transformers, read_config
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters.delta import compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
@@ -112,17 +113,18 @@ def logits(adapter: Adapter, base: Base, merged: Path) -> dict[str, float]:
         from transformers import AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise CheckpointError("--model needs transformers: pip install transformers") from error
-    vocabulary = int(base.config.get("vocab_size", 0))
-    if vocabulary < 2:
-        raise CheckpointError(f"{base.folder}/config.json says no vocab_size")
+    check_folder(base.folder)
+    text = read_config(base.folder, len(base.tensors)).get_text_config(decoder=True)
+    vocabulary = getattr(text, "vocab_size", None)
+    if not isinstance(vocabulary, int) or vocabulary < 2:
+        raise CheckpointError(f"{base.folder}/config.json says no vocab_size, but {vocabulary!r}")
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(vocabulary, (1, 32), generator=generator, device="cpu")
     found = []
     for folder in (base.folder, merged):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32
-        ).eval()
-        with torch.no_grad():
+        with errors_of_transformers(folder, "model"), torch.no_grad():
+            options = {"local_files_only": True, "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
             found.append(model(input_ids=ids.to(model.device)).logits.float())
         del model
     without, adapted = found

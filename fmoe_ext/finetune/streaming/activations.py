@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +30,7 @@ class ActivationFile:
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # {size: offsets}
         self._bounce = aligned_memory(CHUNK)
+        self._lock = threading.RLock()  # of one thread; what the garbage collector releases may come inside
         with tempfile.TemporaryFile(dir=folder) as file:
             direct = getattr(os, "O_DIRECT", 0)
             try:  # the same file again, past the page cache
@@ -41,6 +43,10 @@ class ActivationFile:
         """Writes the values of a tensor; its space is free again when the result is gone."""
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         size = -(-values.size // BLOCK) * BLOCK
+        with self._lock:
+            return self._put(tensor, values, size)
+
+    def _put(self, tensor: Tensor, values: np.ndarray[Any, Any], size: int) -> _Stored:
         free = self._free[size]
         offset = free.pop() if free else self._end
         stored = _Stored(offset, tensor.dtype, tensor.shape)
@@ -62,20 +68,22 @@ class ActivationFile:
         """The tensor as it was."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         values = tensor.view(-1).view(torch.uint8).numpy()
+        with self._lock:
+            self._read(values, stored.offset)
+        return tensor
+
+    def _read(self, values: np.ndarray[Any, Any], offset: int) -> None:
         for begin in range(0, values.size, CHUNK):
             part = values[begin : begin + CHUNK]
             wanted = -(-part.size // BLOCK) * BLOCK
             done = 0
             while done < part.size:
                 done += (
-                    count := os.preadv(
-                        self._file, [self._bounce[done:wanted].data], stored.offset + begin + done
-                    )
+                    count := os.preadv(self._file, [self._bounce[done:wanted].data], offset + begin + done)
                 )
                 if count == 0:
                     raise OSError(f"the file for activations in {self.folder} ends too early")
             part[:] = self._bounce[: part.size]
-        return tensor
 
     def _write(self, values: np.ndarray[Any, Any], offset: int) -> None:
         for begin in range(0, values.size, CHUNK):
@@ -87,12 +95,13 @@ class ActivationFile:
                 done += os.pwrite(self._file, self._bounce[done:wanted].data, offset + begin + done)
 
     def _release(self, offset: int, size: int) -> None:
-        self.num_bytes -= size
-        self._free[size].append(offset)
-        if self.num_bytes == 0:
-            self._end = 0
-            self._free.clear()
-            os.ftruncate(self._file, 0)
+        with self._lock:
+            self.num_bytes -= size
+            self._free[size].append(offset)
+            if self.num_bytes == 0:
+                self._end = 0
+                self._free.clear()
+                os.ftruncate(self._file, 0)
 
 
 class _Stored:

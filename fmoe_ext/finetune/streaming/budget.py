@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ class ExpertStream:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of weights of the model
         self.is_counted = False  # adapters, gradients and states, since the last optimizer's step
         self._has_stepped = False  # since the last forward
+        self._counting = threading.Lock()
         self._seen = _Seen(0, 0, 0)
         self._most_buffers: int | None = None  # bytes that a step leaves to them, once a step was measured
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
@@ -116,6 +118,10 @@ class ExpertStream:
 
     def before_step(self, is_training: bool) -> None:
         """Makes room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
+        with self._counting:  # a thread that steps after another one counts as it does
+            self._before_step(is_training)
+
+    def _before_step(self, is_training: bool) -> None:
         if is_training or self._has_stepped:
             trained = self._trained()
             self._gradients = sum(map(_bytes_of, trained))

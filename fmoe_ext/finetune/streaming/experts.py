@@ -14,6 +14,7 @@ from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.cut import Phase
 from fmoe_ext.finetune.streaming.parts import compute_in_parts
+from fmoe_ext.finetune.streaming.pool import Lease
 from fmoe_ext.frozen import Quantized
 from fmoe_ext.huggingface.experts import compute
 from fmoe_ext.recompute import can_be_repeated, is_repeated
@@ -39,6 +40,17 @@ class Streamed:
         self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """experts_forward of huggingface; raises what Pool.whole() raises."""
+        num_experts = self.stream.pool.layers[self.index].num_experts
+        is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
+        if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
+            self.stream.before_step(experts.training)
+        with self.stream.pool.used():
+            return self._reported(experts, hidden_states, top_k_index, top_k_weights)
+
+    def _reported(
+        self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """_forward(), and a report of it to those who asked for progress."""
         steps = self.stream.steps
         if steps is None:
             return self._forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -57,9 +69,6 @@ class Streamed:
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
         num_experts = self.stream.pool.layers[self.index].num_experts
-        is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
-        if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
-            self.stream.before_step(experts.training)
         taken = take(experts)
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         adapters = taken.get(up), taken.get("down_proj")
@@ -114,7 +123,9 @@ class Streamed:
         pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
         numbers = pool.parts.of_layer[self.index]
 
-        def weights(i: int, phase: Phase) -> Any:
+        graph = pool.graph() if has_graph else None
+
+        def weights(i: int, phase: Phase, _: Any = graph) -> Any:  # it lives as long as the backward may come
             found = pool.part(numbers[i], phase, is_training)
             return found if has_graph else self._multiplied(found)
 
@@ -150,7 +161,8 @@ class Streamed:
         """Lets autograd keep the numbers of layers instead of weights, unless a checkpoint drops all it keeps."""
         if not torch.is_grad_enabled() or can_be_repeated(False):
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, functools.partial(_unpack, self))
+        graph = self.stream.pool.graph()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, functools.partial(_unpack, self, graph))
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.numel() == 0 or not self.stream.pool.contains(tensor.data_ptr()):
@@ -166,7 +178,7 @@ class _Kept:
         self.values = values
 
 
-def _unpack(streamed: Streamed, kept: Any) -> Tensor:
+def _unpack(streamed: Streamed, _: Lease, kept: Any) -> Tensor:
     if not isinstance(kept, _Kept):
         return kept
     return streamed.stream.pool.again(streamed.index, *kept.values)

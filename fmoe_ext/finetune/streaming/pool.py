@@ -4,19 +4,23 @@ Whole layers are kept by Belady's rule: the order of the layers in a forward and
 is used last gives its buffer up, and the next one is read while this one computes. Where two layers do not fit, each is
 cut into parts of some experts, which take the place of layers. Chosen experts are kept in a part of the memory for each
 layer, the least recently used gives its slot up.
+
+Threads share the buffers. A thread has a lease of each buffer that it computes with, and nothing that another thread
+computes with is read over, given back or cut anew: a read waits for a buffer, a new size for a later step.
 """
 
 import gc
 import mmap
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Lock, RLock
+from queue import Empty, SimpleQueue
+from threading import Lock, RLock, get_ident
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +58,18 @@ class Statistics:
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
+PATIENCE = (
+    60.0  # seconds without a lease that ends, after which those of other threads count as kept by autograd
+)
+
+
+class Lease:
+    """A thread's use of a buffer that has not ended, or a graph whose backward will read the same parts again."""
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
+
 @dataclass(eq=False)
 class _Slot:
     """A buffer for one part of a layer. part: its number among those of all layers."""
@@ -61,7 +77,7 @@ class _Slot:
     begin: int
     part: int | None = None
     done: Future[None] | None = None
-    leases: set[object] = field(default_factory=set)  # one for each use that has not ended
+    leases: set[Lease] = field(default_factory=set)
 
 
 class _Cache:
@@ -127,7 +143,13 @@ class Pool:
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self.turn = RLock()  # of a thread that computes with chosen experts, which other reads would replace
+        self._inside: Counter[int] = Counter()  # {thread: its calls that compute now}
+        self._graphs: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._waiting: list[
+            SimpleQueue[None]
+        ] = []  # of threads that need a buffer: an entry for each that is free
         self._slots: list[_Slot] = []
+        self._size = 0  # experts of a part, 0 for all of a layer
         self._caches: list[_Cache] = []
         self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
         self.resize(num_bytes)
@@ -153,36 +175,71 @@ class Pool:
         """True if every layer has a buffer of its own."""
         return self._num_bytes >= self.layer_bytes * len(self.layers)
 
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The buffers keep their sizes and contents for this thread inside the block, where it takes no lease."""
+        thread = get_ident()
+        with self._lock:
+            self._inside[thread] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside[thread] -= 1
+                if not self._inside[thread]:
+                    del self._inside[thread]
+
+    def graph(self) -> Lease:
+        """A lease to keep as long as a graph whose backward reads parts by the numbers that they have now."""
+        lease = Lease()
+        with self._lock:
+            self._graphs.add(lease)
+        return lease
+
+    def _leases(self, size: int) -> list[Lease]:
+        """Leases under which the buffers may not become fewer, nor get parts of another size."""
+        held = [lease for slot in self._slots for lease in tuple(slot.leases)]
+        return held if size == self._size else [*held, *self._graphs]
+
     def would_grow(self, num_bytes: int) -> bool:
         """True if resize(num_bytes) may be called now and adds a buffer, or makes parts larger."""
         num_bytes = min(num_bytes, self._bytes.size)
         before, after = (plan_buffers(self.layers, n) for n in (self._num_bytes, num_bytes))
-        return (
-            num_bytes > self._num_bytes and before != after and not any(slot.leases for slot in self._slots)
-        )
+        if num_bytes <= self._num_bytes or before == after:
+            return False
+        with self._lock:
+            return not self._leases(after[0])
 
     def resize(self, num_bytes: int) -> None:
-        """Makes the buffers smaller, or as large as they were; they are read again unless their number stays."""
+        """Makes the buffers smaller, or as large as they were; they are read again unless their number stays.
+
+        Does nothing while other threads compute with them: a later step asks again.
+        """
         num_bytes = min(num_bytes, self._bytes.size)
         plan = plan_buffers(self.layers, num_bytes)
         with self.turn, self._lock:
             if self._slots and plan == plan_buffers(self.layers, self._num_bytes):
                 self._num_bytes = num_bytes
                 return
+            held = self._leases(plan[0])
+            if {*self._inside, *(lease.thread for lease in held)} - {get_ident()}:
+                return
             self._settle()
-            if any(slot.leases for slot in self._slots):
+            if held:
+                gc.collect()  # graphs that nobody reaches any more
+            if self._leases(plan[0]):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
-            size, self._most_slots = plan
-            self._slot_bytes = bytes_of_experts(self.layers, size)
-            self.parts = Parts(self.layers, size)
+            self._size, self._most_slots = plan
+            self._slot_bytes = bytes_of_experts(self.layers, self._size)
+            self.parts = Parts(self.layers, self._size)
             self._forget()
 
     def forget(self) -> None:
         """Gives the memory of the buffers back until they are read again; not while tensors use it."""
         with self.turn, self._lock:
             self._settle()
-            if not any(slot.leases for slot in self._slots):
+            if not self._inside and not self._leases(self._size):
                 self._forget()
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
@@ -197,8 +254,9 @@ class Pool:
         if is_short and index in self._described:
             return self._described[index]
         phase = Phase.REPEATED if is_backward else Phase.FORWARD
-        weights = layer.weights(self._lease(index, phase, is_training), layer.num_experts)
-        if is_short and (slot := self._find(index)) is not None:
+        number = self.parts.of_layer[index].start
+        weights = layer.weights(self._lease(number, phase, is_training), layer.num_experts)
+        if is_short and (slot := self._find(number)) is not None:
             buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
             self._described[index] = layer.weights(buffer, layer.num_experts)
         return weights
@@ -212,7 +270,7 @@ class Pool:
         self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
         """A tensor of the weights of a layer of one part in a backward, by its place in the buffer."""
-        buffer = torch.from_numpy(self._lease(index, Phase.BACKWARD, True))
+        buffer = torch.from_numpy(self._lease(self.parts.of_layer[index].start, Phase.BACKWARD, True))
         values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return values.as_strided(shape, stride, offset // dtype.itemsize)
 
@@ -221,28 +279,63 @@ class Pool:
         next_use: dict[int, int] = {}
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
-        with self.turn, self._lock:
-            self._use_slots()
-            slot = self._find(number) or self._begin_read(number, self._victim(next_use))
-            lease = object()
-            slot.leases.add(lease)
-            done = slot.done
+        lease, slot = Lease(), None
+        while slot is None:
+            released: SimpleQueue[None] = SimpleQueue()
+            with self.turn, self._lock:
+                self._use_slots()
+                slot = self._find(number)
+                if slot is None and (victim := self._victim(next_use)) is not None:
+                    slot = self._begin_read(number, victim)
+                if slot is not None:
+                    slot.leases.add(lease)
+                    done = slot.done
+                else:
+                    self._waiting.append(released)
+            if slot is None:
+                self._wait(released)
         assert done is not None
         begun = time.perf_counter()
         try:
             done.result()
         except BaseException:
-            slot.leases.discard(lease)
-            if done.done():  # else Ctrl-C ended the wait, and the read goes on
-                slot.part = slot.done = None
+            self._end(slot, lease)
+            with self._lock:
+                # not done: Ctrl-C ended the wait, and the read goes on; another: a thread has begun it again
+                if done.done() and slot.done is done:
+                    slot.part = slot.done = None
             raise
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
             self.statistics.waited_seconds += time.perf_counter() - begun
             self._read_ahead(number, next_use)
         buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
-        weakref.finalize(buffer, slot.leases.discard, lease)
+        weakref.finalize(buffer, self._end, slot, lease)
         return buffer
+
+    def _end(self, slot: _Slot, lease: Lease) -> None:
+        """Ends a lease, wherever the garbage collector runs: it takes no lock."""
+        slot.leases.discard(lease)
+        for waiting in tuple(self._waiting):
+            waiting.put(None)
+
+    def _wait(self, released: SimpleQueue[None]) -> None:
+        """Waits for a lease that ends; RuntimeError if none of them does, because autograd keeps the weights."""
+        try:
+            with self._lock:
+                others = any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases))
+                free = any(not slot.leases for slot in self._slots)
+            if not free:
+                released.get(timeout=PATIENCE if others else 0)
+        except Empty:
+            raise RuntimeError(
+                f"all {len(self._slots)} buffers for layers of experts are in use, because autograd keeps their "
+                "weights. Call "
+                'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}) for '
+                "training, and leave other hooks for saved tensors out"
+            ) from None
+        finally:
+            self._waiting.remove(released)
 
     def chosen(self, index: int, experts: Sequence[int]) -> _Cache | None:
         """The cache of a layer once the experts are in it, right until the next call: the caller holds the turn.
@@ -326,8 +419,8 @@ class Pool:
     def _find(self, number: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.part == number), None)
 
-    def _victim(self, next_use: dict[int, int]) -> _Slot:
-        """The buffer to read a part into: an empty one, or the one used last."""
+    def _victim(self, next_use: dict[int, int]) -> _Slot | None:
+        """The buffer to read a part into: an empty one, or the one used last; None if all are leased."""
         for _ in range(3):
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
@@ -336,12 +429,10 @@ class Pool:
             if busy:
                 busy[0].done.exception()  # type: ignore[union-attr]
                 continue
+            if any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases)):
+                return None  # it will end
             gc.collect()
-        raise RuntimeError(
-            f"all {len(self._slots)} buffers for layers of experts are in use, because autograd keeps their weights. "
-            'Call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}) for '
-            "training, and leave other hooks for saved tensors out"
-        )
+        return None
 
     def _begin_read(self, number: int, slot: _Slot) -> _Slot:
         slot.part = number
