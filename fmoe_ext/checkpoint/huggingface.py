@@ -219,7 +219,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
         lacks = f"it lacks {', '.join(missing[:5])}{more}" if missing else incomplete
         raise CheckpointError(
             f"the cache of the Hugging Face hub has only a part of {model}, in {folder}: {lacks}. Run {command}, which "
-            "goes on where it ended"
+            f"goes on where it ended{'' if missing else ', or give that folder if they were left out on purpose'}"
         )
     return folder
 

@@ -20,7 +20,7 @@ from fmoe_ext.doctor.subject import read as read_subject
 from fmoe_ext.finetune.adapters.cli import main as adapter_command
 
 transformers = pytest.importorskip("transformers")
-constants = pytest.importorskip("huggingface_hub").constants
+constants = pytest.importorskip("huggingface_hub.constants")
 
 NAME, SHA = "Small/Qwen3-MoE.v1", "0" * 39 + "a"
 IDS = torch.arange(12).view(1, -1)
@@ -228,7 +228,9 @@ def test_small_files_that_the_cache_knows_of_are_missed(saved, cache):
         if missing is None:
             assert local_path(NAME) == snapshot
         else:
-            with pytest.raises(CheckpointError, match=rf"\({missing}\).* Run `hf download {NAME}`"):
+            with pytest.raises(
+                CheckpointError, match=rf"\({missing}\).* Run `hf download {NAME}`.* give that folder"
+            ):
                 local_path(NAME)
 
 
