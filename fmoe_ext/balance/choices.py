@@ -132,7 +132,7 @@ class ChoiceLog:
             self._give_up(error)
 
     def _begin(self, widths: dict[str, int]) -> None:
-        """Opens the file, for gates that make so many choices a token."""
+        """Open the file. widths: the choices that each gate makes for a token."""
         self._gates = self._gates_of(widths)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb+")
@@ -351,14 +351,14 @@ def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _to_bytes(numbers: torch.Tensor) -> bytes:
-    """Bytes of each number's lowest place, then those of the next, ..."""
+    """Write the lowest byte of all numbers, then the next byte of all, ...: high bytes are alike and compress well."""
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
     return little.view("u1").reshape(-1, little.itemsize).T.tobytes()
 
 
 def _from_bytes(data: bytes, width: int) -> torch.Tensor:
-    """_to_bytes() of numbers of so many bytes -> int64."""
+    """Read what _to_bytes() wrote of numbers of width bytes -> int64."""
     if not data:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     places = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(width, -1)

@@ -56,7 +56,7 @@ class RoutingReplay:
 
     @contextmanager
     def record(self) -> Iterator[RoutingReplay]:
-        """Forgets earlier choices and records those of every forward inside the block."""
+        """Forget earlier choices and record every forward inside the block."""
         self.choices = {name: [] for name in self.views}
         self._recorded = dict(self.choices)
         with self._tapes(lambda name: _Recorder(self.choices[name])):
@@ -87,7 +87,7 @@ class RoutingReplay:
 
 
 def _beside(gate: nn.Module, choices: list[Choices]) -> list[Choices]:
-    """The choices on the device of the gate's tensors: those of an inference engine or of a file are on the CPU."""
+    """Move choices to the gate's device: an inference engine or a file has them on the CPU."""
     own = next(chain(gate.parameters(), gate.buffers()), None)
     return choices if own is None else [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
 

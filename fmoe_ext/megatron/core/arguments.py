@@ -13,7 +13,7 @@ GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
 def process_groups(pg_collection: Any = None) -> Any:
-    """Megatron's ProcessGroupCollection with GROUPS: the given one, or that of parallel_state.
+    """Return Megatron's ProcessGroupCollection with GROUPS: the given one, or parallel_state's.
 
     Raises RuntimeError if parallel_state is not initialised.
     """

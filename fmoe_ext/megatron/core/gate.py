@@ -1,4 +1,4 @@
-"""The gate that a TransformerConfig describes, in the place of Megatron's TopKRouter."""
+"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter."""
 
 from __future__ import annotations
 
