@@ -95,7 +95,9 @@ class ChoiceLog:
         def note(module: nn.Module, _: Any, output: Any) -> None:
             if self._num_ended % self.every == 0 and module.training and is_counted():
                 topk_idx, _ = view.read_real(output)
-                self._chosen.append((name, _compact(topk_idx, view.num_experts)))
+                # a copy in few bytes, in which -1 becomes the largest number
+                dtype = torch.uint8 if _width(view.num_experts) == 1 else torch.int16
+                self._chosen.append((name, topk_idx.detach().to(dtype)))
 
         return note
 
@@ -342,12 +344,6 @@ def _check_ids(num_ids: int, chosen: list[tuple[str, torch.Tensor]]) -> None:
 def _width(num_experts: int) -> int:
     """Bytes of a choice."""
     return 1 if num_experts < 255 else 2
-
-
-def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """topk_idx [T, K] in few bytes, where -1 is the largest number; a copy, on its device."""
-    dtype = torch.uint8 if _width(num_experts) == 1 else torch.int16
-    return topk_idx.detach().to(dtype)
 
 
 def _to_bytes(numbers: torch.Tensor) -> bytes:

@@ -74,7 +74,8 @@ class LayerCounters:
             # of many tokens every n-th speaks for n
             topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // _ENTROPY_SAMPLE)].clone(),
         )
-        if _is_repeated_without_python(topk_idx):
+        # A compiled program and a CUDA graph run again without this code: nothing may be noted for later.
+        if torch.compiler.is_compiling() or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._add([forward])
             return
         with self._lock:
@@ -112,11 +113,6 @@ class LayerCounters:
         for width in {forward.weights.shape[1] for forward in noted}:
             same = [forward for forward in noted if forward.weights.shape[1] == width]
             sums["gate_entropy_sum"] += _entropies(same)
-
-
-def _is_repeated_without_python(x: torch.Tensor) -> bool:
-    """True while a program is compiled or a CUDA graph captured, in which nothing may be noted."""
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _entropies(noted: Sequence[_Forward]) -> torch.Tensor:

@@ -86,12 +86,6 @@ class RoutingReplay:
             yield
 
 
-def _beside(gate: nn.Module, choices: list[Choices]) -> list[Choices]:
-    """Move choices to the gate's device: an inference engine or a file has them on the CPU."""
-    own = next(chain(gate.parameters(), gate.buffers()), None)
-    return choices if own is None else [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
-
-
 def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool) -> None:
     for selected, kept in choices:
         if selected.shape != kept.shape:
@@ -135,7 +129,10 @@ class _Recorder:
 
 class _Player:
     def __init__(self, choices: list[Choices], gate: nn.Module) -> None:
-        self.choices = _beside(gate, choices)
+        own = next(chain(gate.parameters(), gate.buffers()), None)
+        self.choices = choices
+        if own is not None:  # choices of an inference engine or of a file are on the CPU
+            self.choices = [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
         self.num_played = 0
         self._are_whole = [not bool((selected == CHOOSE_ANEW).any()) for selected, _ in choices]
 
