@@ -18,6 +18,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphin
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
+exclude_patterns = ["history"]  # a diary, for readers of the repository
 suppress_warnings = ["misc.highlighting_failure"]  # examples with ... in JSON
 smartquotes = False  # "gelu" is a string
 

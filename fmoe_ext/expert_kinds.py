@@ -92,7 +92,7 @@ class ExpertKind:
         return self
 
     def fetched(self, tokens: ExpertInput, expert_parallel: ExpertParallel) -> ExpertKind:
-        """The experts tokens.shadows of any rank in the place of this rank's; RuntimeError if they cannot."""
+        """Return an ExpertKind of the experts tokens.shadows, fetched from their ranks; RuntimeError if it cannot."""
         raise RuntimeError(
             f"the experts of {type(self.layer).__name__} cannot be shadowed, only FusedExperts without an expert_fn "
             "of their own, hooks or wrappers: clear layer.expert_parallel.shadows"

@@ -104,7 +104,7 @@ def report() -> str:
 
 
 def cmake_prefix_path() -> str:
-    """The folder with fmoe-config.cmake and that of torch, for `cmake -DCMAKE_PREFIX_PATH=`."""
+    """Return the folders of fmoe-config.cmake and of torch's, for `cmake -DCMAKE_PREFIX_PATH=`."""
     folder = Path(fmoe_ext.__file__).resolve().parent / "share" / "cmake" / "fmoe"
     return f"{folder};{torch.utils.cmake_prefix_path}"
 

@@ -40,7 +40,7 @@ __all__ = ["FMoE", "ParallelLayout", "mark_module_parallel_comm"]
 
 
 class LayerOptions(TypedDict, total=False):
-    """Keywords of FMoE that are seldom given; those of ParallelLayout are its fields."""
+    """Keywords of FMoE that are seldom given; the fields of ParallelLayout are keywords too."""
 
     gate_group: Group
     overlap_degree: int | str

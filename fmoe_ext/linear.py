@@ -61,7 +61,7 @@ def check_plain(weight: torch.Tensor) -> None:
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """inp in the dtype of weight, which is that of the result; as it is under autocast, where operators choose it.
+    """Cast inp to the dtype of weight, which the result has too; leave it under autocast, where operators choose.
 
     FastMoE's rule. Its one exception: TypeError for float64 tokens of other weights, which would lose half of their
     digits.
@@ -118,7 +118,7 @@ class NotesHooks(nn.Module):
 
     @property
     def must_be_called(self) -> bool:
-        """True if something waits for this module's call: a hook, or a forward put in the place of its own.
+        """True if something waits for this module's call: a hook, or a forward that replaced its own.
 
         Otherwise callers may compute with its weight and bias directly, as FusedExperts does.
         """
@@ -224,7 +224,7 @@ def adapted_gemm(
     adapter: Lora | None,
     **options: Any,
 ) -> torch.Tensor:
-    """ops.grouped_gemm with the adapter's part. An adapter of a transposed weight [E, in, out] is that of its .mT."""
+    """Multiply by weight and add the adapter's part. The adapter of a transposed weight [E, in, out] fits its .mT."""
     return with_adapter(ops.grouped_gemm(rows, weight, offs, bias, **options), rows, offs, adapter)
 
 
@@ -336,7 +336,7 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def _dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """A plain tensor in the place of a quantized subclass (torchao), which does not multiply in other dtypes."""
+    """Decode a quantized subclass (torchao), which does not multiply in other dtypes; return others as they are."""
     is_quantized = type(weight).dequantize is not torch.Tensor.dequantize
     return weight.dequantize() if is_quantized else weight
 

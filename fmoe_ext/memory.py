@@ -107,7 +107,7 @@ def trim_heap() -> None:
 
 
 def room_of_process(now: int, proc: str | Path = "/proc") -> int | None:
-    """Bytes that the limits let this process have in all, of which it has now; None without limits."""
+    """Return the bytes that the limits let this process have, now included; None without limits."""
     found = limits(proc)
     return now + min(limit.free for limit in found) if found else None
 

@@ -32,7 +32,7 @@ FOLLOWERS: weakref.WeakKeyDictionary[nn.Module, _Follower] = weakref.WeakKeyDict
 
 
 def follow_optimizers(module: nn.Module, follower: _Follower) -> None:
-    """Has follower called as long as module lives, in the place of an earlier one."""
+    """Call follower as long as module lives; it replaces an earlier one."""
     FOLLOWERS[module] = follower
 
 

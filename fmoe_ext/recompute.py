@@ -180,7 +180,7 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
-    """The forward of the input x, None if it was none of these; a backward in two parts repeats one forward twice."""
+    """Find the forward of the input x, None if there is none; a backward in two parts repeats one forward twice."""
     if len(forwards) == 1 and x.device.type != "cpu":
         return forwards[0]  # to look at numbers would wait for the device
     distances, state = _distances(_sample(x), forwards), _generator_state(x.device)
@@ -194,7 +194,7 @@ def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
 
 
 def _distances(sample: torch.Tensor, forwards: list[Forward]) -> list[float]:
-    """Of the samples of forwards, from 0 to 1 for samples of opposite signs; of numbers that are finite."""
+    """Relative L1 distance of each forward's sample to this one, in [0, 1]; non-finite values count as 0."""
     ours, *others = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (sample, *(f.sample for f in forwards)))
     theirs = torch.stack(others)
     largest = ours.abs().sum() + theirs.abs().sum(1)

@@ -27,7 +27,7 @@ def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bo
 
 
 class SpreadLayer(nn.Module):
-    """A layer whose experts are on this rank or spread over those of a group."""
+    """A layer whose experts are on this rank, or spread over the ranks of a group."""
 
     num_local_experts: int
     num_experts: int
@@ -107,7 +107,7 @@ class SpreadLayer(nn.Module):
         self.expert_placement = torch.tensor(order, device="cpu")
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
+        """Tag the experts' parameters with expert_dp_comm and the gate's with "gate"."""
         self._expert_dp_comm = expert_dp_comm
         self._mark_parameters(expert_dp_comm)
 

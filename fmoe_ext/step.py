@@ -33,7 +33,7 @@ from fmoe_ext.tokens import (
 
 
 class _Slices(Protocol):
-    """Ranks with the same input, each of which computes a part of the rows (ep.ranks.SliceGroup)."""
+    """Ranks with the same input; each computes a part of the rows (ep.ranks.SliceGroup)."""
 
     def cut(self, x: Nest) -> Nest: ...
 
@@ -41,7 +41,7 @@ class _Slices(Protocol):
 
 
 class Step:
-    """One forward. x: the tokens to compute, without padding and without those of other slices; gate_x: the gate's.
+    """One forward. x: the tokens to compute, without padding and other slices; gate_x: what the gate sees of them.
 
     batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
     is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
@@ -97,7 +97,7 @@ class Step:
         return topk_idx if self._mask is None else _drop_masked(topk_idx, self._mask)
 
     def end(self, out: Nest, topk_weights: torch.Tensor, beside: Nest, training: bool) -> Nest:
-        """The result of the layer: out [T, *] and what masked tokens get, plus beside, with all slices and padding."""
+        """Complete out [T, *]: fill in masked tokens, add beside, join the slices, put padding back."""
         if self._mask is not None and self._mask_dict is not None:
             out = _fill_masked(out, topk_weights, self._mask, self._mask_dict)
         if beside is not None:
@@ -190,7 +190,7 @@ def begin(
 def _find_or_begin(
     forwards: Forwards, first: torch.Tensor, valid: torch.Tensor | None, training: bool
 ) -> Step:
-    """The step of a repeated forward has the padding, choices and exchanges of the original."""
+    """Begin a step. A repeated forward has the padding, choices and exchanges of the original."""
     repeats = is_repeated()
     forward = forwards.find(first) if repeats and not is_selective() else None
     if forward is not None:

@@ -121,7 +121,7 @@ class DistributedPool:
         return [outcomes[rank][1] for rank in range(world_size)]
 
     def _wait_until_ready(self, process: "_Process") -> None:
-        """The time to import torch does not count as that of a run."""
+        """Wait until the process has imported torch, so that no run is charged for it."""
         try:
             process.connection.recv()
         except EOFError:

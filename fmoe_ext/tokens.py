@@ -250,7 +250,7 @@ def batch_is(batch: Batch) -> Iterator[None]:
 
 
 def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
-    """batch, of which only the tokens with valid != 0 are real; one copy of their number to the host."""
+    """Keep only the tokens with valid != 0 as the real ones of batch; copies one number to the host."""
     if valid.is_floating_point() and bool(((valid != 0) & (valid != 1)).any()):
         raise ValueError(
             "valid must be True (1) for real tokens and False (0) for padding, but has other values: an additive "

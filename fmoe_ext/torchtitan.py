@@ -35,7 +35,7 @@ class FMoERoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """dtype: what SwiGLU experts compute in, "bfloat16" as torchtitan's do, or that of the "input"."""
+        """dtype: what SwiGLU experts compute in: "bfloat16", as torchtitan's do, or the dtype of the "input"."""
 
         dtype: str = "bfloat16"
 
@@ -47,7 +47,7 @@ class FMoERoutedExperts(RoutedExperts):
         self.expert_parallel: ExpertParallel | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shards parameters as torchtitan does; the exchange of tokens is that of fmoe_ext."""
+        """Shard parameters as torchtitan does; fmoe_ext exchanges the tokens."""
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:

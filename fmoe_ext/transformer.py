@@ -1,4 +1,4 @@
-"""FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
+"""FMoETransformerMLP: a Mixture-of-Experts layer that replaces a transformer's MLP."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+# The site's and README; docs/history is a diary that names what there was.
+PAGES = [ROOT / "README.md", *sorted(p for p in ROOT.glob("docs/**/*.md") if p.parent.name != "history")]
 
 
 def name_of(path):

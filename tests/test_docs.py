@@ -156,13 +156,12 @@ def test_links_lead_somewhere(path):
         if not target.startswith(("http:", "https:", "mailto:")):
             assert path.parent.joinpath(target).exists(), f"{name_of(path)} links to {target}"
     for target in re.findall(r"`((?:docs|examples|benchmarks|tests|fmoe_ext|csrc|cuda)/[\w/.]+\.\w+)`", text):
-        if path.parent.name != "history":  # names what there was
-            assert ROOT.joinpath(target).exists(), f"{name_of(path)} names {target}"
+        assert ROOT.joinpath(target).exists(), f"{name_of(path)} names {target}"
 
 
-@pytest.mark.parametrize("path", [page for page in PAGES if page.parent.name != "history"], ids=name_of)
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_exist(path):
-    """Targets of make, modules that are run, and example programs; docs/history names what there was."""
+    """Targets of make, modules that are run, and example programs."""
     prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     code = "\n".join([*re.findall(r"`([^`]+)`", prose), *(block for _, block, _ in blocks(path))])
     makefile = (ROOT / "Makefile").read_text()

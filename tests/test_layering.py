@@ -1,4 +1,8 @@
-"""The import rules of docs/design.md, checked on the source text."""
+"""The import rules of docs/design.md and what else the source text must hold, each rule over every file.
+
+A rule takes a Source and yields (line, what to do). RULES says which files each one reads; PLANTED has a source text
+that breaks each of them, so that a rule which has stopped looking fails too.
+"""
 
 import ast
 import fnmatch
@@ -10,13 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = sorted(ROOT.glob("fmoe_ext/**/*.py"))
-NATIVE = sorted(
-    path
-    for folder in ("csrc", "cuda")
-    for path in (ROOT / folder).rglob("*.*")
-    if "__pycache__" not in path.parts
-)
 
 # The core: a module imports only modules of its own level or below, and no room.
 CORE = {
@@ -99,122 +96,157 @@ IMMUTABLE = (
 )
 
 
-def relative(path):
-    return path.relative_to(ROOT / "fmoe_ext").as_posix()
+class Source:
+    """A file under ROOT, read and parsed once; with `text`, a file that only the tests of the rules have."""
 
+    def __init__(self, name, text=None):
+        self.name = name
+        self.path = Path(name)
+        self.text = (ROOT / name).read_text() if text is None else text
 
-def part(path):
-    """First component of a module's name inside fmoe_ext; "" for fmoe_ext/__init__.py."""
-    first = Path(relative(path)).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    @property
+    def inside(self):
+        """Path inside fmoe_ext."""
+        return self.name.removeprefix("fmoe_ext/")
 
+    @property
+    def part(self):
+        """First component of a module's name inside fmoe_ext; "" for fmoe_ext/__init__.py."""
+        first = Path(self.inside).parts[0]
+        return "" if first == "__init__.py" else first.removesuffix(".py")
 
-text_of = functools.cache(Path.read_text)
+    @property
+    def module(self):
+        return ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
 
+    @functools.cached_property
+    def tree(self):
+        return ast.parse(self.text)
 
-@functools.cache
-def tree_of(path):
-    return ast.parse(text_of(path))
+    @functools.cached_property
+    def nodes(self):
+        return tuple(ast.walk(self.tree))
 
+    @functools.cached_property
+    def imports(self):
+        """(line, module) of what a file imports when it runs, `from a import b` as both a and a.b."""
+        types = {
+            id(inner)
+            for node in self.nodes
+            if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        return tuple(imported(node for node in self.nodes if id(node) not in types))
 
-class _DropTypes(ast.NodeTransformer):
-    """Leaves out what is imported for annotations alone, `if TYPE_CHECKING:`."""
+    @functools.cached_property
+    def imports_with_types(self):
+        """With those for annotations alone."""
+        return tuple(imported(self.nodes))
 
-    def visit_If(self, node):
-        self.generic_visit(node)
-        return node.orelse if dotted(node.test).endswith("TYPE_CHECKING") else node
+    @functools.cached_property
+    def attributes(self):
+        """(line, dotted name) of every attribute that is read."""
+        return tuple((n.lineno, dotted(n)) for n in self.nodes if isinstance(n, ast.Attribute))
 
+    @functools.cached_property
+    def includes(self):
+        found = re.finditer(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', self.text, re.MULTILINE)
+        return tuple((self.line(match), match[1]) for match in found)
 
-@functools.cache
-def imports(path):
-    """Every module that a file imports when it runs, `from a import b` as both a and a.b."""
-    return tuple(_imports(path, _DropTypes().visit(ast.parse(text_of(path)))))
-
-
-@functools.cache
-def imports_with_types(path):
-    """With those for annotations alone."""
-    return tuple(_imports(path, tree_of(path)))
-
-
-def _imports(path, tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{relative(path)}:{node.lineno}: write imports in full, not relative"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def inner_imports(path):
-    """Parts of fmoe_ext that a file imports."""
-    for name in imports(path):
-        components = name.split(".")
-        if components[0] == "fmoe_ext" and len(components) > 1:
-            yield components[1] if components[1] in CORE or components[1] in ROOMS else ""
+    def line(self, match):
+        return self.text.count("\n", 0, match.start(match.lastindex or 0)) + 1
 
 
 def dotted(node):
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def uses(path, name):
-    nodes = ast.walk(tree_of(path))
-    return any(isinstance(node, ast.Attribute) and dotted(node) == name for node in nodes)
+def imported(nodes):
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def includes(path):
-    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text_of(path), re.MULTILINE)
+def inner_imports(source):
+    """(line, part) of the parts of fmoe_ext that a file imports."""
+    for line, name in source.imports:
+        components = name.split(".")
+        if components[0] == "fmoe_ext" and len(components) > 1:
+            yield line, components[1] if components[1] in CORE or components[1] in ROOMS else ""
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=relative)
-def test_python_module(path):
-    own = part(path)
-    assert own in CORE or own in ROOMS, f"{own} is no part: add it to CORE or ROOMS and to docs/design.md"
-    for target in inner_imports(path):
-        if own in CORE:
-            assert target in CORE, f"the core's {own} imports the room {target or 'fmoe_ext'}"
-            assert CORE[target] <= CORE[own], f"{own} imports {target}, which lies above it"
-        else:
-            assert target in ("", own) or target in CORE or target in ROOMS[own], (
-                f"{own} imports the room {target}"
-            )
-        if target in MAY_IMPORT_NATIVE:
-            assert relative(path) == MAY_IMPORT_NATIVE[target], (
-                f"only {MAY_IMPORT_NATIVE[target]} loads {target}"
-            )
-    names = set(imports(path))
-    if own in WITHOUT_DISTRIBUTED:
-        assert not any(name.startswith("torch.distributed") for name in names), "imports torch.distributed"
-        assert not uses(path, "torch.distributed"), "uses torch.distributed"
-    if own not in ("ops", "frozen", "gpu"):
-        assert not uses(path, "torch.ops.fmoe_ext"), (
-            "torch.ops.fmoe_ext is spelled only in ops, frozen and gpu"
-        )
-    if own != "_env":
-        assert not uses(path, "os.environ") and not uses(path, "os.getenv"), (
-            "reads the environment: use _env.get"
-        )
+def imports_in_full(source):
+    for node in source.nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, "write imports in full, not relative"
 
 
-def module_name(path):
-    return ".".join(["fmoe_ext", *Path(relative(path)).with_suffix("").parts]).removesuffix(".__init__")
+def floors_and_rooms(source):
+    own = source.part
+    if own not in CORE and own not in ROOMS:
+        yield 1, f"{own} is no part: add it to CORE or ROOMS and to docs/design.md"
+        return
+    for line, target in inner_imports(source):
+        if own in CORE and target not in CORE:
+            yield line, f"the core's {own} imports the room {target or 'fmoe_ext'}: let the room import it"
+        elif own in CORE and CORE[target] > CORE[own]:
+            yield line, f"{own} imports {target}, which lies above it: move what both need below"
+        elif own in ROOMS and target not in ("", own) and target not in CORE and target not in ROOMS[own]:
+            yield line, f"{own} imports the room {target}: add it to ROOMS, or put what both need in the core"
 
 
-def test_no_import_circle():
+def native_modules(source):
+    for line, target in inner_imports(source):
+        if target in MAY_IMPORT_NATIVE and source.inside != MAY_IMPORT_NATIVE[target]:
+            yield line, f"only {MAY_IMPORT_NATIVE[target]} loads {target}: call its operators"
+
+
+def no_distributed(source):
+    if source.part in WITHOUT_DISTRIBUTED:
+        for line, name in source.imports:
+            if name.startswith("torch.distributed"):
+                yield line, "imports torch.distributed: leave that to ep, distributed or a room"
+        for line, name in source.attributes:
+            if name == "torch.distributed":
+                yield line, "uses torch.distributed: leave that to ep, distributed or a room"
+
+
+def operators_by_ops(source):
+    if source.part not in ("ops", "frozen", "gpu"):
+        for line, name in source.attributes:
+            if name == "torch.ops.fmoe_ext":
+                yield line, "torch.ops.fmoe_ext is spelled only in ops, frozen and gpu: call fmoe_ext.ops"
+
+
+def no_environment(source):
+    if source.part != "_env":
+        for line, name in source.attributes:
+            if name in ("os.environ", "os.getenv"):
+                yield line, "reads the environment: use _env.get"
+
+
+def import_circle(sources):
     """Between files, annotations counted; files may import the __init__ of the package that they are in."""
-    files = {module_name(path): path for path in PACKAGE}
+    files = {source.module: source for source in sources}
     graph = {
-        name: {t for t in imports_with_types(path) if t in files and t != name}
-        for name, path in files.items()
+        name: {t for _, t in source.imports_with_types if t in files and t != name}
+        for name, source in files.items()
     }
     graph = {name: {t for t in targets if not name.startswith(f"{t}.")} for name, targets in graph.items()}
-    done, trail = set(), []
+    done, trail, circles = set(), [], []
 
     def visit(name):
-        assert name not in trail, f"an import circle: {' -> '.join([*trail[trail.index(name) :], name])}"
-        if name not in done:
+        if name in trail:
+            circle = [*trail[trail.index(name) :], name]
+            circles.append(
+                f"{files[name].name}:1: an import circle: {' -> '.join(circle)}; "
+                "move what two of them need into a file below both"
+            )
+        elif name not in done:
             trail.append(name)
             for target in sorted(graph[name]):
                 visit(target)
@@ -222,6 +254,7 @@ def test_no_import_circle():
 
     for name in sorted(graph):
         visit(name)
+    return circles
 
 
 # The state that modules have, by name; what other modules call at their top makes something immutable.
@@ -264,20 +297,26 @@ MAKES_IMMUTABLE = (
 )  # fmt: skip
 
 
-# compat has the module state that FastMoE's programs read and set.
-@pytest.mark.parametrize("path", [path for path in PACKAGE if part(path) != "compat"], ids=relative)
-def test_module_state_is_named(path):
-    tree, state = tree_of(path), set()
-    for node in tree.body:
+def module_state(source):
+    # compat has the module state that FastMoE's programs read and set
+    if source.part == "compat":
+        return
+    for node in source.tree.body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         makes = isinstance(node.value, ast.Call) and dotted(node.value.func) in MAKES_IMMUTABLE
         is_type = isinstance(node, ast.AnnAssign) and dotted(node.annotation) == "TypeAlias"
         if not (makes or is_type or isinstance(node.value, IMMUTABLE)):
-            state |= {dotted(target) for target in targets} - {"__all__"}
-    assert state <= MODULE_STATE.get(relative(path), set())
-    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "uses `global`"
+            names = {dotted(target) for target in targets} - {"__all__"}
+            for name in sorted(names - MODULE_STATE.get(source.inside, set())):
+                yield (
+                    node.lineno,
+                    f"{name or 'this'} is state of a module: keep it in an object, or name it here",
+                )
+    for node in source.nodes:
+        if isinstance(node, ast.Global):
+            yield node.lineno, "uses `global`: keep it in an object"
 
 
 # torch.set_default_device() moves what these make, torch.Generator aside, whose device theirs must be.
@@ -287,8 +326,12 @@ FACTORIES = """
 """.split()  # noqa: SIM905
 
 
+def named_device(source):
+    """Calls that make a tensor on the default device, but for parameters and buffers of a constructor."""
+    yield from without_device(source.tree)
+
+
 def without_device(node, function=""):
-    """Lines that make a tensor on the default device, but for parameters and buffers of a constructor."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
             name = dotted(child.func)
@@ -297,21 +340,16 @@ def without_device(node, function=""):
             is_named = name == "torch.Generator" and child.args
             is_named = is_named or any(keyword.arg in ("device", None) for keyword in child.keywords)
             if name in {f"torch.{factory}" for factory in FACTORIES} and not is_named:
-                yield f"{child.lineno}: {name}"
+                yield child.lineno, f"{name} makes a tensor on the default device: pass device="
         yield from without_device(child, getattr(child, "name", function))
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=relative)
-def test_tensors_are_made_on_a_named_device(path):
-    assert not list(without_device(tree_of(path)))
-
-
-# Parts whose public functions have no types yet; the list only gets shorter.
-WITHOUT_TYPES = ()
+def annotated(source):
+    """Public functions and methods have types on arguments and result."""
+    yield from unannotated(source.tree)
 
 
 def unannotated(node, inside=""):
-    """Public functions and methods under a node whose arguments or results have no type."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
             yield from unannotated(child, f"{child.name}.")
@@ -321,94 +359,214 @@ def unannotated(node, inside=""):
             args = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
             args = [a for a in args if a.arg not in ("self", "cls", "ctx")]
             args += [a for a in (child.args.vararg, child.args.kwarg) if a is not None]
-            if (child.returns is None and child.name != "__init__") or any(
-                a.annotation is None for a in args
-            ):
-                yield f"{inside}{child.name}"
+            without_result = child.returns is None and child.name != "__init__"
+            if without_result or any(a.annotation is None for a in args):
+                yield child.lineno, f"{inside}{child.name} is public: write the types of arguments and result"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PACKAGE if not relative(path).startswith(WITHOUT_TYPES)], ids=relative
-)
-def test_public_functions_are_annotated(path):
-    assert not list(unannotated(tree_of(path)))
+def python_only_in_its_module(source):
+    if source.path.name != "python_module.cpp" and source.path.parent.name != "nccl":
+        for match in re.finditer("#include <Python.h>", source.text):
+            yield source.line(match), "libfmoe is built without Python: see python_module.cpp"
 
 
-@pytest.mark.parametrize("path", NATIVE, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_native_source(path):
-    text = text_of(path)
-    if path.name != "python_module.cpp" and path.parent.name != "nccl":
-        assert "#include <Python.h>" not in text, "libfmoe is built without Python: see python_module.cpp"
-    if path.is_relative_to(ROOT / "csrc"):
-        for name in includes(path):
-            assert "cuda/" not in name and not (ROOT / "cuda" / name).exists(), (
-                f"csrc/ includes {name} of cuda/"
-            )
-    assert not any(name.endswith(".cu") for name in includes(path)), "includes a .cu file"
-    assert not re.search(r"\b(getenv|setenv)\b", text), "reads the environment"
-    assert "StreamCreate" not in text, "creates a private stream"
+def csrc_without_cuda(source):
+    for line, name in source.includes:
+        if source.name.startswith("csrc/") and ("cuda/" in name or (ROOT / "cuda" / name).exists()):
+            yield line, f"csrc/ includes {name} of cuda/: the CPU's sources build without it"
+        if name.endswith(".cu"):
+            yield line, f"includes {name}: put what both need in a .cuh"
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
-def test_users_import_public_names(folder):
-    for path in (ROOT / folder).rglob("*.py"):
-        for name in imports(path):
-            components = name.split(".")
-            # FastMoE's programs import private names of its modules, so tests of compat do
-            if components[0] == "fmoe_ext" and components[1:2] != ["compat"]:
-                private = [c for c in components[1:] if c.startswith("_")]
-                assert not private, f"{path.relative_to(ROOT)} imports {name}"
+def native_without_environment_or_streams(source):
+    for match in re.finditer(r"\b(getenv|setenv)\b", source.text):
+        yield source.line(match), "reads the environment: pass it as an argument from Python"
+    for match in re.finditer("StreamCreate", source.text):
+        yield source.line(match), "creates a private stream: use torch's current one"
 
 
-FOLDERS_OF_DOCUMENTS = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
-DOCUMENTS = [path for folder in FOLDERS_OF_DOCUMENTS for path in sorted(ROOT.glob(f"{folder}/*.md"))]
-HISTORY = ("tests/cuda/kernel_resources.md", "CHANGELOG.md")  # name what there was
+def public_names_only(source):
+    for line, name in source.imports:
+        components = name.split(".")
+        # FastMoE's programs import private names of its modules, so tests of compat do
+        ours = components[0] == "fmoe_ext" and components[1:2] != ["compat"]
+        if ours and any(c.startswith("_") for c in components[1:]):
+            yield line, f"imports {name}, which is private: use a public name"
+
+
+NAME_WHAT_THERE_WAS = ("tests/cuda/kernel_resources.md", "CHANGELOG.md")
 # how paths of others begin, and of files that a reader makes
 OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp", "layouts/", "qwen3_vl.py")
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
 NO_MODULES = ("fmoe_ext.forward",)  # a key in autograd's metadata
 NEEDS_OTHERS = ("fmoe_ext.torchtitan.routed_experts",)  # test_torchtitan.py has it by this name
-NOT_YET = ()  # the list only gets shorter
 NAME = re.compile(r"(?<![\w.])fmoe_ext(?:\.[A-Za-z_]\w*)+")
 
 
-@pytest.fixture(scope="module")
-def files():
-    """Every file of the checkout, with a slash before its path."""
+@functools.cache
+def ends_of_files():
+    """Every file of the checkout with a slash before its path, and each end of a path: a/b.py has b.py too."""
     folders = (
         *(f for f in ROOT.iterdir() if f.is_dir() and not f.name.startswith((".", "build"))),
         ROOT / ".ci",
     )
-    return [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*")] + [
-        f"/{path.name}" for path in ROOT.iterdir()
-    ]
+    files = [path.relative_to(ROOT) for folder in folders for path in folder.rglob("*")]
+    files += [path.relative_to(ROOT) for path in ROOT.iterdir()]
+    ends = {"/".join(path.parts[i:]) for path in files for i in range(len(path.parts))}
+    return [f"/{path}" for path in files], ends
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_documents_name_files_that_exist(path, files):
+def files_that_exist(source):
     """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
-    text = re.sub(r"https?://\S+", "", text_of(path))
-    names = {f"{stem}.{suffix}".removeprefix("../") for stem, suffix in PATH.findall(text)}
-    names = {name for name in names if not name.startswith(OF_OTHERS)}
-    if path.relative_to(ROOT).as_posix() in HISTORY:
-        names = set()
-    missing = sorted(name for name in names if not fnmatch.filter(files, f"*/{name}"))
-    assert not missing, f"{path.name} names files that do not exist: {missing}"
+    text = re.sub(r"https?://\S+", lambda match: " " * len(match[0]), source.text)
+    files, ends = ends_of_files()
+    for match in PATH.finditer(text):
+        name = f"{match[1]}.{match[2]}".removeprefix("../")
+        exists = fnmatch.filter(files, f"*/{name}") if "*" in name else name in ends
+        if not name.startswith(OF_OTHERS) and not exists:
+            yield (
+                text.count("\n", 0, match.start()) + 1,
+                f"names {name}, which does not exist: name its new place",
+            )
+
+
+@functools.cache
+def resolves(name):
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def names_that_exist(source):
+    native = {"_C", "_C_cuda", "_C_nccl"}  # which not every build has
+    for match in NAME.finditer(source.text):
+        name = match[0].rstrip(".")
+        known = name.split(".")[1] in native or name in (*NO_MODULES, *NEEDS_OTHERS)
+        if not known and not resolves(name):
+            yield source.line(match), f"names {name}, which does not exist: name its new place"
+
+
+def sources(*patterns, left_out=()):
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
+    names = (path.relative_to(ROOT) for path in paths if path.is_file() and "__pycache__" not in path.parts)
+    return [Source(name.as_posix()) for name in names if name.as_posix() not in left_out]
+
+
+@functools.cache
+def files_of(kind):
+    if kind == "package":
+        return sources("fmoe_ext/**/*.py")
+    if kind == "native":
+        return sources("csrc/**/*.*", "cuda/**/*.*")
+    if kind == "users":
+        return sources("tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py")
+    folders = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
+    return sources(*(f"{folder}/*.md" for folder in folders), left_out=NAME_WHAT_THERE_WAS)
+
+
+RULES = {
+    imports_in_full: ("package", "users"),
+    floors_and_rooms: ("package",),
+    native_modules: ("package",),
+    no_distributed: ("package",),
+    operators_by_ops: ("package",),
+    no_environment: ("package",),
+    module_state: ("package",),
+    named_device: ("package",),
+    annotated: ("package",),
+    python_only_in_its_module: ("native",),
+    csrc_without_cuda: ("native",),
+    native_without_environment_or_streams: ("native",),
+    public_names_only: ("users",),
+    files_that_exist: ("documents",),
+    names_that_exist: ("documents", "package", "native"),
+}
+LEAST = {"package": 300, "native": 100, "users": 300, "documents": 50}  # fewer files: a pattern has lost some
+
+
+def broken(rule, files):
+    found = (f"{source.name}:{line}: {what}" for source in files for line, what in rule(source))
+    return list(dict.fromkeys(found))  # `from a import b, c` is one fault
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds_in_every_file(rule):
+    found = [line for kind in RULES[rule] for line in broken(rule, files_of(kind))]
+    assert not found, "\n".join(["", *found])
+
+
+def test_no_import_circle():
+    found = import_circle(files_of("package"))
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize("kind", LEAST)
+def test_rules_read_every_file(kind):
+    assert len(files_of(kind)) >= LEAST[kind]
+
+
+# (rule, file, its text): each breaks its rule once, in its last line, or in its first if the whole file is wrong.
+PLANTED = [
+    (imports_in_full, "fmoe_ext/gates/new.py", "import torch\nfrom . import losses"),
+    (floors_and_rooms, "fmoe_ext/new_part.py", ""),
+    (floors_and_rooms, "fmoe_ext/layers.py", "import torch\nfrom fmoe_ext import checkpoint"),
+    (floors_and_rooms, "fmoe_ext/layers.py", "import torch\nfrom fmoe_ext import FMoE"),
+    (
+        floors_and_rooms,
+        "fmoe_ext/linear.py",
+        "if TYPE_CHECKING:\n    import fmoe_ext.gates\nfrom fmoe_ext import gates",
+    ),
+    (floors_and_rooms, "fmoe_ext/lora/new.py", "def f():\n    import fmoe_ext.remote"),
+    (native_modules, "fmoe_ext/layers.py", "import torch\nfrom fmoe_ext import _C"),
+    (native_modules, "fmoe_ext/ops/__init__.py", "from fmoe_ext import _C\nimport fmoe_ext._C_nccl"),
+    (no_distributed, "fmoe_ext/routing.py", "import torch\nimport torch.distributed"),
+    (no_distributed, "fmoe_ext/routing.py", "import torch\nx = torch.distributed.is_initialized"),
+    (operators_by_ops, "fmoe_ext/layers.py", "import torch\ntorch.ops.fmoe_ext.permute()"),
+    (no_environment, "fmoe_ext/layers.py", "import os\nx = os.environ"),
+    (no_environment, "fmoe_ext/layers.py", "import os\nx = os.getenv('A')"),
+    (module_state, "fmoe_ext/layers.py", "FACTOR = 2\n_seen = {}"),
+    (module_state, "fmoe_ext/ops/chooser.py", "_CHOOSERS = []\n_OTHERS: list = make()"),
+    (module_state, "fmoe_ext/layers.py", "def f():\n    global seen"),
+    (named_device, "fmoe_ext/layers.py", "torch.empty(1, device=x.device)\ntorch.zeros(2)"),
+    (named_device, "fmoe_ext/layers.py", "def __init__(self):\n    self.a = torch.Generator()"),
+    (annotated, "fmoe_ext/layers.py", "def _private(x): ...\ndef f(x) -> int: ..."),
+    (annotated, "fmoe_ext/layers.py", "def g(x: int) -> int: ...\ndef f(x: int): ..."),
+    (annotated, "fmoe_ext/layers.py", "class A:\n    def __init__(self, x): ..."),
+    (annotated, "fmoe_ext/layers.py", "def g(*, x: int) -> int: ...\ndef f(*args, x: int) -> int: ..."),
+    (python_only_in_its_module, "csrc/ops.cpp", "#include <vector>\n#include <Python.h>"),
+    (csrc_without_cuda, "csrc/ops.cpp", '#include "gemm/gemm.h"\n#include "../cuda/new.h"'),
+    (csrc_without_cuda, "csrc/ops.cpp", '#include "gemm/gemm.h"\n#include "select.h"'),
+    (csrc_without_cuda, "cuda/new.cu", '#include "select.h"\n#include "sm90_up.cu"'),
+    (native_without_environment_or_streams, "csrc/ops.cpp", 'x\nauto a = getenv("A");'),
+    (native_without_environment_or_streams, "cuda/new.cu", "x\ncudaStreamCreateWithFlags(&s, 0);"),
+    (public_names_only, "tests/test_new.py", "from fmoe_ext.compat import _a\nfrom fmoe_ext.ep import _plan"),
+    (files_that_exist, "docs/new.md", "see ep/plan.py and https://x.org/a/not_there.py\nsee ep/not_there.py"),
+    (files_that_exist, "docs/new.md", "see docs/*.md\nsee docs/*_not_there.md"),
+    (names_that_exist, "docs/new.md", "see fmoe_ext._C_nccl.x and fmoe_ext.FMoE.\nsee fmoe_ext.NotThere."),
+]
 
 
 @pytest.mark.parametrize(
-    "path", [*DOCUMENTS, *PACKAGE, *NATIVE], ids=lambda p: p.relative_to(ROOT).as_posix()
+    "rule, name, text", PLANTED, ids=[f"{rule.__name__}-{i}" for i, (rule, _, _) in enumerate(PLANTED)]
 )
-def test_names_of_the_package_exist(path):
-    native = {"_C", "_C_cuda", "_C_nccl"}  # which not every build has
-    for name in {n.rstrip(".") for n in NAME.findall(text_of(path))}:
-        if (
-            path.relative_to(ROOT).as_posix() in HISTORY
-            or name.split(".")[1] in native
-            or name in (*NO_MODULES, *NEEDS_OTHERS, *NOT_YET)
-        ):
-            continue
-        try:
-            pkgutil.resolve_name(name)
-        except (ImportError, AttributeError):
-            pytest.fail(f"{path.name} names {name}, which does not exist")
+def test_rule_sees_what_breaks_it(rule, name, text):
+    found = broken(rule, [Source(name, text)])
+    assert len(found) == 1 and found[0].startswith(f"{name}:{text.count(chr(10)) + 1}: ")
+
+
+def test_every_rule_has_a_planted_break():
+    assert {rule for rule, _, _ in PLANTED} == set(RULES)
+
+
+def test_import_circle_is_seen_through_annotations():
+    """a imports b for its types alone; c may import the package that it is in."""
+    texts = {
+        "fmoe_ext/gates/__init__.py": "from fmoe_ext.gates.c import C",
+        "fmoe_ext/gates/c.py": "import fmoe_ext.gates",
+        "fmoe_ext/a.py": "if TYPE_CHECKING:\n    from fmoe_ext.b import B",
+        "fmoe_ext/b.py": "import fmoe_ext.a",
+    }
+    found = import_circle([Source(name, text) for name, text in texts.items()])
+    assert len(found) == 1 and "fmoe_ext.a -> fmoe_ext.b -> fmoe_ext.a" in found[0]

@@ -95,7 +95,9 @@ class ChoiceLog:
         def note(module: nn.Module, _: Any, output: Any) -> None:
             if self._num_ended % self.every == 0 and module.training and is_counted():
                 topk_idx, _ = view.read_real(output)
-                self._chosen.append((name, _compact(topk_idx, view.num_experts)))
+                # a copy in few bytes, in which -1 becomes the largest number
+                dtype = torch.uint8 if _width(view.num_experts) == 1 else torch.int16
+                self._chosen.append((name, topk_idx.detach().to(dtype)))
 
         return note
 
@@ -132,7 +134,7 @@ class ChoiceLog:
             self._give_up(error)
 
     def _begin(self, widths: dict[str, int]) -> None:
-        """Opens the file, for gates that make so many choices a token."""
+        """Open the file. widths: the choices that each gate makes for a token."""
         self._gates = self._gates_of(widths)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb+")
@@ -344,21 +346,15 @@ def _width(num_experts: int) -> int:
     return 1 if num_experts < 255 else 2
 
 
-def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """topk_idx [T, K] in few bytes, where -1 is the largest number; a copy, on its device."""
-    dtype = torch.uint8 if _width(num_experts) == 1 else torch.int16
-    return topk_idx.detach().to(dtype)
-
-
 def _to_bytes(numbers: torch.Tensor) -> bytes:
-    """Bytes of each number's lowest place, then those of the next, ..."""
+    """Write the lowest byte of all numbers, then the next byte of all, ...: high bytes are alike and compress well."""
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
     return little.view("u1").reshape(-1, little.itemsize).T.tobytes()
 
 
 def _from_bytes(data: bytes, width: int) -> torch.Tensor:
-    """_to_bytes() of numbers of so many bytes -> int64."""
+    """Read what _to_bytes() wrote of numbers of width bytes -> int64."""
     if not data:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     places = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(width, -1)

@@ -74,7 +74,8 @@ class LayerCounters:
             # of many tokens every n-th speaks for n
             topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // _ENTROPY_SAMPLE)].clone(),
         )
-        if _is_repeated_without_python(topk_idx):
+        # A compiled program and a CUDA graph run again without this code: nothing may be noted for later.
+        if torch.compiler.is_compiling() or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._add([forward])
             return
         with self._lock:
@@ -91,14 +92,14 @@ class LayerCounters:
                 self._add(noted)
 
     def reset(self) -> None:
-        """Back to zero, except how long experts have been idle."""
+        """Set the sums to zero, except how long experts have been idle."""
         with self._lock:
             for name in self.NAMES:
                 if name != "idle_steps":
                     getattr(self, name).zero_()
 
     def _add(self, noted: Sequence[_Forward]) -> None:
-        """As many operations as there are counters, and none that waits for the device."""
+        """Add in as many operations as there are counters; none waits for the device."""
         sums, num = self._sums, len(noted)
         loads = torch.stack([forward.load for forward in noted])  # [num, E]
         sums["tokens_per_expert"] += loads.sum(0)
@@ -114,13 +115,8 @@ class LayerCounters:
             sums["gate_entropy_sum"] += _entropies(same)
 
 
-def _is_repeated_without_python(x: torch.Tensor) -> bool:
-    """True while a program is compiled or a CUDA graph captured, in which nothing may be noted."""
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def _entropies(noted: Sequence[_Forward]) -> torch.Tensor:
-    """The entropies of all tokens, / log K, summed; 0 for one choice a token."""
+    """Sum the entropies of all tokens, divided by log K; 0 for one choice a token."""
     weights = torch.cat([forward.weights for forward in noted])
     top_k = weights.shape[1]
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))

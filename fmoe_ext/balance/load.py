@@ -175,7 +175,7 @@ def _counting_hook(view: GateView, counters: LayerCounters) -> Callable[..., Non
 
 
 def _in_folder(path: str | Path) -> Path:
-    """The path, whose folder is made if it is not there: a run must not end when it first reports."""
+    """Return the path; make its folder, because a run must not end when it first reports."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return Path(path)
 

@@ -87,15 +87,12 @@ def _layer_row(gate: GateSummary) -> list[str]:
 
 
 def _over_steps(summary: Summary) -> str:
-    figures = [
-        figure(
-            _relative(gate.load).t(),
-            gate.gate.name,
-            _numbers(gate.gate.num_experts),
-            [f"{step:,}" for step in summary.bins],
-        )
-        for gate in summary.gates
-    ]
+    figures = []
+    steps = [f"{step:,}" for step in summary.bins]
+    for gate in summary.gates:
+        load = gate.load.double()  # [bins, E]
+        relative = load / load.mean(1, keepdim=True).clamp(min=1e-9)
+        figures.append(figure(relative.t(), gate.gate.name, _numbers(gate.gate.num_experts), steps))
     return (
         "<h2>Load over steps</h2><p>Numbers of experts on the left, steps below; the colour is the expert's load over "
         f"the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>"
@@ -168,12 +165,6 @@ def _top_pairs(gate: GateSummary, lift: torch.Tensor) -> str:
     return ", ".join(
         f"{place // size} + {place % size} ({value:.1f} times)" for place, value in named if value > 1
     )
-
-
-def _relative(load: torch.Tensor) -> torch.Tensor:
-    """load [bins, E] over the mean of each bin."""
-    load = load.double()
-    return load / load.mean(1, keepdim=True).clamp(min=1e-9)
 
 
 def _text(token: int, vocabulary: Mapping[int, str]) -> str:

@@ -56,7 +56,7 @@ class RoutingReplay:
 
     @contextmanager
     def record(self) -> Iterator[RoutingReplay]:
-        """Forgets earlier choices and records those of every forward inside the block."""
+        """Forget earlier choices and record every forward inside the block."""
         self.choices = {name: [] for name in self.views}
         self._recorded = dict(self.choices)
         with self._tapes(lambda name: _Recorder(self.choices[name])):
@@ -84,12 +84,6 @@ class RoutingReplay:
             for name, view in self.views.items():
                 stack.enter_context(view.taped(make(name)))
             yield
-
-
-def _beside(gate: nn.Module, choices: list[Choices]) -> list[Choices]:
-    """The choices on the device of the gate's tensors: those of an inference engine or of a file are on the CPU."""
-    own = next(chain(gate.parameters(), gate.buffers()), None)
-    return choices if own is None else [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
 
 
 def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool) -> None:
@@ -135,7 +129,10 @@ class _Recorder:
 
 class _Player:
     def __init__(self, choices: list[Choices], gate: nn.Module) -> None:
-        self.choices = _beside(gate, choices)
+        own = next(chain(gate.parameters(), gate.buffers()), None)
+        self.choices = choices
+        if own is not None:  # choices of an inference engine or of a file are on the CPU
+            self.choices = [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
         self.num_played = 0
         self._are_whole = [not bool((selected == CHOOSE_ANEW).any()) for selected, _ in choices]
 

@@ -74,7 +74,10 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     """
     files = [Path(path) for path in paths]
     _check_distinct(files)
-    gates = _common_gates(files, allow_truncated)
+    gates, *others = (read_log(path, allow_truncated=allow_truncated)[0] for path in files)
+    for path, other in zip(files[1:], others, strict=True):
+        if other != gates:
+            raise BadLog(f"{path} is of other gates than {files[0]}: a report is of one run")
     steps = sorted({record.step for record in _records(files, allow_truncated)})
     if not steps:
         raise BadLog(f"{', '.join(map(str, files))}: no step was logged")
@@ -83,7 +86,14 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
     small = [gate.num_experts for gate in gates if gate.num_experts <= _MAX_TOGETHER]
     widest = _MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
-    summaries = {gate.name: _empty(gate, num_bins, widest) for gate in gates}
+    summaries = {}
+    for gate in gates:
+        experts = gate.num_experts
+        load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
+        dropped, tokens = torch.zeros(2, num_bins, device="cpu")
+        # pairs take E x E numbers: counted where all gates together have few of them
+        pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
+        summaries[gate.name] = GateSummary(gate, load, dropped, tokens, pairs)
     for record in _records(files, allow_truncated):
         if record.gate is not None:
             _add(summaries[record.gate], bin_of[record.step], record.topk_idx)
@@ -101,25 +111,9 @@ def _check_distinct(files: Sequence[Path]) -> None:
                 )
 
 
-def _common_gates(files: Sequence[Path], allow_truncated: bool) -> list[Gate]:
-    gates, *others = (read_log(path, allow_truncated=allow_truncated)[0] for path in files)
-    for path, other in zip(files[1:], others, strict=True):
-        if other != gates:
-            raise BadLog(f"{path} is of other gates than {files[0]}: a report is of one run")
-    return gates
-
-
 def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:
     for path in files:
         yield from read_log(path, allow_truncated=allow_truncated)[1]
-
-
-def _empty(gate: Gate, num_bins: int, widest: int) -> GateSummary:
-    experts = gate.num_experts
-    pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
-    load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
-    dropped, tokens = torch.zeros(2, num_bins, device="cpu")
-    return GateSummary(gate, load, dropped, tokens, pairs)
 
 
 def _add(summary: GateSummary, number: int, topk_idx: torch.Tensor) -> None:

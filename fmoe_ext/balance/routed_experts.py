@@ -55,7 +55,7 @@ def load_routed_experts(
     *,
     sequence_first: bool = False,
 ) -> None:
-    """Makes replay.choices those of arrays, for one forward of a batch.
+    """Set replay.choices from arrays, for one forward of a batch.
 
     arrays: for each sequence what torch.as_tensor makes [tokens, layers, K] of (tensor, numpy array, lists), integers.
     Tokens without a row, at a sequence's end, and those whose choices are all -1 choose anew when played. Other

@@ -1,4 +1,4 @@
-"""The gates of a model, ours and those of other libraries: record and replay their choices.
+"""Record and replay the choices of a model's gates, ours and other libraries'.
 
 Ours are BaseGates. The routers of Transformers and Megatron-core are known by what they have, not by their classes.
 They choose by one torch.topk over their experts, which is where choices are recorded and played.
@@ -48,11 +48,11 @@ class GateView:
         return topk_idx, topk_weights.reshape(topk_idx.shape)
 
     def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, of the tokens that are not padding (fmoe_ext.valid_tokens)."""
+        """Read the choices of the tokens that are not padding (fmoe_ext.valid_tokens)."""
         return self.read(output)
 
     def with_kept(self, output: Any, kept: torch.Tensor) -> Any:
-        """output with these choices [T, K] in the place of its own."""
+        """Replace the choices in output by kept [T, K]."""
         return (kept.to(output[0].device), *output[1:])
 
     @contextmanager
@@ -151,7 +151,7 @@ class RouterView(GateView):
 
 
 class _Topk(TorchFunctionMode):
-    """Hands the first torch.topk over all experts to a tape: scores stay those of now, also their gradients."""
+    """Hand the first torch.topk over all experts to a tape: scores and their gradients stay the router's own."""
 
     def __init__(self, tape: Any, num_experts: int, top_k: int | None):
         super().__init__()

@@ -38,7 +38,7 @@ def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = No
 
 
 def imbalance(load: Sequence[int], num_ranks: int, order: Sequence[int]) -> float:
-    """The largest load of a rank over the mean."""
+    """Divide the largest load of a rank by the mean."""
     num_local = len(load) // num_ranks
     sums = [sum(load[e] for e in order[r * num_local : (r + 1) * num_local]) for r in range(num_ranks)]
     return max(sums) * num_ranks / max(sum(sums), 1)
@@ -103,7 +103,7 @@ def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimi
 def _rows_of_state(
     name: str, param: torch.Tensor, optimizer: torch.optim.Optimizer | None
 ) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state that have a row for each expert of a parameter [e, *]; its numbers stay."""
+    """List the optimizer's tensors with a row for each expert of a parameter [e, *]; its numbers stay."""
     state = optimizer.state.get(param, {}) if optimizer is not None else {}
     tensors = {entry: x for entry, x in state.items() if isinstance(x, torch.Tensor) and x.dim()}
     for entry, x in tensors.items():
@@ -138,7 +138,7 @@ def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel:
 
 
 def _keep_places(held: list[int], current: Sequence[int], rank: int, num_local: int) -> list[int]:
-    """The experts of a rank, those that were there at the places that they had."""
+    """List a rank's experts; those that were there keep their places."""
     places: list[int | None] = [None] * num_local
     new = []
     for expert in held:

@@ -13,13 +13,11 @@ from fmoe_ext.doctor.subject import from_transformers
 from fmoe_ext.gates import GATES
 from tests.doctor.architectures import moe_architectures, subject_of
 from tests.doctor.held_out import HELD_OUT
-from tests.doctor.held_out_by_search import AFTER_A_CHANGE, BY_SEARCH, MISSED
-from tests.doctor.held_out_by_second_search import AFTER_ANOTHER_CHANGE, MISSED_AGAIN, SECOND_SEARCH
-from tests.doctor.held_out_by_third_search import MISSED_BY_THE_THIRD, SEEN_ELSEWHERE, THIRD_SEARCH
 from tests.doctor.museum import EXHIBITS, subject
 from tests.doctor.museum_finetune import healthy_finetuning
 from tests.doctor.museum_wiring import healthy_models
 from tests.doctor.plain import Model
+from tests.doctor.reported import NAMED, NAMED_ALONE, NOT_SEEN
 from tests.pages import ROOT, blocks
 
 ALARMS = MappingProxyType(  # defects of the architectures: docs/doctor.md has the lines
@@ -34,30 +32,23 @@ def test_exhibit_is_named_by_its_invariant(name):
     assert invariant in report.named(), f"{thread}\n{report}"
 
 
-@pytest.mark.parametrize("thread", [*BY_SEARCH, *AFTER_A_CHANGE])
-def test_mistake_found_by_a_search_is_named(thread):
-    invariant, make = (BY_SEARCH | AFTER_A_CHANGE)[thread]
+@pytest.mark.parametrize("thread", NAMED_ALONE)
+def test_reported_mistake_is_named_alone(thread):
+    invariant, make = NAMED_ALONE[thread]
     report = doctor.check(make())
     assert report.named() == {invariant}, str(report)
 
 
-@pytest.mark.parametrize("thread", [*SECOND_SEARCH, *AFTER_ANOTHER_CHANGE])
-def test_mistake_found_by_a_second_search_is_named(thread):
-    invariant, make = (SECOND_SEARCH | AFTER_ANOTHER_CHANGE)[thread]
+@pytest.mark.parametrize("thread", NAMED)
+def test_reported_mistake_is_named(thread):
+    invariant, make = NAMED[thread]
     report = doctor.check(make())
     assert invariant in report.named(), str(report)
 
 
-@pytest.mark.parametrize("thread", [*THIRD_SEARCH, *SEEN_ELSEWHERE])
-def test_mistake_found_by_a_third_search_is_named(thread):
-    invariant, make = (THIRD_SEARCH | SEEN_ELSEWHERE)[thread]
-    report = doctor.check(make())
-    assert invariant in report.named(), str(report)
-
-
-@pytest.mark.parametrize("thread", [*MISSED, *MISSED_AGAIN, *MISSED_BY_THE_THIRD])
-def test_missed_mistake_raises_no_other_alarm(thread):
-    report = doctor.check((MISSED | MISSED_AGAIN | MISSED_BY_THE_THIRD)[thread]())
+@pytest.mark.parametrize("thread", NOT_SEEN)
+def test_mistake_that_is_not_seen_raises_no_other_alarm(thread):
+    report = doctor.check(NOT_SEEN[thread]())
     assert report.ok, str(report)
 
 
@@ -107,7 +98,7 @@ def test_our_gates_raise_no_alarm(gate):
 
 def test_museum_holds_enough_published_mistakes():
     assert sum(thread is not None for _, thread, _ in EXHIBITS.values()) >= 24
-    assert len(HELD_OUT) >= 6 and len(BY_SEARCH) >= 6
+    assert len(HELD_OUT) >= 6 and len(NAMED_ALONE) + len(NAMED) >= 27
 
 
 def test_model_without_experts_is_refused():

@@ -57,7 +57,7 @@ def test_threads_change_no_bit():
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
-def test_a_token_that_is_not_a_number_makes_the_loss_nan():
+def test_loss_is_nan_where_a_token_is_not_a_number():
     logits, counts = inputs(9, 4, torch.float32)
     logits[3, 1] = torch.nan
     loss, grad = loss_and_gradient(balance_loss, logits, counts, "softmax")

@@ -1,4 +1,4 @@
-"""Megatron-core, 0.15 and newer: MoE layers in the place of a model's MLPs, or in its layer specification.
+"""Megatron-core, 0.15 and newer: MoE layers that replace a model's MLPs, or stand in its layer specification.
 
 Experts are spread over Megatron's expert-parallel group; its DistributedDataParallel, optimizers and dist_checkpointing
 treat them as its own. table.py: each MoE option of TransformerConfig; gate.py: the gate that a config describes;

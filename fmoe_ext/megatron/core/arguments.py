@@ -13,7 +13,7 @@ GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
 def process_groups(pg_collection: Any = None) -> Any:
-    """Megatron's ProcessGroupCollection with GROUPS: the given one, or that of parallel_state.
+    """Return Megatron's ProcessGroupCollection with GROUPS: the given one, or parallel_state's.
 
     Raises RuntimeError if parallel_state is not initialised.
     """
@@ -68,7 +68,7 @@ def check_whole_experts(groups: Any) -> None:
 
 
 def activation_of(config: Any) -> str | Callable[..., Any]:
-    """The activation of a dense MLP of this config, as FMoETransformerMLP takes it."""
+    """Name or build the activation of this config's dense MLP, as FMoETransformerMLP takes it."""
     activation = simplify(config.activation_func)
     if activation == "gelu" and config.bias_activation_fusion:
         activation = "gelu_tanh"  # Megatron's fused kernels compute this one
@@ -77,12 +77,8 @@ def activation_of(config: Any) -> str | Callable[..., Any]:
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     if isinstance(activation, str) and activation in GATED and limit is None and offset == 0:
         return GATED[activation]
-    if config.activation_func is _quick_gelu() and limit is not None and offset == 1:
-        return ClampedSwiGLU(_QUICK_GELU, limit)  # GPT-OSS's
-    return GatedActivation(config.activation_func, limit, offset)
-
-
-def _quick_gelu() -> Any:
     from megatron.core.activations import quick_gelu
 
-    return quick_gelu
+    if config.activation_func is quick_gelu and limit is not None and offset == 1:
+        return ClampedSwiGLU(_QUICK_GELU, limit)  # GPT-OSS's
+    return GatedActivation(config.activation_func, limit, offset)

@@ -22,7 +22,7 @@ _WIDTH_AXES = MappingProxyType({"htoh4.weight": 1, "htoh4.bias": 1, "h4toh.weigh
 
 
 class WidthShardedMLP(FMoETransformerMLP):
-    """FMoETransformerMLP of which this rank has d_hidden / width_group.size() hidden units of its experts.
+    """FMoETransformerMLP whose experts have d_hidden / width_group.size() hidden units on this rank.
 
     htoh4.weight [e, H / size, D], htoh4.bias [e, H / size], h4toh.weight [e, D, H / size]; h4toh.bias [e, D] is the
     same on all ranks. A gated activation has H / size rows of its gate, then as many of up. width_group=None or of one
@@ -60,7 +60,7 @@ class WidthShardedMLP(FMoETransformerMLP):
         super().place_experts(order)
 
     def whole_like(self, part: Tensor, name: str) -> Tensor:
-        """An empty tensor for one whole expert's parameter, of which this rank has the part."""
+        """Make an empty tensor for one whole expert's parameter; this rank has only part of it."""
         shape, axis = list(part.shape), _WIDTH_AXES[name]
         if self.width is not None and axis is not None:
             shape[axis - 1] *= self.width.size
@@ -78,7 +78,7 @@ class WidthShardedMLP(FMoETransformerMLP):
 
 
 def _num_halves(moe: FMoETransformerMLP, name: str) -> int:
-    """2 for what has the rows of a gate before those of up, else 1."""
+    """Return 2 for a weight with the gate's rows before up's, else 1."""
     return 2 if name.startswith("htoh4") and is_gated(moe.experts.activation) else 1
 
 

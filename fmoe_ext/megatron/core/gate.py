@@ -1,4 +1,4 @@
-"""The gate that a TransformerConfig describes, in the place of Megatron's TopKRouter."""
+"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter."""
 
 from __future__ import annotations
 
@@ -170,7 +170,11 @@ def gate_arguments(config: Any) -> dict[str, Any]:
         if is_quantile(config):
             ema = config.moe_router_quantile_balancing_ema
             return MegatronQuantileGate(*size, **common, score=score, ema=ema)
-        common |= _group_options(config, top_k)
+        common |= {"num_groups": 1, "topk_groups": 1, "group_best": 1}
+        if topk_groups := config.moe_router_group_topk:
+            # Megatron ranks a group by as many of its scores as are chosen in each group
+            common |= {"num_groups": config.moe_router_num_groups, "topk_groups": topk_groups}
+            common["group_best"] = top_k // topk_groups
         if score == "softmax":
             made: FromConfig = MegatronSoftmaxGate(*size, **common)
         else:
@@ -202,14 +206,6 @@ def _common_options(config: Any) -> dict[str, Any]:
         "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
         "wide": config.moe_router_dtype == "fp64",
     }
-
-
-def _group_options(config: Any, top_k: int) -> dict[str, int]:
-    topk_groups = config.moe_router_group_topk
-    if not topk_groups:
-        return {"num_groups": 1, "topk_groups": 1, "group_best": 1}
-    num_groups = config.moe_router_num_groups
-    return {"num_groups": num_groups, "topk_groups": topk_groups, "group_best": top_k // topk_groups}
 
 
 def _swapped(rows: Tensor, shape: tuple[Any, Any]) -> Tensor:

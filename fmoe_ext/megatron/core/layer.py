@@ -172,7 +172,11 @@ class MegatronCoreMLP(nn.Module):
         from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
         config, gate = self.config, self.moe.gate
-        values = {LOGGED_AS.get(kind, "load_balancing_loss"): v for kind, v in _balance_values(gate).items()}
+        values: dict[str, Tensor] = {}
+        if isinstance(getattr(gate, "balance_loss", None), Mapping):  # a gate with several losses
+            values = {
+                LOGGED_AS.get(kind, "load_balancing_loss"): v for kind, v in gate.balance_values.items()
+            }
         if not values:
             only_z = isinstance(gate, FromConfig) and loss_weights(config)[1] == 0
             kind = getattr(gate, "balance_loss", None) or "global"
@@ -221,11 +225,6 @@ class MegatronCoreMLP(nn.Module):
         known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
         groups = {name: group for name, group in groups.items() if name in known}
         return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
-
-
-def _balance_values(gate: Any) -> dict[str, Tensor]:
-    """The balance losses of a gate that has several."""
-    return gate.balance_values if isinstance(getattr(gate, "balance_loss", None), Mapping) else {}
 
 
 def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
         self._in_mtp = in_mtp or is_mtp_layer
 
     def set_layer_number(self, layer_number: int) -> None:
-        """As MegatronCoreMLP's; layers of multi-token prediction follow those of the decoder.
+        """Count layers as MegatronCoreMLP does; multi-token prediction's follow the decoder's.
 
         Raises ValueError if moe_layer_freq leaves the layer dense.
         """
