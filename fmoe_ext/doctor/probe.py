@@ -204,8 +204,10 @@ class Probe:
         if self.cannot is not None or self.scores is None or not self.used.any():
             return False
         place = int(self.used.sum(0).argmax())
-        before = self.base[:, place]
-        after = self.parts(only(None, self.measured[place], NEAR), [self.measured[place]])[:, 0]
+        # matrices alone: a bias that counts without its weight changes the direction, too
+        moved, still = (_equal(numbers, matrices=True) for numbers in ([self.measured[place]], []))
+        raised = only(None, self.measured[place], NEAR)
+        before, after = (self.run(change, moved) - self.run(change, still) for change in (None, raised))
         both = self.used[:, place] & (after.norm(dim=-1) > 0)
         cosine = torch.nn.functional.cosine_similarity(after[both], before[both], dim=-1)
         return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
@@ -276,10 +278,11 @@ def without_experts(layer: Layer, own: dict[str, nn.Parameter]) -> None:
 
 
 def without_matrices(layer: Layer, own: dict[str, nn.Parameter]) -> None:
-    """Set all values of experts and all other matrices to 0, except the router."""
+    """Set experts and all other products to 0, matrices and the biases beside them, except the router's."""
     without_experts(layer, own)
+    products = {n.rpartition(".")[0] for n, p in own.items() if p.ndim > 1 and n not in layer.routers}
     for name, p in own.items():
-        if p.ndim > 1 and name not in layer.routers:
+        if name.rpartition(".")[0] in products and name not in layer.routers:
             p.zero_()
 
 
@@ -294,12 +297,12 @@ def _stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Paramete
     return {n: p for n, p in (rows | layer.stacked).items() if n not in layer.routers}
 
 
-def _equal(moved: list[int]) -> Prepare:
-    return functools.partial(_make_equal, moved=moved)
+def _equal(moved: list[int], matrices: bool = False) -> Prepare:
+    return functools.partial(_make_equal, moved=moved, matrices=matrices)
 
 
-def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int]) -> None:
-    """Give all experts the values of the first one, and move some of them, all in the same way."""
+def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], matrices: bool) -> None:
+    """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
     generator = torch.Generator("cpu").manual_seed(9)
 
     def give(first: torch.Tensor, others: list[torch.Tensor]) -> None:
@@ -308,7 +311,7 @@ def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int]) ->
         size = float(first.abs().mean()) or 0.02
         for e, value in enumerate(others):
             value.copy_(first)
-            if e in moved:
+            if e in moved and (first.ndim > 1 or not matrices):
                 value.add_(noise.to(first), alpha=MOVE * size)
 
     if layer.separate:

@@ -109,4 +109,4 @@ THIRD_SEARCH = {
 SEEN_ELSEWHERE = {
     "megablocks#87": ("balance-size", top_1_is_normalised_over_tokens)
 }  # it was thought to be "batch"
-MISSED_BY_THE_THIRD = {"torchtitan#4168": padding_moves_the_bias}
+AFTER_A_THIRD_CHANGE = {"torchtitan#4168": ("balance-padding", padding_moves_the_bias)}
