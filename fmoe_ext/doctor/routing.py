@@ -275,7 +275,7 @@ def _beside(probe: Probe) -> Finding:
 
 
 def _same_added(probe: Probe) -> Iterator[Finding]:
-    """What changes no weight changes no choice: the same amount added to all scores, for a softmax."""
+    """Choices stay where weights do: the same amount added to all scores changes neither of a softmax."""
     assert probe.scores is not None
     amount = 1 + 2 * float(probe.scores.abs().max())
     seen = [(probe.rows, probe.choices)]
