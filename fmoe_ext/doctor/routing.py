@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext.doctor.behaviour import options_of
 from fmoe_ext.doctor.case import Case, verdict
+from fmoe_ext.doctor.finding import Layer
 from fmoe_ext.doctor.probe import (
     NEAR,
     Prepare,
@@ -278,8 +280,11 @@ def _same_added(probe: Probe) -> Iterator[Finding]:
     """Choices stay where weights do: the same amount added to all scores changes neither of a softmax."""
     assert probe.scores is not None
     amount = 1 + 2 * float(probe.scores.abs().max())
-    seen = [(probe.rows, probe.choices)]
-    seen += [probe.choose(lambda _, scores, a=a: scores + a) for a in (amount, -amount)]
+
+    def raised(layer: Layer, scores: torch.Tensor, by: float) -> torch.Tensor:
+        return scores + by
+
+    seen = [(probe.rows, probe.choices), *(probe.choose(partial(raised, by=s * amount)) for s in (1, -1))]
     scale = float(probe.rows.abs().max())
     for (rows, choices), (other_rows, other_choices) in itertools.combinations(seen, 2):
         if choices is None or other_choices is None or choices.shape != other_choices.shape:
