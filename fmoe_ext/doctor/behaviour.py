@@ -194,6 +194,24 @@ def bias_once(case: Case) -> Iterator[Finding]:
         )
 
 
+def bias_padding(case: Case) -> Iterator[Finding]:
+    """A bias of the choice moves by the load of tokens, and padding is none."""
+    s = case.subject
+    start = {n: v for n, v in _state(case.model).items() if "bias" in n.rpartition(".")[2]}
+    if s.padded is None or not start:
+        return
+    plain, padded = (_state(case.stepped([b])[0]) for b in (s.batch, s.padded))
+    for name, value in start.items():
+        if name not in plain or name not in padded or plain[name].equal(value):
+            continue
+        gap = float((padded[name] - plain[name]).abs().max())
+        bad: bool | None = not torch.allclose(padded[name], plain[name])
+        if bad and any(declared_capacity(layer) for layer in case.layers):
+            bad = None  # other tokens are dropped, so that later layers have other inputs
+        move = float((plain[name] - value).abs().max())
+        yield verdict("balance-padding", name, bad, f"moves by {move:.3g}, with padding off by {gap:.3g}")
+
+
 def _of_any_layer(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 

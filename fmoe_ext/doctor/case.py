@@ -29,7 +29,7 @@ class Case:
         s = self.subject
         self.subject = replace(s, batch=double(s.batch), padded=double(s.padded))
         self.model = double(s.model).train()
-        self.layers = layers_of(self.model)
+        self.layers = _that_choose(self.subject, self.model)
         model = self.copy()
         outputs = _outputs(model)
         self.task, self.choices, self.grads, self.over_tokens = self.backward(model, self.subject.task)
@@ -91,6 +91,21 @@ class Case:
         if reached is not None and len(reached) == len(choices):
             choices = choices[reached]
         return [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
+
+
+def _that_choose(subject: Subject, model: nn.Module) -> list[Layer]:
+    """The model's MoE layers; of those whose router has no usual name, the ones that choose, and their routers."""
+    layers = layers_of(model)
+    if all(layer.named for layer in layers):
+        return layers
+    model = copied(model)
+    torch.manual_seed(0)
+    with torch.no_grad(), Watch(layers_of(model)).forward() as watch:
+        subject.task(model, subject.batch)
+    for layer in layers:
+        used = {n: p for n, p in layer.routers.items() if n in watch.multiplied}
+        layer.routers = used or layer.routers
+    return [layer for layer in layers if layer.name in watch.choices]
 
 
 def _outputs(model: nn.Module) -> dict[str, torch.Tensor]:

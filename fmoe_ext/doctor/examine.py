@@ -42,6 +42,7 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("drops", behaviour.drops),
     ("recomputation", behaviour.recomputation),
     ("bias-once", behaviour.bias_once),
+    ("balance-padding", behaviour.bias_padding),
     ("checkpoint", behaviour.checkpoint),
     ("repeatable", behaviour.repeatable),
     ("options", behaviour.options),

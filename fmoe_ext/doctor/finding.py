@@ -24,6 +24,7 @@ PRODUCTS = frozenset(
         "bmm",
         "baddbmm",
         "einsum",
+        "cdist",
         "wide_linear",
     )
 )
@@ -40,6 +41,7 @@ class Layer:
     stacked: dict[str, nn.Parameter] = field(default_factory=dict)
     separate: list[dict[str, nn.Parameter]] = field(default_factory=list)
     routers: dict[str, nn.Parameter] = field(default_factory=dict)
+    named: bool = True  # False: the router was found by its shape alone
 
     def expert(self, number: int, of: Callable[[nn.Parameter], torch.Tensor | None]) -> list[torch.Tensor]:
         """of(parameter) for each tensor of an expert, those that are None left out."""
@@ -63,19 +65,26 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """MoE layers: expert banks that have a router of matching size near them."""
+    """MoE layers: expert banks that have a router of matching size near them.
+
+    If no router has a usual name, every matrix from the width of an expert to their number may be one.
+    """
+    return _layers_of(model, named=True) or _layers_of(model, named=False)
+
+
+def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
     modules = dict(model.named_modules())
     found: dict[str, Layer] = {}
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and (experts := _alike(name, module)):
-            _add(model, modules, name, len(experts), found, separate=experts)
+            _add(modules, name, len(experts), found, named, separate=experts)
         elif not isinstance(module, nn.modules.conv.Conv1d | nn.modules.conv.ConvTranspose1d):
             stacks: dict[int, dict[str, nn.Parameter]] = {}
             for key, p in module.named_parameters(recurse=False):
                 if p.ndim == 3 and p.shape[0] > 1:
                     stacks.setdefault(p.shape[0], {})[f"{name}.{key}".lstrip(".")] = p
             for size, stacked in stacks.items():
-                _add(model, modules, name, size, found, stacked=stacked)
+                _add(modules, name, size, found, named, stacked=stacked)
     taken = {
         name for layer in found.values() if layer.num_scores == layer.num_experts for name in layer.routers
     }
@@ -134,15 +143,17 @@ def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
 
 
 def _add(
-    model: nn.Module,
     modules: dict[str, nn.Module],
     name: str,
     size: int,
     found: dict[str, Layer],
+    named: bool,
     stacked: dict[str, nn.Parameter] | None = None,
     separate: list[dict[str, nn.Parameter]] | None = None,
 ) -> None:
-    own = {id(p) for p in (stacked or {}).values()} | {id(p) for e in separate or () for p in e.values()}
+    experts = [*(stacked or {}).values(), *(p for e in separate or () for p in e.values())]
+    own = {id(p) for p in experts}
+    widths = None if named else {width for p in experts for width in p.shape}
     owner = name
     for _ in range(3):
         if owner in found and found[owner].num_experts == size:
@@ -152,11 +163,11 @@ def _add(
                     a | b for a, b in zip(found[owner].separate or [{}] * size, separate, strict=True)
                 ]
             return
-        for scores in (size, size + 1):
-            routers = _routers(owner, modules[owner], scores, own)
+        for scores in (size, size + 1) if named else (size,):
+            routers = _routers(owner, modules[owner], scores, own, widths)
             if routers:
                 found[owner] = Layer(
-                    owner, modules[owner], size, scores, stacked or {}, separate or [], routers
+                    owner, modules[owner], size, scores, stacked or {}, separate or [], routers, named
                 )
                 return
         if not owner:
@@ -164,13 +175,19 @@ def _add(
         owner = owner.rpartition(".")[0]
 
 
-def _routers(owner: str, module: nn.Module, size: int, own: set[int]) -> dict[str, nn.Parameter]:
+def _routers(
+    owner: str, module: nn.Module, size: int, own: set[int], widths: set[int] | None = None
+) -> dict[str, nn.Parameter]:
+    """Matrices of a router's name with a dimension of size, or of any name if the other one is in widths."""
     found = {}
     for name, p in module.named_parameters():
         words = name.lower().replace(".", "_").split("_")
-        named = any(word.startswith(ROUTER_NAMES) for word in words)
+        if widths is None:
+            fits = any(word.startswith(ROUTER_NAMES) for word in words) and size in p.shape
+        else:
+            fits = any((size, width) == p.shape or (width, size) == p.shape for width in widths)
         bias = words[-1] == "bias"  # rows of an expert's "gate_up_proj_bias"
-        if id(p) not in own and p.ndim == 2 and size in p.shape and named and "lora" not in name and not bias:
+        if id(p) not in own and p.ndim == 2 and fits and "lora" not in name and not bias:
             found[f"{owner}.{name}".lstrip(".")] = p
     return found
 
@@ -193,6 +210,7 @@ class Watch(TorchFunctionMode):
         self.scores: dict[str, torch.Tensor] = {}
         self.over_tokens: set[str] = set()
         self.ranked: set[str] = set()  # layers whose choices are a rank of scores by experts
+        self.multiplied: set[str] = set()  # names of routers that were a factor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -215,12 +233,13 @@ class Watch(TorchFunctionMode):
         if not isinstance(result, torch.Tensor) or result.ndim < 2 or result.shape[-1] != layer.num_scores:
             return False
         factors = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list | tuple) else [a])]
-        for weight in layer.routers.values():
+        for name, weight in layer.routers.items():
             for v in factors:
                 if not isinstance(v, torch.Tensor) or v.ndim != 2 or not v.is_floating_point():
                     continue
                 for w in (v, v.t()):
                     if w.shape == weight.shape and torch.allclose(w.to(weight), weight, rtol=1e-2, atol=1e-6):
+                        self.multiplied.add(name)
                         return True
         return False
 

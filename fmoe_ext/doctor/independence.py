@@ -14,8 +14,8 @@ from torch import nn
 
 from fmoe_ext.doctor.behaviour import draws_numbers
 from fmoe_ext.doctor.case import Case, mapped, off, samples_of, verdict
-from fmoe_ext.doctor.finding import Layer, Watch, layers_of
-from fmoe_ext.doctor.probe import probe_of
+from fmoe_ext.doctor.finding import Watch, layers_of
+from fmoe_ext.doctor.probe import drawn, probe_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import Batch
 
@@ -102,12 +102,8 @@ def _by_design(case: Case, watch: Watch) -> str | None:
         if reason is not None:
             return f"in {layer.name or 'the layer'} {reason}"
 
-    def others(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator("cpu").manual_seed(6)
-        return scores + 5 * torch.randn(scores.shape, generator=generator, device="cpu").to(scores)
-
     with torch.no_grad():
-        _, changed = case.run(case.copy().eval(), case.subject.batch, case.subject.task, others)
+        _, changed = case.run(case.copy().eval(), case.subject.batch, case.subject.task, drawn(6, 5.0))
     for name, scores in watch.scores.items():
         choices = watch.choices.get(name)
         if choices is None or name in watch.ranked or len(scores) != len(choices):

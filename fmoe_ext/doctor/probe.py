@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from fmoe_ext.doctor.case import Case, ChangeScores
 from fmoe_ext.doctor.finding import Layer, Watch
 from fmoe_ext.doctor.subject import copied
 
+Prepare: TypeAlias = Callable[[Layer, dict[str, nn.Parameter]], None]
 MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
 NEAR = 0.1  # a change of a score that moves weights and few choices
 MOST_MEASURED = 16  # a run for each; of more experts the MANY that were chosen most often
@@ -100,17 +102,12 @@ class Probe:
     def run(
         self,
         change: ChangeScores | None = None,
-        moved: list[int] | None = None,
-        of: float | None = None,
+        prepare: Prepare | None = None,
         inputs: Any = None,
         record: bool = False,
     ) -> torch.Tensor:
-        """Rows [T, D] that the layer returns.
-
-        moved: all experts have the values of the first one, and these are moved. of: all values of experts times this.
-        record: note scores and choices.
-        """
-        rows, watch = self._run(change, moved, of, inputs, training=None)
+        """Rows [T, D] that the layer returns. prepare: changes parameters before. record: note scores and choices."""
+        rows, watch = self._run(change, prepare, inputs, training=None)
         if record:
             self.scores = watch.scores.get(self.layer.name)
             self.choices = watch.choices.get(self.layer.name)
@@ -120,14 +117,20 @@ class Probe:
 
     def train(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and choices of the layer in training."""
-        rows, watch = self._run(None, None, None, None, training=seed)
+        rows, watch = self._run(None, None, None, training=seed)
+        return rows, watch.choices.get(self.layer.name)
+
+    def choose(
+        self, change: ChangeScores | None = None, inputs: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows and choices of the layer in evaluation."""
+        rows, watch = self._run(change, None, inputs, training=None)
         return rows, watch.choices.get(self.layer.name)
 
     def _run(
         self,
         change: ChangeScores | None,
-        moved: list[int] | None,
-        of: float | None,
+        prepare: Prepare | None,
         inputs: Any,
         training: int | None,
     ) -> tuple[torch.Tensor, Watch]:
@@ -142,11 +145,8 @@ class Probe:
             routers={n: own[n] for n in self.layer.routers},
         )
         with torch.no_grad():
-            if moved is not None:
-                _make_equal(layer, own, moved)
-            if of is not None:
-                for p in layer.parameters().values():
-                    p.mul_(of)
+            if prepare is not None:
+                prepare(layer, own)
             args, kwargs = copy.deepcopy(self._inputs if inputs is None else inputs)
             torch.manual_seed(training or 0)
             before = [v.clone() for v in _floating((args, kwargs))]
@@ -158,13 +158,15 @@ class Probe:
 
     def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:
         """Measure what a move of each expert adds to each row [T, M, D], if all experts have the same values."""
-        base = self.run(change, [])
-        moves = [self.run(change, [e]) - base for e in (self.measured if experts is None else experts)]
+        base = self.run(change, _equal([]))
+        moves = [
+            self.run(change, _equal([e])) - base for e in (self.measured if experts is None else experts)
+        ]
         return torch.stack(moves, 1)
 
     def whole(self, change: ChangeScores | None = None) -> torch.Tensor:
         """Measure what the same move of all experts adds to each row [T, D]: a token's weights all together."""
-        return self.run(change, list(range(self.layer.num_experts))) - self.run(change, [])
+        return self.run(change, _equal(list(range(self.layer.num_experts)))) - self.run(change, _equal([]))
 
     @functools.cached_property
     def base(self) -> torch.Tensor:
@@ -179,10 +181,15 @@ class Probe:
     @functools.cached_property
     def by_design(self) -> str | None:
         """Why a token's experts depend on other tokens by the layer's design; None if nothing says so."""
+        if self.cannot is None and (reason := self.mixes_tokens):
+            return reason
         if declared_capacity(self.layer):
             return "a capacity is declared, so that other tokens decide who is dropped"
-        if self.cannot is not None:
-            return None
+        return None
+
+    @functools.cached_property
+    def mixes_tokens(self) -> str | None:
+        """Why a token's row depends on other tokens even if they change no choice; None if nothing says so."""
         if self.over_tokens:
             return "experts choose tokens, so that other tokens decide"
         if self.of_groups:
@@ -197,13 +204,15 @@ class Probe:
         if self.cannot is not None or self.scores is None or not self.used.any():
             return False
         place = int(self.used.sum(0).argmax())
-        before = self.base[:, place]
-        after = self.parts(only(None, self.measured[place], NEAR), [self.measured[place]])[:, 0]
+        # matrices alone: a bias that counts without its weight changes the direction, too
+        moved, still = (_equal(numbers, matrices=True) for numbers in ([self.measured[place]], []))
+        raised = only(None, self.measured[place], NEAR)
+        before, after = (self.run(change, moved) - self.run(change, still) for change in (None, raised))
         both = self.used[:, place] & (after.norm(dim=-1) > 0)
         cosine = torch.nn.functional.cosine_similarity(after[both], before[both], dim=-1)
         return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
 
-    def with_input(self, row: int) -> Any:
+    def with_input(self, row: int, amount: float = 1.0) -> Any:
         """The layer's input with one token changed; None if no input has a row for each token."""
         args, kwargs = copy.deepcopy(self._inputs)
         for value in (*args, *kwargs.values()):
@@ -213,7 +222,7 @@ class Probe:
                     return None
                 generator = torch.Generator("cpu").manual_seed(row)
                 noise = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
-                rows[row] += noise.to(rows)
+                rows[row] += amount * noise.to(rows)
                 return args, kwargs
         return None
 
@@ -246,14 +255,54 @@ def only(row: int | None, column: int | None, amount: float) -> ChangeScores:
     return change
 
 
+def drawn(seed: int, amount: float = 1.0) -> ChangeScores:
+    """Add random numbers to all scores."""
+
+    def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return scores + amount * torch.randn(scores.shape, generator=generator, device="cpu").to(scores)
+
+    return change
+
+
 def active(parts: torch.Tensor) -> torch.Tensor:
     """bool [T, M]: the experts that add to a token."""
     sizes = parts.norm(dim=-1)
     return sizes > ZERO * sizes.max().clamp(min=1e-300)
 
 
-def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int]) -> None:
-    """Give all experts the values of the first one, and move some of them, all in the same way."""
+def without_experts(layer: Layer, own: dict[str, nn.Parameter]) -> None:
+    """Set all values of experts to 0."""
+    for p in (*layer.parameters().values(), *_stacks(layer, own).values()):
+        p.zero_()
+
+
+def without_matrices(layer: Layer, own: dict[str, nn.Parameter]) -> None:
+    """Set experts and all other products to 0, matrices and the biases beside them, except the router's."""
+    without_experts(layer, own)
+    products = {n.rpartition(".")[0] for n, p in own.items() if p.ndim > 1 and n not in layer.routers}
+    for name, p in own.items():
+        if name.rpartition(".")[0] in products and name not in layer.routers:
+            p.zero_()
+
+
+def _stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Stacked parameters of experts, and the rows of biases beside them."""
+    beside = {n.rpartition(".")[0] for n in layer.stacked}
+    rows = {
+        n: p
+        for n, p in own.items()
+        if n.rpartition(".")[0] in beside and p.ndim == 2 and len(p) == layer.num_experts
+    }
+    return {n: p for n, p in (rows | layer.stacked).items() if n not in layer.routers}
+
+
+def _equal(moved: list[int], matrices: bool = False) -> Prepare:
+    return functools.partial(_make_equal, moved=moved, matrices=matrices)
+
+
+def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], matrices: bool) -> None:
+    """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
     generator = torch.Generator("cpu").manual_seed(9)
 
     def give(first: torch.Tensor, others: list[torch.Tensor]) -> None:
@@ -262,20 +311,14 @@ def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int]) ->
         size = float(first.abs().mean()) or 0.02
         for e, value in enumerate(others):
             value.copy_(first)
-            if e in moved:
+            if e in moved and (first.ndim > 1 or not matrices):
                 value.add_(noise.to(first), alpha=MOVE * size)
 
     if layer.separate:
         for tensors in zip(*(expert.values() for expert in layer.separate), strict=True):
             give(tensors[0], list(tensors))
-    beside = {n.rpartition(".")[0] for n in layer.stacked}
-    stacks = dict(layer.stacked)
-    for name, p in own.items():  # rows of biases beside stacked matrices
-        if name.rpartition(".")[0] in beside and p.ndim == 2 and len(p) == layer.num_experts:
-            stacks.setdefault(name, p)
-    for name, p in stacks.items():
-        if name not in layer.routers:
-            give(p[0], list(p.unbind(0)))
+    for p in _stacks(layer, own).values():
+        give(p[0], list(p.unbind(0)))
 
 
 def _rows(output: Any) -> torch.Tensor:

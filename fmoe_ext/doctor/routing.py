@@ -6,8 +6,10 @@ its weight or raises that of another one. Shapes are those of probe.py.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +17,22 @@ import torch.nn.functional as F
 from fmoe_ext.doctor.behaviour import options_of
 from fmoe_ext.doctor.case import Case, verdict
 from fmoe_ext.doctor.finding import Layer
-from fmoe_ext.doctor.probe import NEAR, Probe, active, only, probe_of, ratio_of
+from fmoe_ext.doctor.probe import (
+    NEAR,
+    Prepare,
+    Probe,
+    active,
+    drawn,
+    only,
+    probe_of,
+    ratio_of,
+    without_experts,
+    without_matrices,
+)
 from fmoe_ext.doctor.report import Finding
 
 FAR = 10.0  # a change of a score that decides the choice
+SMALL = 1e-5  # a change of a token that changes no choice
 ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
 WEIGHT_BOUND = 1e-4
 SOME = 0.1  # of the tokens
@@ -61,6 +75,8 @@ def routing(case: Case) -> Iterator[Finding]:
             yield verdict("choice", layer.name, None, why)
         else:
             yield from _weights(probe, used)
+            yield _beside(probe)
+            yield from _same_added(probe)
         yield from _top_k(probe, used, shared)
 
 
@@ -100,26 +116,37 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
     if probe.scores is not None:
         wrong = {t: o for t in tokens if (o := others(probe.run(only(t, None, 3.0)), t, probe.rows))}
         text = "a token's scores move its own row alone"
+        bad: bool | None = bool(wrong)
         if wrong:
             token, rows = next(iter(wrong.items()))
             text = f"scores of token {token} move the rows {_some(rows)}"
-            text += f": {shared}" if shared else ""
-        yield verdict("own-row", name, None if wrong and shared else bool(wrong), text)
+            if shared:
+                bad, text = None, f"{text}: {shared}"
+        yield verdict("own-row", name, bad, text)
     inputs = {t: probe.with_input(t) for t in tokens}
     if any(made is None for made in inputs.values()):
         yield verdict("own-row", name, None, "no input has a row for each token")
         return
     wrong = {t: o for t, made in inputs.items() if (o := others(probe.run(inputs=made), t, probe.rows))}
     text = "a token's input moves its own row alone"
-    bad: bool | None = bool(wrong)
+    bad = bool(wrong)
     if wrong:
         token, rows = next(iter(wrong.items()))
         text = f"the input of token {token} moves the rows {_some(rows)}"
-        nothing = probe.run(of=0.0)  # the rest of the layer, such as attention beside the experts
-        if any(others(probe.run(of=0.0, inputs=inputs[t]), t, nothing) for t in wrong):
+        nothing = probe.run(prepare=without_experts)  # the rest of the layer, such as attention
+        if any(others(probe.run(None, without_experts, inputs[t]), t, nothing) for t in wrong):
             bad, text = None, f"{text}, also without the experts"
         elif shared:
             bad, text = None, f"{text}: {shared}"
+            # who is dropped depends on choices alone
+            if probe.mixes_tokens is None and probe.choices is not None:
+                for t in wrong:
+                    moved, choices = probe.choose(inputs=probe.with_input(t, SMALL))
+                    rows = others(moved, t, probe.rows)
+                    if rows and choices is not None and choices.equal(probe.choices):
+                        bad = True
+                        text = f"the input of token {t} moves the rows {_some(rows)}, and no choice changes"
+                        break
     yield verdict("own-row", name, bad, text)
 
 
@@ -231,6 +258,49 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
     yield from _normalised(probe, whole, used)
 
 
+def _beside(probe: Probe) -> Finding:
+    """Scores weigh experts alone, and not a shared expert beside them."""
+    name, scale = probe.layer.name, float(probe.rows.abs().max())
+    if probe.layer.num_scores != probe.layer.num_experts:
+        return verdict("weights", name, None, "a score is of no expert: it may be of a shared one")
+
+    def moved(prepare: Prepare) -> bool:
+        rows = probe.run(None, prepare), probe.run(drawn(4), prepare)
+        return float((rows[1] - rows[0]).abs().max()) > ROW_BOUND * scale
+
+    if not moved(without_experts):
+        return verdict("weights", name, False, "without the experts no score moves the output")
+    if moved(without_matrices):
+        text = "scores weigh the input itself, as of experts without computation"
+        return verdict("weights", name, None, text)
+    return verdict("weights", name, True, "scores weigh what stands beside the experts, as a shared expert")
+
+
+def _same_added(probe: Probe) -> Iterator[Finding]:
+    """Choices stay where weights do: the same amount added to all scores changes neither of a softmax."""
+    assert probe.scores is not None
+    amount = 1 + 2 * float(probe.scores.abs().max())
+
+    def raised(layer: Layer, scores: torch.Tensor, by: float) -> torch.Tensor:
+        return scores + by
+
+    seen = [(probe.rows, probe.choices), *(probe.choose(partial(raised, by=s * amount)) for s in (1, -1))]
+    scale = float(probe.rows.abs().max())
+    for (rows, choices), (other_rows, other_choices) in itertools.combinations(seen, 2):
+        if choices is None or other_choices is None or choices.shape != other_choices.shape:
+            return
+        same = (choices.sort().values == other_choices.sort().values).all(-1)
+        gap = (rows - other_rows).abs().amax(-1)
+        if not same.any() or float(gap[same].max()) > WEIGHT_BOUND * scale:
+            continue  # weights change too
+        others = int((~same).sum())
+        if others > SOME * len(same):
+            text = "the same amount added to all scores changes no weight, and the choices of"
+            text += f" {others} of {len(same)} tokens"
+            yield verdict("choice", probe.layer.name, True, text)
+            return
+
+
 def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
     """Name what was applied twice, if ratios of a token's weights say so."""
     scores = probe.scores
@@ -267,11 +337,7 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
     if not said or int(used.sum(-1).max()) < 2:
         return
 
-    def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator("cpu").manual_seed(4)
-        return scores + torch.randn(scores.shape, generator=generator, device="cpu").to(scores)
-
-    ratio = (probe.whole(change) * whole).sum(-1) / (whole * whole).sum(-1)
+    ratio = (probe.whole(drawn(4)) * whole).sum(-1) / (whole * whole).sum(-1)
     spread = float((ratio - 1).abs().max())
     one_sum = spread < 1e-2
     name, value = next(iter(said.items()))

@@ -87,7 +87,7 @@ def subject_of(name):
                 continue
             subject = from_transformers(functools.partial(lambda c: model_class(c()), config))
             subject.task(subject.model, subject.batch)
-            if layers_of(subject.model):
+            if any(layer.named for layer in layers_of(subject.model)):
                 return subject
             reason = "no MoE layer is found"
         except Exception as error:  # an architecture may raise anything for sizes that it does not expect

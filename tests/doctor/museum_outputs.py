@@ -243,8 +243,9 @@ def with_moving_bias(sign, other=False):
         def __init__(self, top_k=2, bias=True):
             super().__init__(top_k, True)
 
-        def count(self, index):
-            self.index = index
+        def balance_loss(self, scores, index, valid):
+            self.index = index[valid.flatten()]  # padding is no load
+            return MoE.balance_loss(self, scores, index, valid)
 
     def step(model, optimizer, batches, loss):
         train_step(model, optimizer, batches, loss)

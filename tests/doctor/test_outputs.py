@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from fmoe_ext import doctor
+from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.doctor.case import Case
 from fmoe_ext.doctor.probe import Probe
+from tests.doctor.held_out_by_a_stranger import TWINS, dense_with_a_head_of_as_many_classes
 from tests.doctor.museum import subject
 from tests.doctor.museum_outputs import HEALTHY, MISTAKES
 from tests.doctor.plain import EXPERTS
@@ -24,6 +26,7 @@ QUICK_MISTAKES = (
     "balance_loss_is_not_divided_in_accumulation",
     "softmax_twice_in_the_balance_loss",
 )
+QUICK_TWINS = ("farthest_centroids", "shared_expert_is_weighed_by_the_router")
 QUICK_HEALTHY = ("three_samples", "experts_choose_tokens", "scores_are_distances", "soft_mixture")
 
 
@@ -38,6 +41,19 @@ def test_mistake_is_named(name):
 def test_model_without_a_mistake_raises_no_alarm(name):
     report = doctor.check(HEALTHY[name]())
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", rest_is_long(TWINS, QUICK_TWINS))
+def test_mistake_is_named_and_its_healthy_twin_is_not(name):
+    invariant, make = TWINS[name]
+    wrong, right = (doctor.check(make(mistaken)) for mistaken in (True, False))
+    assert invariant in wrong.named(), str(wrong)
+    assert right.ok, str(right)
+
+
+def test_dense_model_with_as_many_classes_as_layers_is_refused():
+    with pytest.raises(AuditError, match="no MoE layer is found"):
+        doctor.check(*dense_with_a_head_of_as_many_classes())
 
 
 def test_dependence_by_design_is_told_with_its_reason():
