@@ -155,26 +155,28 @@ def begin(
     gate_inp: Nest | None = None,
 ) -> Step:
     """The step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
-    if isinstance(moe_inp, PackedSequence):
-        check_tensor("moe_inp", moe_inp)
     both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
-    leaves = [both] if isinstance(both, torch.Tensor) else leaves_of(both)
-    for leaf in leaves:
-        if type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor):
-            check_tensor("moe_inp", leaf)
+    if type(both) is torch.Tensor:
+        leaves = [both]
+    else:
+        if isinstance(moe_inp, PackedSequence):
+            check_tensor("moe_inp", moe_inp)
+        leaves = [both] if isinstance(both, torch.Tensor) else leaves_of(both)
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor and isinstance(leaf, torch.Tensor):
+                check_tensor("moe_inp", leaf)
     num_tokens = _check(leaves)
     if gate_inp is not None:
         _check(leaves_of(gate_inp), "gate_inp")
     if torch.compiler.is_compiling():
-        if is_exporting() and torch.onnx.is_in_onnx_export():
-            raise RuntimeError(
-                "ONNX has no operators for an FMoE layer: export the model with torch.export.export() and "
-                "torch.export.save(), or compile it with torch._inductor.aoti_compile_and_package()"
-            )
+        if is_exporting():
+            refuse_onnx()
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
         step = Step(batch, None, False, True)
     else:
+        if torch.jit.is_tracing():
+            refuse_onnx()
         step = _find_or_begin(forwards, leaves[0], valid, training)
     if step.batch.rows is not None:
         both = step.batch.take(both)
@@ -185,6 +187,15 @@ def begin(
     step.x, step.gate_x = (both, both) if gate_inp is None else both
     step._slices, step._mask, step._mask_dict = slices, mask, mask_dict
     return step
+
+
+def refuse_onnx() -> None:
+    """RuntimeError in torch.onnx.export, with dynamo=True (torch.export) and False (torch.jit.trace)."""
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "ONNX has no operators for an FMoE layer: export the model with torch.export.export() and "
+            "torch.export.save(), or compile it with torch._inductor.aoti_compile_and_package()"
+        )
 
 
 def _find_or_begin(

@@ -138,7 +138,7 @@ class FMoETransformerMLP(FMoE):
 
         valid [...]: the tokens that are not padding. gate_inp [..., d_model]: what the gate sees (FMoE.forward).
         """
-        for name, x in (("inp", inp), ("gate_inp", inp if gate_inp is None else gate_inp)):
+        for name, x in (("inp", inp),) if gate_inp is None else (("inp", inp), ("gate_inp", gate_inp)):
             if type(x) is not torch.Tensor:
                 check_tensor(name, x)
             if x.dim() == 0 or x.shape[-1] != self.d_model:

@@ -52,6 +52,33 @@ def test_matches_the_oracle(activation, bias):
     assert_same(run_layer(layer, x, grad_out), truth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_experts_of_width_one(activation, dtype):
+    """One hidden number is as many of which all others are zero: on a gate of capacity too."""
+    for gate in ("softmax", "gshard"):
+        one = make_layer(dtype, d_hidden=1, activation=activation, gate=gate).eval()
+        wide = make_layer(dtype, d_hidden=16, activation=activation, gate=gate).eval()
+        wide.load_state_dict(one.state_dict() | zeros_like_experts(wide))
+        rows = [0] if one.experts.htoh4.weight.shape[1] == 1 else [0, 16]
+        with torch.no_grad():
+            wide.experts.htoh4.weight[:, rows] = one.experts.htoh4.weight
+            wide.experts.htoh4.bias[:, rows] = one.experts.htoh4.bias
+            wide.experts.h4toh.weight[:, :, :1] = one.experts.h4toh.weight
+            wide.experts.h4toh.bias.copy_(one.experts.h4toh.bias)
+        x, grad_out = make_input(dtype)
+        found = [run_layer(layer, x, grad_out) for layer in (one, wide)]
+        found[1]["experts.htoh4.weight"] = found[1]["experts.htoh4.weight"][:, rows]
+        found[1]["experts.htoh4.bias"] = found[1]["experts.htoh4.bias"][:, rows]
+        found[1]["experts.h4toh.weight"] = found[1]["experts.h4toh.weight"][:, :, :1]
+        for name, value in found[0].items():
+            torch.testing.assert_close(value, found[1][name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def zeros_like_experts(layer):
+    return {name: torch.zeros_like(p) for name, p in layer.state_dict().items() if "experts." in name}
+
+
 @pytest.mark.parametrize("top_k", [1, E])
 def test_top_k(top_k):
     layer = make_layer(top_k=top_k, gate=functools.partial(NaiveGate, normalize=False))
@@ -592,3 +619,16 @@ def test_onnx_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     with pytest.raises(RuntimeError, match="ONNX has no operators for an FMoE layer: export the model with"):
         torch.export.export(FMoETransformerMLP(2, 8).eval(), (torch.randn(5, 8),))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_onnx_by_a_trace_is_refused_by_name(grad):
+    layer, x = FMoETransformerMLP(2, 8).eval(), torch.randn(5, 8)
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that the dynamo export is newer
+        with pytest.raises(
+            RuntimeError, match="ONNX has no operators for an FMoE layer: export the model with"
+        ):
+            torch.onnx.export(layer, (x,), io.BytesIO(), dynamo=False)
+        with torch.no_grad():
+            assert torch.equal(torch.jit.trace(layer, (x,))(x), layer(x))

@@ -276,7 +276,7 @@ class BaseGate(nn.Module):
     @property
     def weighs_while_choosing(self) -> bool:
         """True if topk() is one operator: no choices are replayed to it."""
-        tape = self.tape
+        tape = self.tape if self._tapes else None
         return tape is None or getattr(tape, "only_listens", False)
 
     def topk(
@@ -303,7 +303,7 @@ class BaseGate(nn.Module):
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """pick(), the choices of this forward; while choices are played back: those."""
-        tape = self.tape
+        tape = self.tape if self._tapes else None
         selected = pick() if tape is None else tape.choose(pick)
         note_selected(selected)
         return selected
