@@ -42,6 +42,8 @@ class Muon(Optimizer):
         >>> optimizer.step()
     """
 
+    _of_two: set[int]  # ids of parameters that a layer has said to be gate and up
+
     def __init__(
         self,
         params: ParamsT,
@@ -88,7 +90,7 @@ class Muon(Optimizer):
         A layer of fully_shard has its gathered parameters after a forward, which are others than this has: what it
         said before counts on.
         """
-        of_two: set[int] = self.__dict__.setdefault("_of_two", set())
+        of_two = self.__dict__.setdefault("_of_two", set())  # a pickled optimizer has none
         of_two |= {id(weight) for weight in weights_of_two()} & {
             id(param) for group in self.param_groups for param in group["params"]
         }

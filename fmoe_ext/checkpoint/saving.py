@@ -3,7 +3,7 @@
 import json
 import operator
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,6 +250,7 @@ def gathered(
                 if is_first:
                     whole.tensors = store.model_tensors(saved, Manifest.read(saved))
         else:
+            copies: dict[store.Place, Callable[[], torch.Tensor]]
             copies = {(name, ()): value.detach for name, value in state.tensors.items()}
             store.compare_replicas(copies, process_group)
         with together(f"writing {path}", process_group):

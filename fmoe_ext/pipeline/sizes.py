@@ -239,10 +239,10 @@ def count(model: str) -> Sizes | None:
             named = getattr(transformers, (config.architectures or [""])[0], None)
             if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
                 makes.insert(0, named)
-            model = makes[0](config) if makes else None
+            made = makes[0](config) if makes else None
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
-    return None if model is None else counted(model)
+    return None if made is None else counted(made)
 
 
 def counted(model: Any) -> Sizes:
