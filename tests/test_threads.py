@@ -172,6 +172,7 @@ class Models:
         self.checkpointed = made.with_adapters(made.streamed(folder / "moe", 2, room))
         made.checkpoint_layers(self.checkpointed)
         self.checkpointed.train()
+        self.roomy = made.with_adapters(made.streamed(folder / "moe", 3, room))
         self.imported = fmoe_ext.import_model(folder / "moe").eval()
         sizes = {"vocab_size": 64, "hidden_size": D, "intermediate_size": 24, "num_hidden_layers": 2}
         config = made.transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
@@ -415,3 +416,19 @@ def test_total_loss_warns_of_a_layer_that_a_step_calls_twice():
     layer(layer(x))
     with pytest.warns(UserWarning, match="the gate 'gate' .SoftmaxGate. was called 2 times in training"):
         total_loss(layer)
+
+
+@pytest.mark.parametrize("change", ["forget", "resize"])
+def test_buffers_that_a_thread_computes_with_stay(models, change):
+    """Where all layers have a buffer, a forward without gradients takes no lease of it."""
+    pool = models.roomy.base_model.model.expert_stream.pool
+    assert pool.holds_all
+    with torch.no_grad(), pool.used():
+        weights = [pool.whole(0, is_backward=False, is_training=False) for _ in range(2)][1]
+        before = [w.clone() for w in weights]
+        arguments = (pool.num_bytes // 2,) if change == "resize" else ()
+        in_thread(lambda: getattr(pool, change)(*arguments))
+        assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True)) and pool.holds_all
+    num_buffers = pool.bytes_in_use
+    in_thread(lambda: getattr(pool, change)(*arguments))
+    assert pool.bytes_in_use < num_buffers
