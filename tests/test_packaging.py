@@ -351,10 +351,10 @@ def test_errors_name_no_folder_of_the_builder():
 USERS_FILE = """\
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
-mlp = FMoETransformerMLP(num_expert=8, d_model=4, d_hidden=8)
+mlp = FMoETransformerMLP(num_experts=8, d_model=4, d_hidden=8)
 reveal_type(mlp)
 reveal_type(mlp.num_experts)
-FMoETransformerMLP(num_experts=8)
+FMoETransformerMLP(n_experts=8)
 gates.SoftmaxGate(4, 8, "1")
 fmoe_ext.nothere
 fmoefy(mlp, num_experts=8, nonsense=3)
@@ -399,7 +399,7 @@ def test_type_checkers_see_the_installed_package(tmp_path, kind):
     assert revealed == {"4": layer, "5": "int", "10": layer, "11": layer}, said
     errors = dict(re.findall(r"user.py:(\d+): error: (.*?)  ", said))
     assert errors.keys() == {"6", "7", "8", "9"}, said
-    assert 'Unexpected keyword argument "num_experts"' in errors["6"]
+    assert 'Unexpected keyword argument "n_experts"' in errors["6"]
     assert 'Argument 3 to "SoftmaxGate" has incompatible type "str"' in errors["7"]
     assert 'Module has no attribute "nothere"' in errors["8"]
     assert 'Unexpected keyword argument "nonsense" for "fmoefy"' in errors["9"]
