@@ -299,7 +299,15 @@ def test_version_is_written_once():
     code, text = run_in_setup("", "--version")
     assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text
     assert f"\nversion: {fmoe_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__} ")
+    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__}, ")
+
+
+def test_container_runs_the_commands_of_the_readme():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    commands = re.search(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    assert commands[0].startswith("pip install torch ") and len(commands) == 3
+    assert [line for line in lines if line.startswith("RUN ") and line.endswith(commands[0])]
+    assert f"RUN {commands[1]}" in lines and f"CMD {json.dumps(commands[2].split())}" in lines
 
 
 def test_metadata_agrees_with_the_citation():

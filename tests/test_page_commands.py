@@ -1,4 +1,4 @@
-"""Every Python and sh block of every page runs, in the order of its page and from an empty folder, or says here why not.
+"""Every Python and sh block of every page runs, in order and from an empty folder, or says here why not.
 
 Nothing is given but what the page gives. The tutorials are in tests/test_docs.py.
 """
@@ -23,6 +23,13 @@ COVERED = MappingProxyType(
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
         r"make finetune$": "tests/finetune/test_example_finetune.py",
+        r"make compress$": "tests/compress/test_example_compress.py",
+        r"make train-cpp": "tests/test_cpp.py",
+        r"make train-remote": "tests/remote/test_example_remote.py",
+        r"fmoe doctor examples/doctor/": "tests/doctor/test_doctor.py",
+        r"python examples/transformers/(peft_experts|qwen3_moe_ep).py": "tests/huggingface/test_examples_transformers.py",
+        r"python examples/transformers/upcycle_and_export.py": "tests/huggingface/test_example_transformers_export.py",
+        r"torchrun .*examples/several_gpus.py .*--cpu": "tests/distributed/test_example_several_gpus.py",
         r"make train-ep": "tests/distributed/test_train_ep.py",
         r"make train-pipeline": "tests/test_example_pipeline_lm.py",
         r"make train-pipe ": "tests/test_example_pipe_images.py",
@@ -37,7 +44,7 @@ COVERED = MappingProxyType(
 # What a command begins with -> why no test runs it.
 EXCEPTED = MappingProxyType(
     {
-        r".*--device cuda|.*fmoe_ext.gpu prove": "needs a GPU",
+        r".*--device cuda|.*fmoe_ext.gpu prove|torchrun --nproc-per-node 4 examples/several_gpus": "needs GPUs",
         r"sbatch |torchrun --nnodes 4": "needs several machines",
         r".*megatron-0\.19\.2|.*build/torchtitan": "needs a download",
         r"here=\$PWD|PYTHONPATH=<checkout of Megatron-LM>": "needs a checkout of Megatron-LM",
@@ -119,7 +126,7 @@ def test_page_runs_from_an_empty_folder(path, clean_state):
 def test_what_does_not_run_is_listed_once_and_exists():
     used = set()
     for path in WITH_COMMANDS:
-        for language, code, line in blocks(path):
+        for language, code, _ in blocks(path):
             if language == "python":
                 used.update(listed_of(path.stem, code)[:1])
             elif language in ("sh", "bash") and path.parent.name != "tutorials":
