@@ -63,8 +63,8 @@ const context = vm.createContext({
 for (const file of ["_static/language_data.js", "_static/searchtools.js"])
   vm.runInContext(fs.readFileSync(`${site}/${file}`, "utf-8"), context);
 vm.runInContext(fs.readFileSync(`${site}/searchindex.js`, "utf-8"), context);
-context.ask = (question) => vm.runInContext("(q) => Search._performSearch(...Search._parseQuery(q))", context)(question);
-const found = questions.map((question) => context.ask(question).reverse().map((item) => [item[0], item[1], item[4]]));
+const ask = vm.runInContext("(q) => Search._performSearch(...Search._parseQuery(q))", context);
+const found = questions.map((question) => ask(question).reverse().map((item) => [item[0], item[1], item[4]]));
 console.log(JSON.stringify(found));
 """
 
@@ -72,16 +72,22 @@ console.log(JSON.stringify(found));
 def answers(site: Path, questions: list[str]) -> list[list[tuple[str, str, float]]]:
     """The results of each question, best first: page, title and score."""
     command = ["node", "-e", PROGRAM, str(site.resolve()), json.dumps(questions)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
 
 
 def unanswered(site: Path) -> list[str]:
     """Questions whose page is not among the first three, with what is."""
     missed = []
-    for (question, pages), found in zip(QUESTIONS.items(), answers(site, list(QUESTIONS)), strict=True):
+    for (question, pages), found in zip(
+        QUESTIONS.items(), answers(site, list(QUESTIONS)), strict=True
+    ):
         first = list(dict.fromkeys(page for page, *_ in found))[:3]
         if not set(pages) & set(first):
-            missed.append(f"{question!r} finds {first or 'nothing'}, not {' or '.join(pages)}")
+            missed.append(
+                f"{question!r} finds {first or 'nothing'}, not {' or '.join(pages)}"
+            )
     return missed
 
 

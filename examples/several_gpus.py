@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/several_gpus.py          # one process for each GPU, NCCL
     torchrun --nproc-per-node 2 examples/several_gpus.py --cpu    # the same on a CPU, gloo
-    torchrun --nproc-per-node 4 examples/several_gpus.py --resume # goes on from the last checkpoint, on any number of ranks
+    torchrun --nproc-per-node 4 examples/several_gpus.py --resume # goes on; any number of ranks
 
 It learns to repeat random sequences, which needs no data: after 200 steps the loss is far below log(64) = 4.16.
 """

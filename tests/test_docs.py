@@ -349,3 +349,11 @@ def test_every_public_module_is_in_the_api():
         assert inspect.ismodule(value) or home or f"fmoe_ext.{name}" in listed, (
             f"docs/api does not show {name}"
         )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_code_is_not_clipped_beside_the_navigation(path):
+    """At 1280 px a block of the site is 88 columns wide."""
+    for language, code, line in blocks(path):
+        for number, text in enumerate(code.splitlines() if language else (), line):
+            assert len(text) <= 88, f"{name_of(path)}:{number} has {len(text)} columns: {text}"

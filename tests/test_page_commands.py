@@ -27,7 +27,7 @@ COVERED = MappingProxyType(
         r"make train-cpp": "tests/test_cpp.py",
         r"make train-remote": "tests/remote/test_example_remote.py",
         r"fmoe doctor examples/doctor/": "tests/doctor/test_doctor.py",
-        r"python examples/transformers/(peft_experts|qwen3_moe_ep).py": "tests/huggingface/test_examples_transformers.py",
+        r"python examples/transformers/(peft|qwen3)_": "tests/huggingface/test_examples_transformers.py",
         r"python examples/transformers/upcycle_and_export.py": "tests/huggingface/test_example_transformers_export.py",
         r"torchrun .*examples/several_gpus.py .*--cpu": "tests/distributed/test_example_several_gpus.py",
         r"make train-ep": "tests/distributed/test_train_ep.py",
@@ -123,7 +123,7 @@ def test_page_runs_from_an_empty_folder(path, clean_state):
                 run_shell(f"code=0\n{{ {command}\n}} || code=$?\n[ $code = {status} ]", clean_state)
 
 
-def test_what_does_not_run_is_listed_once_and_exists():
+def test_list_of_what_does_not_run_names_tests_that_exist():
     used = set()
     for path in WITH_COMMANDS:
         for language, code, _ in blocks(path):
