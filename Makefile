@@ -110,11 +110,12 @@ format: $(VENV)/.complete
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-## make docs     the documentation's site in out/docs (open index.html); a warning or a dead link is an error
+## make docs     the documentation's site in out/docs (open index.html); a warning, a dead link or a search that does not help is an error
 docs: $(VENV)/.docs
 	rm -rf out/docs out/doctrees  # Sphinx keeps old pages, and does not see that a docstring has changed
 	$(PY) -m sphinx -q -W --keep-going -d out/doctrees docs out/docs
 	$(PY) docs/check_links.py out/docs
+	$(PY) docs/check_search.py out/docs
 	@echo 'open out/docs/index.html'
 
 $(VENV)/.docs: docs/requirements.txt $(VENV)/.built $(VENV)/.complete

@@ -34,7 +34,9 @@ def dead_links(site: Path) -> list[str]:
                 continue
             place = (path.parent / unquote(url.path)).resolve() if url.path else path
             anchor = unquote(url.fragment)
-            if not place.exists() or (place in pages and anchor not in pages[place].anchors):
+            if not place.exists() or (
+                place in pages and anchor not in pages[place].anchors
+            ):
                 dead.append(f"{path.relative_to(site)}: {target}")
     return dead
 

@@ -1,5 +1,6 @@
 """Settings of Sphinx, with which `make docs` builds the site in out/docs."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,13 @@ author = "the authors of fmoe_ext"
 copyright = "the authors of fmoe_ext, Apache 2.0"
 version = release = fmoe_ext.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "headers"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "headers",
+]
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
@@ -37,7 +44,21 @@ html_show_sourcelink = False
 html_copy_source = False
 
 
+def add_index(app, docname, source):
+    """Make index entries, which the search ranks first, of comments `<!-- index: words, that readers type -->`."""
+
+    def directive(match):
+        return (
+            "```{index} "
+            + ", ".join(f"! {word.strip()}" for word in match[1].split(","))
+            + "\n```"
+        )
+
+    source[0] = re.sub(r"<!-- index: (.*?) -->", directive, source[0])
+
+
 def setup(app):
+    app.connect("source-read", add_index)
     app.connect("autodoc-process-docstring", docstrings.convert)
     app.connect("autodoc-skip-member", docstrings.skip)
     app.connect("autodoc-process-signature", docstrings.plain_defaults)

@@ -26,7 +26,9 @@ CODE = re.compile(
 )
 STARTS = re.compile(rf"->|Raises |Returns |Equivalent|FastMoE: |\* |{NAMES.pattern}")
 # the words, the code up to a sentence that follows it, that sentence
-EQUIVALENT = re.compile(r"(Equivalent[^:]*): (.*?)\.?(?:(?<=\.) ([A-Z]\w* .*|FastMoE: .*))?$", re.DOTALL)
+EQUIVALENT = re.compile(
+    r"(Equivalent[^:]*): (.*?)\.?(?:(?<=\.) ([A-Z]\w* .*|FastMoE: .*))?$", re.DOTALL
+)
 
 
 def paragraphs(lines):
@@ -60,7 +62,9 @@ def items(paragraph):
 def public_names(module):
     """As automodule finds them: __all__, or what the module itself defines."""
     own = (
-        n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", "") == module.__name__
+        n
+        for n, v in vars(module).items()
+        if n[0] != "_" and getattr(v, "__module__", "") == module.__name__
     )
     return getattr(module, "__all__", None) or list(own)
 
@@ -68,19 +72,29 @@ def public_names(module):
 @functools.cache
 def places():
     """{name, or its last parts: where the API's pages describe it}; what two things are called is left out."""
-    pages = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("api/*.md")))
+    pages = "\n".join(
+        path.read_text() for path in sorted(Path(__file__).parent.glob("api/*.md"))
+    )
     full = re.findall(r"auto(?:class|function):: ([\w.]+)", pages)
     for module in re.findall(r"automodule:: (fmoe_ext\S*)", pages):
-        full += [f"{module}.{name}" for name in public_names(importlib.import_module(module))]
+        full += [
+            f"{module}.{name}" for name in public_names(importlib.import_module(module))
+        ]
     found = collections.defaultdict(dict)  # {name: {id of the object: its place}}
     for place in sorted(full, key=len, reverse=True):
         module, _, last = place.rpartition(".")
         target = id(getattr(importlib.import_module(module), last))
         parts = place.split(".")
-        shortest = 2 if ".compat" in module else 1  # FMoE is ours, compat.FMoE FastMoE's
+        shortest = (
+            2 if ".compat" in module else 1
+        )  # FMoE is ours, compat.FMoE FastMoE's
         for count in range(shortest, len(parts) + 1):
             found[".".join(parts[-count:])][target] = place
-    unique = {name: next(iter(those.values())) for name, those in found.items() if len(those) == 1}
+    unique = {
+        name: next(iter(those.values()))
+        for name, those in found.items()
+        if len(those) == 1
+    }
     return {f"fmoe_ext.{name}": place for name, place in unique.items()} | unique
 
 
@@ -99,7 +113,10 @@ def code(word):
 
 def escape(text):
     """Text with `code` in it, as reStructuredText that shows the same; d_model is code too, names are links."""
-    return "".join(code(part) if number % 2 else plain(part) for number, part in enumerate(CODE.split(text)))
+    return "".join(
+        code(part) if number % 2 else plain(part)
+        for number, part in enumerate(CODE.split(text))
+    )
 
 
 def markup(item):
@@ -118,7 +135,9 @@ def markup(item):
 
 def as_code(names):
     """``a``, ``b`` and ``c``"""
-    return re.sub(r"\w+", lambda word: word[0] if word[0] == "and" else f"``{word[0]}``", names)
+    return re.sub(
+        r"\w+", lambda word: word[0] if word[0] == "and" else f"``{word[0]}``", names
+    )
 
 
 def types_of(obj):
@@ -133,7 +152,11 @@ def types_of(obj):
         if annotation is inspect.Parameter.empty:
             types[name] = ""
         else:
-            text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+            text = (
+                annotation
+                if isinstance(annotation, str)
+                else inspect.formatannotation(annotation)
+            )
             types[name] = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text)
     return types
 
@@ -143,11 +166,16 @@ def arguments(item, types):
     first = NAMES.match(item)
     starts = [first] if first else []
     starts += [match for match in FURTHER.finditer(item) if first]
-    starts = [match for match in starts if all(name in types for name in names_in(match[1]))]
+    starts = [
+        match for match in starts if all(name in types for name in names_in(match[1]))
+    ]
     if not starts or starts[0].start() != 0:
         return None
     ends = [match.start() for match in starts[1:]] + [len(item)]
-    return [(m[1], m[2].rstrip(), item[m.end() : end].strip()) for m, end in zip(starts, ends, strict=True)]
+    return [
+        (m[1], m[2].rstrip(), item[m.end() : end].strip())
+        for m, end in zip(starts, ends, strict=True)
+    ]
 
 
 def names_in(names):
@@ -157,7 +185,10 @@ def names_in(names):
 def as_list(described, types):
     """Bullets: ``name`` (type): text."""
     for names, mark, text in described:
-        typed = [f"``{name}``" + (f" (``{types[name]}``)" if types[name] else "") for name in names_in(names)]
+        typed = [
+            f"``{name}``" + (f" (``{types[name]}``)" if types[name] else "")
+            for name in names_in(names)
+        ]
         mark = mark if mark == ":" else f" {mark}"
         yield f"* {', '.join(typed)}{escape(mark)} {escape(text)}"
 
@@ -165,13 +196,23 @@ def as_list(described, types):
 def code_block(paragraph):
     text = textwrap.dedent("\n".join(paragraph))
     if text.startswith(">>>"):
-        return [".. code-block:: pycon", "", *("    " + line for line in text.splitlines()), ""]
+        return [
+            ".. code-block:: pycon",
+            "",
+            *("    " + line for line in text.splitlines()),
+            "",
+        ]
     try:
         ast.parse(text)
         language = "python"
     except SyntaxError:
         language = "text"
-    return [f".. code-block:: {language}", "", *("    " + line for line in text.splitlines()), ""]
+    return [
+        f".. code-block:: {language}",
+        "",
+        *("    " + line for line in text.splitlines()),
+        "",
+    ]
 
 
 def convert(app, what, name, obj, options, lines):
@@ -182,9 +223,13 @@ def convert(app, what, name, obj, options, lines):
             result += code_block(paragraph)
             continue
         for item in items(paragraph):
-            item, others = re.fullmatch(r"(.*?)(?: (Other arguments: .*))?", item, re.DOTALL).groups()
+            item, others = re.fullmatch(
+                r"(.*?)(?: (Other arguments: .*))?", item, re.DOTALL
+            ).groups()
             described = arguments(item, types)
-            for line in [markup(item)] if described is None else as_list(described, types):
+            for line in (
+                [markup(item)] if described is None else as_list(described, types)
+            ):
                 result += [line, ""]
             if others:
                 result += [markup(others), ""]
@@ -200,4 +245,6 @@ def plain_defaults(app, what, name, obj, options, signature, returned):
     """Sphinx's event autodoc-process-signature: a class or function that is a default is shown by its name."""
     if signature is None:
         return None
-    return re.sub(r"<(?:class|function) '?(?:[\w.]*\.)?(\w+)'?(?: at 0x\w+)?>", r"\1", signature), returned
+    return re.sub(
+        r"<(?:class|function) '?(?:[\w.]*\.)?(\w+)'?(?: at 0x\w+)?>", r"\1", signature
+    ), returned

@@ -25,7 +25,11 @@ def items(lines, indent=""):
             text, at = declaration(lines, at)
             end = at
             if text.endswith("{"):
-                end = next(i for i in range(at, len(lines)) if re.match(indent + r"\}", lines[i]))
+                end = next(
+                    i
+                    for i in range(at, len(lines))
+                    if re.match(indent + r"\}", lines[i])
+                )
             beside = re.search(r"; +// (.*)", line)
             comment += [beside[1]] if beside else []
             yield comment, text, lines[at + 1 : end]
@@ -61,9 +65,13 @@ def public(lines, is_class):
 
 def signature(text):
     """A declaration of a function without its body and storage."""
-    text = re.sub(r"^((?:template <.*?> )?)(?:(?:inline|static|virtual|explicit) )+", r"\1", text)
+    text = re.sub(
+        r"^((?:template <.*?> )?)(?:(?:inline|static|virtual|explicit) )+", r"\1", text
+    )
     text = re.sub(r"\) : .*", ")", text)  # members that a constructor begins with
-    text = re.sub(r"(\)(?: const)?)(?: override)?(?: = 0| = default)?(?: \{.*|;)?$", r"\1", text)
+    text = re.sub(
+        r"(\)(?: const)?)(?: override)?(?: = 0| = default)?(?: \{.*|;)?$", r"\1", text
+    )
     return text
 
 
@@ -79,13 +87,19 @@ def lines_of(lines, indent=""):
     for comment, text, body in items(lines, indent):
         kind = CLASS.match(text)
         call = re.search(r"\w+\(", text)
-        if re.match(r"~|virtual ~|using [\w:]+;", text) or (call and call[0] in declared):
+        if re.match(r"~|virtual ~|using [\w:]+;", text) or (
+            call and call[0] in declared
+        ):
             continue
         if call and not indent and text.endswith(");"):
             declared.add(call[0])  # its definition follows
         if kind:
             bases = re.sub(r"final|\s+$", "", kind[2]).strip()
-            shown = [f".. cpp:class:: {kind[1]} {bases}".rstrip(), *described(comment), ""]
+            shown = [
+                f".. cpp:class:: {kind[1]} {bases}".rstrip(),
+                *described(comment),
+                "",
+            ]
             inside = public(body, text.startswith("class"))
             shown += [f"   {line}" for line in lines_of(inside, "  ")]
         elif text.startswith("using "):
@@ -106,13 +120,24 @@ def members(text, comment):
         if listed
         else [re.sub(r"( =)? ?[{;]$", "", text)]
     )
-    return [f".. cpp:var:: {entries[0]}", *(f"   {entry}" for entry in entries[1:]), *described(comment)]
+    return [
+        f".. cpp:var:: {entries[0]}",
+        *(f"   {entry}" for entry in entries[1:]),
+        *described(comment),
+    ]
 
 
 def read(path):
     """reStructuredText of a header."""
-    text = re.sub(r"^namespace detail .*?^\}  // namespace detail$", "", path.read_text(), flags=re.M | re.S)
-    return lines_of(re.sub(r"^.*namespace fmoe\b.*$", "", text, flags=re.M).splitlines())
+    text = re.sub(
+        r"^namespace detail .*?^\}  // namespace detail$",
+        "",
+        path.read_text(),
+        flags=re.M | re.S,
+    )
+    return lines_of(
+        re.sub(r"^.*namespace fmoe\b.*$", "", text, flags=re.M).splitlines()
+    )
 
 
 class Header(SphinxDirective):
@@ -121,7 +146,9 @@ class Header(SphinxDirective):
     def run(self):
         path = INCLUDE / self.arguments[0]
         self.env.note_dependency(str(path))
-        return self.parse_text_to_nodes("\n".join([".. cpp:namespace:: fmoe", "", *read(path)]))
+        return self.parse_text_to_nodes(
+            "\n".join([".. cpp:namespace:: fmoe", "", *read(path)])
+        )
 
 
 def setup(app):

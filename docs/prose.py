@@ -19,8 +19,13 @@ LONGEST_SENTENCE = 45  # words, in pages
 LONGEST_TEST_NAME = 75
 
 BEGINS = re.compile(r"(What|Whether|Where|Who|Whoever|How|Which|Those|That) ")
-PERSONS = re.compile(r"\b(told|hears?|heard|whoever|somebody|anybody|whomever)\b", re.IGNORECASE)
-STIFF = re.compile(r"\b(as there shall be|which see|where it must|of one's own|beside that)\b", re.IGNORECASE)
+PERSONS = re.compile(
+    r"\b(told|hears?|heard|whoever|somebody|anybody|whomever)\b", re.IGNORECASE
+)
+STIFF = re.compile(
+    r"\b(as there shall be|which see|where it must|of one's own|beside that)\b",
+    re.IGNORECASE,
+)
 TEST = re.compile(r"test_(what|the|a|an|who|whoever|where|whether|nothing)_")
 
 
@@ -29,7 +34,9 @@ Finding = tuple[str, int, str]  # path, line, what to change
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
             text = ast.get_docstring(node)
             if text:
                 yield node.body[0].lineno, text
@@ -45,18 +52,33 @@ def in_code(path: str, source: str) -> Iterator[Finding]:
     tree = ast.parse(source)
     for line, text in docstrings(tree):
         if BEGINS.match(text):
-            yield path, line, f'begin with a verb or a noun, not with "{text.split()[0]}"'
+            yield (
+                path,
+                line,
+                f'begin with a verb or a noun, not with "{text.split()[0]}"',
+            )
         yield from ((path, line, problem) for problem in words(text))
     for line, text in comments(source):
         yield from ((path, line, problem) for problem in words(text))
     for node in ast.walk(tree):
         name = node.name if isinstance(node, ast.FunctionDef) else ""
-        if TEST.match(name) or (name.startswith("test_") and len(name) > LONGEST_TEST_NAME):
-            yield path, node.lineno, f"{name}: call it test_<thing>_<condition>_<result>"
+        if TEST.match(name) or (
+            name.startswith("test_") and len(name) > LONGEST_TEST_NAME
+        ):
+            yield (
+                path,
+                node.lineno,
+                f"{name}: call it test_<thing>_<condition>_<result>",
+            )
 
 
 def in_page(path: str, text: str) -> Iterator[Finding]:
-    text = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$",
+        lambda m: "\n" * m[0].count("\n"),
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
     number = 1
     for paragraph in re.split(r"\n(?=\s*\n|\s*[*|#>-] |\s*\d+\. )", text):
         for problem in words(paragraph):
@@ -91,7 +113,9 @@ def findings() -> Iterator[Finding]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("paths", nargs="*", default=[""], help="only what is found below these")
+    parser.add_argument(
+        "paths", nargs="*", default=[""], help="only what is found below these"
+    )
     paths = tuple(parser.parse_args().paths)
     found = [finding for finding in findings() if finding[0].startswith(paths)]
     for path, line, problem in found:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # all that __getattr__ gives, for type checkers; "as" marks a
     from fmoe_ext.formats import export, import_model
     from fmoe_ext.models.fmoefy import fmoefy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BaseGate",
     "BiasedSoftmaxGate",

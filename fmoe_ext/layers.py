@@ -54,13 +54,13 @@ class LayerOptions(TypedDict, total=False):
 class FMoE(SpreadLayer):
     """A Mixture-of-Experts layer with any gate and any experts.
 
-    num_expert: experts of this rank. d_model: width of a token.
-    top_k: experts of a token.
+    num_experts: experts of all ranks. num_expert: experts of this rank, as in FastMoE; 32 if both are left out.
+    d_model: width of a token. top_k: experts of a token.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, a name in gates.GATES, or a module: it maps moe_inp to topk_idx,
       topk_weights [T, K].
-    expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
-      expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
+    expert: a callable d_model -> module, called for each expert of this rank; a list of such callables, one for each
+      of them (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
       which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
       expert(rows) or, if their forward cannot be called without a second argument or names it fwd_expert_count, as
       expert(rows, number of rows [1]); a wrapper that takes *args, as torch.compile's, is called as what it wraps.
@@ -79,7 +79,7 @@ class FMoE(SpreadLayer):
     Example:
 
         >>> expert = lambda d_model: torch.nn.Sequential(torch.nn.Linear(d_model, 16), torch.nn.Linear(16, d_model))
-        >>> layer = FMoE(num_expert=4, d_model=8, expert=expert, top_k=2, gate="softmax")
+        >>> layer = FMoE(num_experts=4, d_model=8, expert=expert, top_k=2, gate="softmax")
         >>> layer(torch.randn(10, 8)).shape
         torch.Size([10, 8])
     """
@@ -88,7 +88,7 @@ class FMoE(SpreadLayer):
 
     def __init__(
         self,
-        num_expert: int = 32,
+        num_expert: int | None = None,
         d_model: int = 1024,
         world_size: int = 1,
         mp_group: Group = None,
@@ -102,6 +102,7 @@ class FMoE(SpreadLayer):
         mask_dict: Mapping[int, Any] | None = None,
         gate_bias: bool = True,
         *,
+        num_experts: int | None = None,
         parallel: ParallelLayout | None = None,
         renormalize: bool = False,
         **options: Unpack[LayerOptions],
@@ -115,8 +116,8 @@ class FMoE(SpreadLayer):
         layout, device, dtype = _read_options(type(self), parallel, {**ranks, **options})
         check_sizes(top_k=top_k)
         super().__init__()
-        self.num_local_experts = len(expert) if isinstance(expert, (list, tuple)) else num_expert
         self.world_size = layout.num_ranks
+        self.num_local_experts = _local_experts(num_expert, num_experts, layout.num_ranks, expert)
         self.num_experts = self.num_local_experts * self.world_size
         self.d_model = d_model
         self.expert_parallel = _expert_parallel(layout, self.num_local_experts)
@@ -268,6 +269,31 @@ def _read_options(
     return ParallelLayout.of(parallel, **of_layout), device, dtype
 
 
+def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: int, expert: Any) -> int:
+    """Experts of this rank, from their number here, their number on all ranks, or their list."""
+    if num_experts is not None:
+        if num_expert is not None:
+            raise ValueError(
+                f"num_experts={num_experts} (of all ranks) and num_expert={num_expert} (of each) are one argument: "
+                "give num_experts"
+            )
+        check_sizes(num_experts=num_experts)
+        num_expert, rest = divmod(num_experts, num_ranks)
+        if rest:
+            raise ValueError(
+                f"num_experts={num_experts} is the number of experts of all ranks, which the {num_ranks} ranks of "
+                "world_size must divide"
+            )
+    if isinstance(expert, (list, tuple)):
+        if num_experts is not None and len(expert) != num_expert:
+            raise ValueError(
+                f"num_experts={num_experts} gives each of {num_ranks} ranks {num_expert} experts, but expert= is a "
+                f"list of {len(expert)}"
+            )
+        return len(expert)
+    return 32 if num_expert is None else num_expert
+
+
 def _expert_parallel(layout: ParallelLayout, num_local_experts: int) -> ExpertParallel | None:
     way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange, layout.wire
     if not layout.is_spread:
@@ -364,7 +390,8 @@ _OTHER_NAMES = MappingProxyType(
             ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size"), "d_hidden"
         ),
         **dict.fromkeys(("d_ff", "dim_feedforward", "hidden_features"), "d_hidden"),
-        **dict.fromkeys(("num_experts", "n_experts", "num_local_experts"), "num_expert"),
+        **dict.fromkeys(("n_experts", "num_moe_experts", "n_routed_experts"), "num_experts"),
+        "num_local_experts": "num_expert",
         **dict.fromkeys(("k", "num_experts_per_tok", "num_experts_per_token"), "top_k"),
     }
 )
@@ -387,10 +414,7 @@ def unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
         close = [other] if other in names else difflib.get_close_matches(keyword, names, n=1)
         hint = _HINTS.get(keyword, f"did you mean {close[0]!r}?" if close else "")
         texts.append(f"{keyword!r} ({hint})" if hint else f"{keyword!r}")
-    text = f"{cls.__name__} has no argument {', '.join(texts)}"
-    if "num_experts" in unknown:
-        text += ": num_expert is the number of experts of this rank, of num_expert * world_size in all"
-    return text
+    return f"{cls.__name__} has no argument {', '.join(texts)}"
 
 
 def _renormalize(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def _without_width(cls: type, given: Iterable[str]) -> str:
     """The error for a missing d_model, or for a keyword that may be its misspelling."""
     unknown = [name for name in given if name not in MLPOptions.__annotations__]
     name = cls.__name__
-    needed = f"{name} needs d_model, the width of a token: {name}(num_expert=8, d_model=512, d_hidden=1024)"
+    needed = f"{name} needs d_model, the width of a token: {name}(num_experts=8, d_model=512, d_hidden=1024)"
     return unknown_keywords(cls, unknown) if unknown else needed
 
 
@@ -48,10 +48,11 @@ class FMoETransformerMLP(FMoE):
 
     Called on x [..., d_model], for example [batch, sequence, d_model] -> the same shape, without residual.
 
-    num_expert: experts of this rank. d_model: width of a token, which must be given. d_hidden: width inside an
-      expert, 4 * d_model if it is left out (fmoe_ext.compat keeps FastMoE's 4096).
-      Their weights are experts.htoh4.weight [num_expert, d_hidden, d_model], with a gated activation
-      [num_expert, 2 * d_hidden, d_model], and experts.h4toh.weight [num_expert, d_model, d_hidden].
+    num_experts: experts of all ranks, which they divide. num_expert: experts of this rank, E, as in FastMoE; 32 if
+      both are left out. d_model: width of a token, which must be given. d_hidden: width inside an expert,
+      4 * d_model if it is left out (fmoe_ext.compat keeps FastMoE's 4096).
+      Their weights are experts.htoh4.weight [E, d_hidden, d_model], with a gated activation
+      [E, 2 * d_hidden, d_model], and experts.h4toh.weight [E, d_model, d_hidden].
     activation: "gelu", "gelu_tanh", "relu", "silu", "relu2" (relu(h) ** 2), the gated "swiglu", "geglu", "geglu_tanh",
       "clamped_swiglu" (ClampedSwiGLU), the modules and functions of PyTorch for the first four, or any callable
       (slower, see FusedExperts).
@@ -61,7 +62,7 @@ class FMoETransformerMLP(FMoE):
       topk_weights [T, top_k].
     bias: of the experts' linear layers.
     parallel: how the layer is spread over ranks (ParallelLayout). Its fields are also keywords, as in FastMoE: the
-      world_size ranks of moe_group share num_expert * world_size experts.
+      world_size ranks of moe_group share num_experts experts.
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
       computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts.
     latent_size: width of the experts' input and output, between projections of their own (experts.LatentProjections).
@@ -71,7 +72,7 @@ class FMoETransformerMLP(FMoE):
 
     Example:
 
-        >>> mlp = FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, activation="swiglu", gate="softmax")
+        >>> mlp = FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, activation="swiglu", gate="softmax")
         >>> y = mlp(torch.randn(2, 5, 8))  # [batch, sequence, d_model]
         >>> y.shape
         torch.Size([2, 5, 8])
@@ -80,13 +81,14 @@ class FMoETransformerMLP(FMoE):
 
     def __init__(
         self,
-        num_expert: int = 32,
+        num_expert: int | None = None,
         d_model: int | None = None,
         d_hidden: int | None = None,
         activation: str | Callable[..., Any] = "gelu",
         expert_dp_comm: str = "none",
         expert_rank: int = 0,
         *,
+        num_experts: int | None = None,
         top_k: int = 2,
         gate: GateMaker = NaiveGate,
         bias: bool = True,
@@ -99,11 +101,12 @@ class FMoETransformerMLP(FMoE):
     ):
         if d_model is None:
             raise TypeError(_without_width(type(self), options.keys()))
-        check_sizes(num_expert=num_expert, d_model=d_model)
+        check_sizes(d_model=d_model, **({} if num_expert is None else {"num_expert": num_expert}))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_sizes(d_hidden=d_hidden)
         factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
-        super().__init__(num_expert, d_model, top_k=top_k, gate=gate, parallel=parallel, **options)
+        counts: dict[str, Any] = {"num_expert": num_expert, "num_experts": num_experts}
+        super().__init__(d_model=d_model, top_k=top_k, gate=gate, parallel=parallel, **counts, **options)
         self.d_hidden = d_hidden
         if latent_size is not None:
             check_sizes(latent_size=latent_size)
@@ -113,7 +116,7 @@ class FMoETransformerMLP(FMoE):
                 )
             self.latent = LatentProjections(d_model, latent_size, bias, **factory)
         self.experts = FusedExperts(
-            num_expert,
+            self.num_local_experts,
             d_model if latent_size is None else latent_size,
             d_hidden,
             activation,

@@ -132,6 +132,7 @@ def test_help_of_a_command_exits_with_0(name, capsys):
             "error: --model: nofile.json does not exist",
         ),
         (("audit", "nofile.py:recipe"), "error: nofile.py does not exist"),
+        (("serve", "--config", "nofile.yml"), "nofile.yml does not exist"),
         (("gpu", "prove", "--device", "99"), "nothing was proved: "),
     ],
     ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else None,

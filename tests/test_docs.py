@@ -62,7 +62,9 @@ def test_tutorial_of_processes_refuses_ranks_that_do_not_divide_the_experts(clea
     names = {"__name__": "experts"}
     run_python(next(code for _, code, _ in blocks(page) if code.startswith("# experts.py")), page, 1, names)
     group = types.SimpleNamespace(size=lambda: 3)
-    with pytest.raises(ValueError, match="8 experts cannot be spread evenly over 3 ranks"):
+    with pytest.raises(
+        ValueError, match="num_experts=8 is the number of experts of all ranks, which the 3 ranks"
+    ):
         names["make_model"](types.SimpleNamespace(ep=group, world=group))
 
 
@@ -347,3 +349,11 @@ def test_every_public_module_is_in_the_api():
         assert inspect.ismodule(value) or home or f"fmoe_ext.{name}" in listed, (
             f"docs/api does not show {name}"
         )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_code_is_not_clipped_beside_the_navigation(path):
+    """At 1280 px a block of the site is 88 columns wide."""
+    for language, code, line in blocks(path):
+        for number, text in enumerate(code.splitlines() if language else (), line):
+            assert len(text) <= 88, f"{name_of(path)}:{number} has {len(text)} columns: {text}"

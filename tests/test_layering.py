@@ -396,7 +396,7 @@ def public_names_only(source):
 
 NAME_WHAT_THERE_WAS = ("tests/cuda/kernel_resources.md", "CHANGELOG.md")
 # how paths of others begin, and of files that a reader makes
-OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp", "layouts/", "qwen3_vl.py")
+OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp", "layouts/")
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
 NO_MODULES = ("fmoe_ext.forward",)  # a key in autograd's metadata
 NEEDS_OTHERS = ("fmoe_ext.torchtitan.routed_experts",)  # test_torchtitan.py has it by this name
@@ -420,10 +420,11 @@ def files_that_exist(source):
     """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
     text = re.sub(r"https?://\S+", lambda match: " " * len(match[0]), source.text)
     files, ends = ends_of_files()
+    given = tuple(re.findall(r"^```python\n# (\w+\.py)$", text, re.MULTILINE))  # by a block of the page
     for match in PATH.finditer(text):
-        name = f"{match[1]}.{match[2]}".removeprefix("../")
+        name = re.sub(r"^(\.\./)+", "", f"{match[1]}.{match[2]}")
         exists = fnmatch.filter(files, f"*/{name}") if "*" in name else name in ends
-        if not name.startswith(OF_OTHERS) and not exists:
+        if not name.startswith((*OF_OTHERS, *given)) and not exists:
             yield (
                 text.count("\n", 0, match.start()) + 1,
                 f"names {name}, which does not exist: name its new place",

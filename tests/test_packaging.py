@@ -299,7 +299,15 @@ def test_version_is_written_once():
     code, text = run_in_setup("", "--version")
     assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text
     assert f"\nversion: {fmoe_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__} ")
+    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__}, ")
+
+
+def test_container_runs_the_commands_of_the_readme():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    commands = re.search(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    assert commands[0].startswith("pip install torch ") and len(commands) == 3
+    assert [line for line in lines if line.startswith("RUN ") and line.endswith(commands[0])]
+    assert f"RUN {commands[1]}" in lines and f"CMD {json.dumps(commands[2].split())}" in lines
 
 
 def test_metadata_agrees_with_the_citation():
@@ -351,10 +359,10 @@ def test_errors_name_no_folder_of_the_builder():
 USERS_FILE = """\
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
-mlp = FMoETransformerMLP(num_expert=8, d_model=4, d_hidden=8)
+mlp = FMoETransformerMLP(num_experts=8, d_model=4, d_hidden=8)
 reveal_type(mlp)
 reveal_type(mlp.num_experts)
-FMoETransformerMLP(num_experts=8)
+FMoETransformerMLP(n_experts=8)
 gates.SoftmaxGate(4, 8, "1")
 fmoe_ext.nothere
 fmoefy(mlp, num_experts=8, nonsense=3)
@@ -399,7 +407,7 @@ def test_type_checkers_see_the_installed_package(tmp_path, kind):
     assert revealed == {"4": layer, "5": "int", "10": layer, "11": layer}, said
     errors = dict(re.findall(r"user.py:(\d+): error: (.*?)  ", said))
     assert errors.keys() == {"6", "7", "8", "9"}, said
-    assert 'Unexpected keyword argument "num_experts"' in errors["6"]
+    assert 'Unexpected keyword argument "n_experts"' in errors["6"]
     assert 'Argument 3 to "SoftmaxGate" has incompatible type "str"' in errors["7"]
     assert 'Module has no attribute "nothere"' in errors["8"]
     assert 'Unexpected keyword argument "nonsense" for "fmoefy"' in errors["9"]

@@ -279,11 +279,32 @@ def test_arguments_of_the_layer_are_named_and_typed():
             assert {**options, **hints}[name] == of_layer[name]
     assert get_type_hints(LayerOptions).items() <= {**options, **hints}.items()
     assert len(ours) - len(("self", "options")) <= 16
-    for cls in (FMoE, FMoETransformerMLP):
-        with pytest.raises(
-            TypeError, match=r"no argument 'num_experts'.*: num_expert is the number of experts of"
-        ):
-            cls(num_experts=4)
+
+
+@pytest.mark.parametrize("cls", [FMoE, FMoETransformerMLP])
+def test_number_of_experts_is_given_in_all_or_for_a_rank(cls):
+    for given in ({"num_experts": 6}, {"num_expert": 6}):
+        layer = cls(**given, d_model=D, top_k=1)
+        assert (layer.num_experts, layer.num_local_experts) == (6, 6)
+    assert cls(d_model=D).num_experts == 32
+    with pytest.raises(ValueError, match=r"num_experts=6 \(of all ranks\) and num_expert=6 \(of each\)"):
+        cls(num_experts=6, num_expert=6, d_model=D)
+    with pytest.raises(ValueError, match=r"num_experts=7 is the number .* the 2 ranks of world_size must"):
+        cls(num_experts=7, world_size=2, d_model=D)
+    with pytest.raises(ValueError, match="num_experts must be at least 1, but got 0"):
+        cls(num_experts=0, d_model=D)
+    with pytest.raises(TypeError, match=r"'n_experts' \(did you mean 'num_experts'\?\)"):
+        cls(n_experts=6, d_model=D)
+
+
+def test_number_of_experts_and_their_list_agree():
+    experts = [nn.Identity] * 3
+    assert (
+        FMoE(num_experts=3, d_model=D, expert=[lambda d_model: nn.Linear(d_model, d_model)] * 3).num_experts
+        == 3
+    )
+    with pytest.raises(ValueError, match=r"num_experts=4 gives each of 1 ranks 4 experts, .* a list of 3"):
+        FMoE(num_experts=4, d_model=D, expert=experts)
 
 
 def test_state_dict_layouts():
@@ -513,7 +534,7 @@ def test_sizes_that_are_none(name, size, error):
 
 
 def test_layer_without_d_model_asks_for_it():
-    with pytest.raises(TypeError, match=r"FMoETransformerMLP needs d_model, .*num_expert=8, d_model=512"):
+    with pytest.raises(TypeError, match=r"FMoETransformerMLP needs d_model, .*num_experts=8, d_model=512"):
         FMoETransformerMLP()
     with pytest.raises(TypeError, match="needs d_model"):
         FMoETransformerMLP(num_expert=2, d_hidden=4)

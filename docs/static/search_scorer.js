@@ -1,8 +1,10 @@
-// Order of search results: pages that say how to do something before those about the inside of the project.
-const INSIDE = /^(design|code|kernels|contributing|changelog|measurements|museum|when_not)$/;
+// Order of search results: pages that say how to do something before those about the inside of the project; names of
+// C++ and of other libraries last.
+const INSIDE = /^(design|code|kernels|contributing|log|history\/.*|measurements|museum|when_not)$/;
+const LAST = /^(api\/(cpp|compat)|changelog)$/;
 var Scorer = {
   score: ([docname, title, anchor, descr, score]) =>
-    score + (docname.startsWith("tutorials/") ? 8 : INSIDE.test(docname) ? -8 : docname.startsWith("api/") ? 0 : 4),
+    score + (LAST.test(docname) ? -40 : INSIDE.test(docname) ? -8 : docname.startsWith("api/") ? 0 : 4),
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },

@@ -1,4 +1,4 @@
-"""Two models for `fmoe doctor two_routers.py:healthy` and `fmoe doctor two_routers.py:dead_router`."""
+"""Two models for `fmoe doctor`, two_routers.py:healthy and :dead_router."""
 
 import torch
 import torch.nn.functional as F

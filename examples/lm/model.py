@@ -82,7 +82,7 @@ class Block(nn.Module):
             self.mlp = DenseMLP(config.d_model, config.top_k * config.d_hidden)
         else:
             options = {
-                "num_expert": config.num_experts // config.ep_size,
+                "num_experts": config.num_experts,
                 "world_size": config.ep_size,
                 "d_model": config.d_model,
                 "d_hidden": config.d_hidden,

@@ -173,7 +173,7 @@ def make_dense(options):
         moe_aux_loss_coeff=options.balance_weight,
     )
     model = make_chunks(config, 256, options.seq_len, options.device)
-    model = fmoefy(model, num_experts=options.num_experts // options.ep, top_k=options.top_k)
+    model = fmoefy(model, num_experts=options.num_experts, top_k=options.top_k)
     if dist.get_rank() == 0:
         print(model[0].fmoe_report)
     return model

@@ -39,9 +39,9 @@ class Layout:
         if num_experts % self.ep:
             raise AuditError(f"{num_experts} experts cannot be spread over the ranks of {self} evenly")
         if self.groups is None:
-            return {"num_expert": num_experts}
+            return {"num_experts": num_experts}
         return {
-            "num_expert": num_experts // self.ep,
+            "num_experts": num_experts,
             "world_size": self.ep,
             "moe_group": self.groups.ep if self.ep > 1 else None,
             "gate_group": self.groups.world,

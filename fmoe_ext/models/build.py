@@ -27,7 +27,7 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
     kwargs = _moe_kwargs(target, options)
     num_local_experts = kwargs.pop("num_expert", None)
     if num_local_experts is None:
-        raise ValueError("num_experts must be given: the experts of each rank")
+        raise ValueError("num_experts must be given: the experts of all ranks")
     num_experts = num_local_experts * kwargs["world_size"]
     top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
     d_hidden = _d_hidden(target, dense, options, top_k)
@@ -104,12 +104,15 @@ def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
     if not options.distributed_experts:
         kwargs.pop("moe_group", None)
         kwargs["world_size"] = 1
-    named = {"num_expert": options.num_experts, "top_k": options.top_k, "gate": options.gate}
+    named = {"top_k": options.top_k, "gate": options.gate}
     kwargs |= {name: value for name, value in named.items() if value is not None} | dict(options.moe_kwargs)
     if "world_size" not in kwargs:
         kwargs["world_size"] = 1
         if dist.is_initialized():
             kwargs["world_size"] = dist.get_world_size(find_group(register_group(kwargs.get("moe_group"))))
+    num_local_experts = options.experts_of_rank(kwargs["world_size"])
+    if num_local_experts is not None:
+        kwargs["num_expert"] = num_local_experts
     kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
     return kwargs
 

@@ -115,7 +115,7 @@ def fmoefy(
     gate: Any = None,
     megatron_version: str | None = None,
     *,
-    fmoe_num_experts: int | None = None,
+    num_local_experts: int | None = None,
     layers: Any = None,
     init: str = "random",
     split: int = 1,
@@ -132,8 +132,8 @@ def fmoefy(
     other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data
     parallelism and before making the optimizer.
 
-    num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
-    distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
+    num_experts: experts of all ranks. num_local_experts: those of each rank, in the place of num_experts.
+    distributed_experts: with a process group, its ranks share the experts, of which each has a part: wrap the model in
       fmoe_ext.distributed.DistributedGroupedDataParallel then, not in DistributedDataParallel, which would average
       them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts, as
       the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
@@ -168,7 +168,7 @@ def fmoefy(
     Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
     init="upcycle" with a gate whose weights have no constant sum.
-    Equivalent to: layer.mlp = FMoETransformerMLP(num_experts, d_model, d_hidden, activation) for every layer.
+    Equivalent to: layer.mlp = FMoETransformerMLP(num_experts=num_experts, d_model=d_model, ...) for every layer.
 
     Example:
 
@@ -180,7 +180,8 @@ def fmoefy(
         True
     """
     options = Options(
-        num_experts=_one_of(num_experts, fmoe_num_experts),
+        num_experts=num_experts,
+        num_local_experts=num_local_experts,
         distributed_experts=distributed_experts,
         hidden_hidden_size=hidden_hidden_size,
         top_k=top_k,
@@ -205,14 +206,6 @@ def fmoefy(
     return cast(ModelT, result)
 
 
-def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None:
-    if num_experts is not None and fmoe_num_experts is not None:
-        raise ValueError(
-            f"num_experts and fmoe_num_experts are one argument, but got {num_experts} and {fmoe_num_experts}"
-        )
-    return fmoe_num_experts if num_experts is None else num_experts
-
-
 def _check(options: Options) -> None:
     _check_names(options.moe_kwargs)
     if options.init not in _INITS:
@@ -231,10 +224,11 @@ def _check(options: Options) -> None:
 
 def _check_names(moe_kwargs: Any) -> None:
     """TypeError, with what may have been meant, for an argument that nothing takes."""
-    known = [*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)]
+    known = {*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)} - {"num_expert"}
     for name in moe_kwargs:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            of_rank = name in ("num_expert", "fmoe_num_experts")  # FastMoE's names
+            near = ["num_local_experts"] if of_rank else difflib.get_close_matches(name, sorted(known), 1)
             hint = (
                 f": did you mean {near[0]}=?" if near else "; other arguments are those of FMoETransformerMLP"
             )

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 class Options:
     """The arguments of fmoefy(), which documents them."""
 
-    num_experts: int | None = None  # of each rank
+    num_experts: int | None = None  # of all ranks
+    num_local_experts: int | None = None
     distributed_experts: bool = True
     hidden_hidden_size: int | None = None
     top_k: int | None = None
@@ -34,6 +35,22 @@ class Options:
     d_model: int | None = None
     load_dense: Any = None
     moe_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of FMoETransformerMLP
+
+    def experts_of_rank(self, num_ranks: int) -> int | None:
+        """Experts of each of the ranks of a layer, None if neither number is given; ValueError for both."""
+        if self.num_experts is None:
+            return self.num_local_experts
+        if self.num_local_experts is not None:
+            raise ValueError(
+                f"num_experts={self.num_experts} (of all ranks) and num_local_experts={self.num_local_experts} (of "
+                "each) are one argument: give num_experts"
+            )
+        if self.num_experts % num_ranks:
+            raise ValueError(
+                f"num_experts={self.num_experts} is the number of experts of all ranks, which the {num_ranks} ranks "
+                "must divide"
+            )
+        return self.num_experts // num_ranks
 
 
 @dataclass(frozen=True)

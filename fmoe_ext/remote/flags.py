@@ -165,6 +165,8 @@ def _read_yaml(path: Path) -> Iterator[tuple[int, str, str | list[str]]]:
 
     try:
         root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        raise SystemExit(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise SystemExit(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:

@@ -45,7 +45,7 @@ def on_ranks(options, ep):
     if kwargs:
         torch.manual_seed(3)  # copies of experts are the same from the start only with one seed
         kwargs["expert_dp_comm"] = "moe"
-    moe = fmoefy(dense(), E // ep, **options, **kwargs)
+    moe = fmoefy(dense(), E, **options, **kwargs)
     assert moe.fmoe_report.num_ranks == ep
     before = dense()
     x = tokens(dist.get_rank())
@@ -93,10 +93,10 @@ def test_random_experts_inside_data_parallelism(pool):
 
 
 def disagree():
-    model = fmoefy(copy.deepcopy(dense()), 2, distributed_experts=False)
+    model = fmoefy(copy.deepcopy(dense()), 4, distributed_experts=False)
     assert model.fmoe_report.num_ranks == 1 and model.layers[0].linear1.moe_group is None
     try:
-        fmoefy(dense(), 2 + dist.get_rank())
+        fmoefy(dense(), 4 + 2 * dist.get_rank())
     except ValueError as error:
         return str(error)
 

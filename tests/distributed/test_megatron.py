@@ -303,7 +303,7 @@ def upcycle(layout, options):
         inputs = layouts.microbatches(0)[0][0]
         positions = torch.arange(layouts.SEQ_LEN).expand_as(inputs)
         dense = model(inputs, positions, None)
-        fmoefy(model, num_experts=layouts.EXPERTS // layout.get("ep", 1), top_k=2, init="upcycle")
+        fmoefy(model, num_experts=layouts.EXPERTS, top_k=2, init="upcycle")
         with_experts = model(inputs, positions, None)
         num_experts = [report.num_experts for report in model.fmoe_report.replaced]
         return dense.detach(), with_experts.detach(), num_experts

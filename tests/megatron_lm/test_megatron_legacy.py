@@ -317,7 +317,7 @@ def _train_on_ranks(args, steps, folder):
     index = dist.get_rank() // tp
     model = Model().double()
     split_mlps(model, dist.get_rank() % tp, tp)
-    model = DistributedDataParallel(fmoefy(model, 4 // num_data))
+    model = DistributedDataParallel(fmoefy(model, 4))
     inner = torch.optim.Adam(model.parameters(), lr=0.05)
     optimizer = SimpleNamespace(  # Megatron's wrapper of an optimizer
         optimizer=inner, state_dict=inner.state_dict, load_state_dict=inner.load_state_dict

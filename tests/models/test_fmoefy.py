@@ -78,7 +78,7 @@ def test_fastmoe_arguments(model):
     by_position = to_moe(model, 4, True, 6, 1, gates.NaiveGate, None).layers[0]
     assert type(by_position.gate) is gates.NaiveGate
     assert (by_position.num_expert, by_position.d_hidden, by_position.top_k) == (4, 6, 1)
-    by_name = fmoefy(model, fmoe_num_experts=3, match=MLP, gate="switch").layers[0]
+    by_name = fmoefy(model, num_local_experts=3, match=MLP, gate="switch").layers[0]
     assert by_name.num_expert == 3 and type(by_name.gate) is gates.SwitchGate
     assert by_name.d_hidden == H // 2  # divided by top_k
 
@@ -86,7 +86,7 @@ def test_fastmoe_arguments(model):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (dict(num_experts=4, fmoe_num_experts=4), "one argument, but got 4 and 4"),
+        (dict(num_experts=4, num_local_experts=2), "num_local_experts=2 (of each) are one argument"),
         (dict(), "num_experts must be given"),
         (dict(num_experts=4, init="copy"), "init must be one of ('random', 'upcycle'), but got 'copy'"),
         (dict(num_experts=4, split=0, init="upcycle"), "split must be at least 1, but got 0"),

@@ -74,11 +74,12 @@ def test_servers_and_programs_of_the_page_run_in_its_order(machine, monkeypatch)
     for language, code, line in blocks(PAGE):
         if language == "yaml":
             machine.config = machine.here(code)
-        elif language == "sh" and code.startswith(("fmoe-server", "fmoe-dht")):
+        elif language == "sh" and re.search(r"^fmoe-(server|dht) ", code, re.MULTILINE):
             machine.stop()
-            for command in code.splitlines():
-                machine.start(command)
-                started += 1
+            for command in code.replace("\\\n", " ").splitlines():
+                if not command.startswith("#"):
+                    machine.start(command)
+                    started += 1
         elif language == "python":
             run_python(machine.here(code), PAGE, line, names)
             if "dht.shutdown()" not in code:

@@ -334,7 +334,7 @@ def test_config_flags_exclude_flags_of_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         configure(tmp_path, "dht_port: 1338\n", "--no_dht")
     assert "--no_dht excludes --dht_port" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"nowhere\.yml cannot be read"):
+    with pytest.raises(SystemExit, match=r"nowhere\.yml does not exist"):
         parse(["--config", "nowhere.yml"])
 
 

@@ -36,7 +36,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
     args = get_args()
     arguments = layer_arguments(args, options.distributed_experts)
     given = (getattr(args, name, None) for name in ("fmoe_num_experts", "num_experts"))
-    num_expert = options.num_experts or next((n for n in given if n), None)
+    num_expert = options.experts_of_rank(arguments["world_size"]) or next((n for n in given if n), None)
     for name, value in (("top_k", getattr(args, "top_k", None)), ("num_expert", num_expert)):
         if value is not None:
             arguments[name] = value

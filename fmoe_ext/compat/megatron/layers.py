@@ -60,10 +60,15 @@ def fmoefy(
 ) -> Any:
     """Replace the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given.
 
-    num_experts: fmoe_num_experts by the name that FastMoE's README writes.
+    fmoe_num_experts: experts of each rank; num_experts is the name of it that FastMoE's README writes.
     """
+    if num_experts is not None and fmoe_num_experts is not None:
+        raise ValueError(
+            f"num_experts and fmoe_num_experts are one argument, but got {num_experts} and {fmoe_num_experts}"
+        )
+    num_local_experts = fmoe_num_experts if num_experts is None else num_experts
     options = (distributed_experts, hidden_hidden_size, top_k, gate, megatron_version)
-    return _fmoefy(model, num_experts, *options, fmoe_num_experts=fmoe_num_experts)
+    return _fmoefy(model, None, *options, num_local_experts=num_local_experts)
 
 
 __all__ = ["MegatronMLP", "_megatron_init_method", "fmoefy"]
