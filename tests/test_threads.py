@@ -420,7 +420,7 @@ def test_total_loss_warns_of_a_layer_that_a_step_calls_twice():
 
 @pytest.mark.parametrize("change", ["forget", "resize"])
 def test_buffers_that_a_thread_computes_with_stay(models, change):
-    """Where all layers have a buffer, a forward without gradients takes no lease of it."""
+    """A forward without gradients takes no lease where all layers have a buffer."""
     pool = models.roomy.base_model.model.expert_stream.pool
     assert pool.holds_all
     with torch.no_grad(), pool.used():
