@@ -174,7 +174,10 @@ def _used_as_chosen(probe: Probe, used: torch.Tensor, shared: str | None) -> Ite
     lost = int((chosen & ~used).sum())
     text = f"{lost} of {int(chosen.sum())} choices add nothing to their token"
     sorted_all = probe.choices.shape[1] == layer.num_experts  # and cut at a share of the probability
-    yield verdict("drops", layer.name, None if lost and sorted_all else lost > 0, text)
+    idle = lost == int(
+        chosen[:, ~used.any(0)].sum()
+    )  # all of experts without computation, if they are in the stack
+    yield verdict("drops", layer.name, None if lost and (sorted_all or idle) else lost > 0, text)
 
 
 def _most(probe: Probe, used: torch.Tensor) -> list[int]:
