@@ -11,14 +11,14 @@ class MoE(nn.Module):
     def __init__(self, normalise: bool) -> None:
         super().__init__()
         self.router = nn.Linear(16, 4, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)
-        )
+        parts = [(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)]
+        self.experts = nn.ModuleList(nn.Sequential(*three) for three in parts)
         self.normalise = normalise
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = F.softmax(self.router(x), -1).topk(1)
-        if self.normalise:  # the weight of one expert becomes 1, whatever the router says
+        # the weight of one expert becomes 1, whatever the router says
+        if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         y = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
