@@ -121,6 +121,7 @@ Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score) {
 }
 
 Tensor balance_loss_backward_cpu(Tensor grad, Tensor logits, Tensor counts, int64_t score) {
+  check_gradient_mode("balance_loss_backward", "ops.balance_loss");
   check_cpu(grad, "grad");
   check_balance_loss(logits, counts);
   check_dim(grad, 0, "grad", "[]");

@@ -157,6 +157,26 @@ def topk_gate(d):
     )
 
 
+def balance_loss(d):
+    counts = ops.count_tokens(choices((d.T, d.K, d.E), 0), d.E)
+    return Call(
+        ops.balance_loss,
+        {"logits": d.floats(d.T, d.E), "counts": counts, "score": "softmax"},
+        sizes={"logits": (1,), "counts": (0,)},
+        values={"score": ("", "relu", "softmax ")},
+    )
+
+
+def balance_loss_backward(d):
+    arguments = balance_loss(d).arguments
+    return Call(
+        without_gradients(native.balance_loss_backward),
+        {"grad": d.floats(), **arguments, "score": 1},
+        sizes={"logits": (1,), "counts": (0,)},
+        values={"score": (-1, 2)},
+    )
+
+
 def topk_gate_backward(d):
     K = min(d.K, d.E) or 1
     logits = d.floats(d.T, d.E)
@@ -452,6 +472,8 @@ def without_gradients(op):
 CALLS = MappingProxyType(  # by name of the operator; where it has a public function, that is called
     {
         "apply_capacity": apply_capacity,
+        "balance_loss": balance_loss,
+        "balance_loss_backward": balance_loss_backward,
         "balanced_shares": balanced_shares,
         "clamped_glu": clamped_glu,
         "clamped_glu_backward": clamped_glu_backward,
@@ -491,8 +513,12 @@ NOT_DRAWN = MappingProxyType(  # why; the prefix of a name stands for all of the
             "Python above torch.distributed: tests/distributed",
         ),
         **dict.fromkeys(
-            ("build_info", "_cpu_isa", "_cpu_isa_refused", "_release_memory", "_set_batch_invariant", "_set_cpu_isa"),
+            ("build_info", "_cpu_isa", "_cpu_isa_refused", "_release_memory", "_set_batch_invariant", "_set_cpu_isa",
+             "_set_thread_batch_invariant"),
             "no tensors: test_batch_invariant.py, test_cpu.py",
+        ),
+        **dict.fromkeys(
+            ("_decode_packed", "_torch_grouped_mm", "_tf32_allowed"), "of the CUDA kernels: tests/emulator"
         ),
         "of_this_thread": "a copy, or an error on another thread: test_valid_tokens.py",
     }
