@@ -29,10 +29,9 @@ std::vector<std::string> gpu_kernel_sources() {
   std::vector<std::string> digests{digest_of("portable")};
   for (const Entry& entry : kEntries) {
     const std::string name(entry.name);
-    digests.push_back(digest_of(is_portable_mxfp4(&entry) ? "portable"
-                                : is_of_mxfp4(entry.product)
-                                    ? "sm90_mxfp4"
-                                    : "sm90_" + name.substr(0, name.find('.'))));
+    digests.push_back(digest_of(is_portable_mxfp4(&entry)    ? "portable"
+                                : is_of_mxfp4(entry.product) ? "sm90_mxfp4"
+                                                             : "sm90_" + name.substr(0, name.find('.'))));
   }
   return digests;
 }
@@ -88,7 +87,7 @@ void set_gpu_sm_margin(int64_t sms) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
   m.def("_gpu_kernels() -> str[]");                 // names of the entries of select.h, in its order
-  m.def("_gpu_kernel_sources() -> str[]");           // of the portable kernels, then of each entry
+  m.def("_gpu_kernel_sources() -> str[]");          // of the portable kernels, then of each entry
   m.def("_set_gpu_kernels(str[] names) -> ()");     // these on, all others off, on every device
   m.def("_gpu_kernel_runs() -> int[]");             // how often each has been chosen by this process
   m.def("_gpu_torch_classes() -> str[]");           // "product/numbers/rows": what torch's grouped_mm may win
