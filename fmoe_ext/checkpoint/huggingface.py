@@ -175,7 +175,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
     path = Path(model)
     if not isinstance(model, str) or not _REPOSITORY.fullmatch(model) or os.path.lexists(path):
         return path
-    # "runs/modle" beside "runs/model" is a slip: its reader says that there is no such path
+    # "runs/models" beside "runs/model" is a slip: its reader says that there is no such path
     is_slip = path.parent.exists() or _FILE.fullmatch(model) is not None
     command = f"`hf download {model}`"
     if options.get("revision") is not None:

@@ -247,7 +247,7 @@ def test_folders_of_the_name_win(saved, cache):
     "path",
     [
         *("model", "./runs/model", "/runs/model", "runs/a/model", "runs/model/", "../runs/model", "~/model"),
-        *("runs/model.gguf", "runs/model.safetensors", "here/modle", "a--b/model", "runs/.hidden"),
+        *("runs/model.gguf", "runs/model.safetensors", "here/models", "a--b/model", "runs/.hidden"),
     ],
 )
 def test_paths_that_do_not_exist_stay_paths(path, cache, capsys):
