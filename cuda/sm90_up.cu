@@ -43,10 +43,9 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
-    TileWalk walk(p.tiles);
     uint32_t count = 0;
     for (int index = blockIdx.x;; index += gridDim.x) {
-      const Tile tile = walk.at(index);
+      const Tile tile = p.tiles.at(index);
       if (tile.expert < 0) break;
       if (tile.expert == p.tiles.num_experts) {
         store_padding(tile);
@@ -75,7 +74,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kN / 16; ++i) {
         const int piece = half * (kN / 16) + i;
-        const float2 b = p.b1 ? bias.of(piece) : float2{0, 0};
+        const float2 b = bias.of(piece);
         h[i][0] = pack<T>(acc[piece * 4] + b.x, acc[piece * 4 + 1] + b.y);
         h[i][1] = pack<T>(acc[piece * 4 + 2] + b.x, acc[piece * 4 + 3] + b.y);
       }
