@@ -211,6 +211,7 @@ class Watch(TorchFunctionMode):
         self.over_tokens: set[str] = set()
         self.ranked: set[str] = set()  # layers whose choices are a rank of scores by experts
         self.multiplied: set[str] = set()  # names of routers that were a factor
+        self.chose: set[str] = set()  # layers that ranked scores in their present forward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -257,11 +258,22 @@ class Watch(TorchFunctionMode):
                 self.over_tokens.add(layer.name)
             return
         indices = result if isinstance(result, torch.Tensor) else result[1]
-        if name in ("argmax", "max"):
-            indices = indices.unsqueeze(-1)
         self.ranked.add(layer.name)
+        if name in ("argmax", "max"):
+            indices = self._joined(layer, indices.reshape(-1, 1))
         if name not in ("sort", "argsort"):
             self._keep(layer, indices)
+            self.chose.add(layer.name)
+
+    def _joined(self, layer: Layer, column: torch.Tensor) -> torch.Tensor:
+        """The choices of this forward with those of one more argmax, as a top 2 of two argmax has them."""
+        before = self.choices.get(layer.name)
+        if before is None or layer.name not in self.chose or len(before) != len(column):
+            return column
+        known = (before == column).any(-1)
+        if known.all():  # a maximum of what is chosen already, as for a count
+            return before
+        return column if known.any() else torch.cat([before, column], 1)
 
     def _keep(self, layer: Layer, indices: torch.Tensor) -> None:
         self.choices[layer.name] = indices.detach().reshape(-1, indices.shape[-1]).clone()
@@ -270,7 +282,7 @@ class Watch(TorchFunctionMode):
     def forward(self) -> Iterator[Watch]:
         hooks = []
         for layer in self.layers:
-            hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: self.inside.append(at)))
+            hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: self._entered(at)))
             hooks.append(layer.module.register_forward_hook(lambda *_: self.inside.pop() and None))
             for module in layer.module.modules():
                 hooks.append(
@@ -282,6 +294,10 @@ class Watch(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _entered(self, layer: Layer) -> None:
+        self.inside.append(layer)
+        self.chose.discard(layer.name)
 
     def _returned(self, layer: Layer, output: Any) -> None:
         for value in output if isinstance(output, tuple) else ():

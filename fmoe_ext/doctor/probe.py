@@ -39,6 +39,7 @@ class Probe:
     cannot: why it cannot be run so; None if it can.
     scores [T, E]: of the router; None where its product is not seen, or is of groups of tokens (of_groups).
     choices [T, K]: None where they are not visible; ranked: a rank of scores was seen.
+    input_kept: False once a run, in training or in evaluation, wrote into the layer's input.
     measured: numbers of the experts that are measured.
     """
 
@@ -153,7 +154,7 @@ class Probe:
             with Watch([layer], change).forward() as watch:
                 rows = _rows(module(*args, **kwargs))
             after = _floating((args, kwargs))
-            self.input_kept = all(a.equal(b) for a, b in zip(before, after, strict=False))
+            self.input_kept &= all(a.equal(b) for a, b in zip(before, after, strict=False))
             return rows, watch
 
     def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:

@@ -57,14 +57,14 @@ def routing(case: Case) -> Iterator[Finding]:
         if probe.cannot is not None:
             yield verdict("choice", layer.name, None, f"the layer is not examined alone: {probe.cannot}")
             continue
+        used, shared = probe.used, probe.by_design
+        yield _as_in_training(probe, shared)
         kept = (
             "the layer leaves its input as it is"
             if probe.input_kept
             else "the layer writes into its own input"
         )
         yield verdict("own-row", layer.name, not probe.input_kept, kept)
-        used, shared = probe.used, probe.by_design
-        yield _as_in_training(probe, shared)
         yield from _rows(probe, shared)
         if not used.any():
             yield verdict("choice", layer.name, None, "no expert that is measured adds to the output")
@@ -282,12 +282,14 @@ def _beside(probe: Probe) -> Finding:
 def _same_added(probe: Probe) -> Iterator[Finding]:
     """Choices stay where weights do: the same amount added to all scores changes neither of a softmax."""
     assert probe.scores is not None
-    amount = 1 + 2 * float(probe.scores.abs().max())
+    # a little leaves the choices of some tokens, and so shows whether weights move
+    spread = float(probe.scores.std(correction=0))
+    amounts = [s * a for a in (1 + 2 * float(probe.scores.abs().max()), spread) for s in (1, -1)]
 
     def raised(layer: Layer, scores: torch.Tensor, by: float) -> torch.Tensor:
         return scores + by
 
-    seen = [(probe.rows, probe.choices), *(probe.choose(partial(raised, by=s * amount)) for s in (1, -1))]
+    seen = [(probe.rows, probe.choices), *(probe.choose(partial(raised, by=by)) for by in amounts)]
     scale = float(probe.rows.abs().max())
     for (rows, choices), (other_rows, other_choices) in itertools.combinations(seen, 2):
         if choices is None or other_choices is None or choices.shape != other_choices.shape:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext.doctor import Subject
+from fmoe_ext.doctor.subject import train_step
 
 
 class Mlp(nn.Module):
@@ -124,6 +125,95 @@ class Groups(nn.Module):
         return combined(x, self.experts, index, scores.softmax(-1).gather(1, index))
 
 
+class TwoArgmax(nn.Module):
+    """The top 2 are two argmax, all tokens have slots. Wrong: second choices take the slots of first ones."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.wg = nn.Linear(10, 4, bias=False)
+        self.w_in = nn.Parameter(torch.randn(4, 10, 16) / 3)
+        self.w_out = nn.Parameter(torch.randn(4, 16, 10) / 3)
+
+    def forward(self, x):
+        scores = self.wg(x).softmax(-1)
+        first = F.one_hot(scores.argmax(-1), 4)
+        second = F.one_hot(scores.masked_fill(first.bool(), -1).argmax(-1), 4)
+        places = [first.cumsum(0) - 1, second.cumsum(0) - 1 + (0 if self.wrong else first.sum(0))]
+        combine = x.new_zeros(len(x), 4, len(x))
+        for chosen, place in zip((first, second), places, strict=True):
+            slot = F.one_hot((place * chosen).sum(-1), len(x)).to(x.dtype)
+            combine = combine + (scores * chosen)[..., None] * slot[:, None]
+        inputs = torch.einsum("tec,td->ecd", (combine > 0).to(x.dtype), x)
+        return torch.einsum("tec,ecd->td", combine, (inputs @ self.w_in).relu() @ self.w_out)
+
+
+class TwoOfGroups(Groups):
+    """Two experts in place of three, so that few tokens meet the mask. Wrong: as above."""
+
+    def forward(self, x):
+        scores = self.gate(x)
+        best = scores.view(-1, 4, 2).amax(-1)
+        groups = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(2, -1).indices, True)
+        index = scores.masked_fill(~groups.repeat_interleave(2, 1), self.masked).topk(2, -1).indices
+        return combined(x, self.experts, index, scores.softmax(-1).gather(1, index))
+
+
+class Jitter(nn.Module):
+    """Training adds noise before the router. Wrong: in place, so that the experts have it, too."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.gate = nn.Linear(10, 4, bias=False)
+        self.experts = nn.ModuleList(Mlp(10, 16) for _ in range(4))
+
+    def forward(self, x):
+        routed = x
+        if self.training:
+            noise = torch.empty_like(x).uniform_(0.9, 1.1)
+            routed = routed.mul_(noise) if self.wrong else routed * noise
+        weights, index = self.gate(routed).topk(2, -1)
+        return combined(x, self.experts, index, weights.softmax(-1))
+
+
+def jittered(wrong):
+    torch.manual_seed(1)
+    return Subject(nn.Sequential(nn.Linear(10, 10), Jitter(wrong), nn.Linear(10, 5)), torch.randn(24, 10))
+
+
+class Counted(nn.Module):
+    """A bias of the choice follows the sign of a count of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(10, 4, bias=False)
+        self.experts = nn.ModuleList(Mlp(10, 16) for _ in range(4))
+        self.register_buffer("expert_bias", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        scores = self.router(x).sigmoid()
+        index = (scores + self.expert_bias).topk(2, -1).indices
+        if self.training:
+            self.count += F.one_hot(index, 4).sum((0, 1))
+        return combined(x, self.experts, index, scores.gather(1, index))
+
+
+def counted(wrong):
+    """Wrong: the step does not clear the count."""
+
+    def step(model, optimizer, batches, loss):
+        train_step(model, optimizer, batches, loss)
+        count = model.moe.count
+        model.moe.expert_bias += 0.01 * (count.mean() - count).sign()
+        if not wrong:
+            count.zero_()
+
+    torch.manual_seed(1)
+    return Subject(Net(Counted()), torch.randn(24, 10), step=step)
+
+
 class Net(nn.Module):
     """A layer between projections, with a residual."""
 
@@ -150,6 +240,11 @@ TWINS = {
     "shared_expert_is_weighed_by_the_router": ("weights", with_layer(Shared, 24)),
     "second_choices_in_slots_of_first_ones": ("own-row", with_layer(Slots, 24)),
     "groups_are_masked_by_zero": ("choice", with_layer(Groups, 24)),
+    # of a second stranger
+    "slots_of_two_argmax": ("own-row", with_layer(TwoArgmax, 24)),
+    "two_of_groups_that_are_masked_by_zero": ("choice", with_layer(TwoOfGroups, 64)),
+    "jitter_is_written_into_the_input": ("own-row", jittered),
+    "count_is_not_cleared": ("bias-once", counted),
 }
 
 
