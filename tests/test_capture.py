@@ -202,7 +202,7 @@ def test_frozen_gemm_of_a_decoded_weight_is_capturable(name):
         y = frozen_gemm(x, weight.rows(), None, bias, *packing)
         dx = frozen_gemm_backward(y, weight.rows(), None, *packing)
     assert y.shape == (T, out) and dx.shape == x.shape and y.dtype == dx.dtype == x.dtype
-    assert capture.num_ops > 10
+    assert capture.num_ops > 8
 
 
 @pytest.mark.parametrize("combine", [False, True])

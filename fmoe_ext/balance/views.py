@@ -80,6 +80,9 @@ class _Running(threading.local):
 
     forwards: list[tuple[_Topk, Forward | None]] = []  # noqa: RUF012 - never changed, only replaced
 
+    def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
+        return _Running, ()  # a copy of a watched router runs nothing yet
+
 
 class RouterView(GateView):
     """A router of another library. Under activation checkpointing the second forward has the choices of the first.

@@ -163,6 +163,9 @@ class _Running(threading.local):
     microbatch: int | None = None
     slot = 0
 
+    def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
+        return _Running, ()  # a copy of a gate runs nothing yet
+
 
 class _Sums:
     """A gate's ranks that remember their sums: recorded[microbatch][number of the sum in a forward].

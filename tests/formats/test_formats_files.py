@@ -201,7 +201,7 @@ def test_memory(tmp_path):
 
 def save_on_ranks(folder):
     """Experts over two ranks: this rank's part of what one process saves and exports."""
-    model = fmoefy(make("qwen3", **HEADS), 2)
+    model = fmoefy(make("qwen3", **HEADS), num_local_experts=2)
     with torch.no_grad():
         for layer in moe_layers(model):
             for value in layer.experts.parameters():

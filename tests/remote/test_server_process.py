@@ -356,7 +356,7 @@ def test_flags_of_hivemind_that_mean_nothing_are_named(flags, text, capsys):
 
 
 def test_commands_and_config_files_of_the_documentation_are_accepted(tmp_path):
-    text = (Path(__file__).parents[2] / "docs/remote.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/remote.md").read_text().replace("\\\n", " ")
     fenced = re.split(r"^```.*\n", text, flags=re.MULTILINE)
     blocks = fenced[1::2]
     files = [block for block in blocks if re.match(r"\w+: ", block)]

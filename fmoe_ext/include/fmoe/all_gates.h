@@ -40,8 +40,8 @@ struct ScoredGate : NaiveGate {
     auto [topk_idx, topk_weights] = select(scores);
     loss = scores.new_zeros({});
     if (o.balance_loss)
-      loss = fmoe::balance_loss(probabilities(scores), balance_choices(scores, topk_idx), *ranks) *
-             o.balance_weight;
+      loss = fmoe::balance_loss_of_logits(scores, balance_choices(scores, topk_idx), *ranks, score());
+    if (o.balance_loss && o.balance_weight != 1) loss = loss * o.balance_weight;
     if (o.z_weight != 0) loss = loss + o.z_weight * z_loss(scores, *ranks);
     if (o.capacity_factor > 0) {
       const int64_t num_tokens = ranks->num_tokens(topk_idx.size(0));
@@ -56,8 +56,8 @@ struct ScoredGate : NaiveGate {
  protected:
   // logits [T, E] -> topk_idx, topk_weights [T, K], before any choice is dropped.
   virtual Choices select(const Tensor& scores) = 0;
-  // What the balance loss averages [T, E], and the choices [T, K] that it counts.
-  virtual Tensor probabilities(const Tensor& scores) = 0;
+  // The score whose probabilities the balance loss averages, and the choices [T, K] that it counts.
+  virtual const char* score() const = 0;
   virtual Tensor balance_choices(const Tensor& scores, const Tensor& topk_idx) = 0;
 };
 
@@ -71,7 +71,7 @@ struct SoftmaxGate : ScoredGate {
   Choices select(const Tensor& scores) override {
     return topk_gate(scores, top_k, "softmax", normalize, {}, 1, 1, o.scale);
   }
-  Tensor probabilities(const Tensor& scores) override { return scores.softmax(-1); }
+  const char* score() const override { return "softmax"; }
   Tensor balance_choices(const Tensor&, const Tensor& topk_idx) override { return topk_idx; }
 };
 
@@ -111,8 +111,7 @@ struct SigmoidGate : ScoredGate {
     if (is_training()) pending_load += count_tokens(topk_idx, tot_expert);
     return {topk_idx, topk_weights};
   }
-  // sigmoid(score) / sum of sigmoids, also where each of a token's underflows
-  Tensor probabilities(const Tensor& scores) override { return torch::log_sigmoid(scores).softmax(-1); }
+  const char* score() const override { return "sigmoid"; }
   Tensor balance_choices(const Tensor& scores, const Tensor&) override {
     return std::get<0>(topk_gate(scores.detach(), top_k, "sigmoid"));
   }
@@ -189,7 +188,7 @@ struct SwitchGate : CapacityGate {
     const int64_t num_tokens = ranks->num_tokens(chosen.size(0));
     const int64_t limit = expert_capacity(factor(), num_tokens, top_k, tot_expert);
     const Tensor topk_idx = ranks->apply_capacity(chosen, tot_expert, limit);
-    loss = balance_loss(scores.softmax(-1), chosen, *ranks);
+    loss = balance_loss_of_logits(scores, chosen, *ranks);
     return {topk_idx, topk_weights};
   }
 
@@ -216,7 +215,7 @@ struct GShardGate : CapacityGate {
   Choices forward(const Tensor& inp) override {
     const Tensor scores = logits(inp);
     const auto [chosen, topk_weights] = topk_gate(scores, top_k);
-    loss = balance_loss(scores.softmax(-1), chosen.slice(1, 0, 1), *ranks);
+    loss = balance_loss_of_logits(scores, chosen.slice(1, 0, 1), *ranks);
     const auto num_tokens = static_cast<double>(ranks->num_tokens(chosen.size(0)));
     const int64_t limit = static_cast<int64_t>(std::ceil(factor() * num_tokens)) * top_k / tot_expert;
     Tensor topk_idx = ranks->apply_capacity(chosen, tot_expert, limit);

@@ -87,6 +87,15 @@ inline Tensor balance_loss(const Tensor& scores, const Tensor& topk_idx, const R
   return (share * (num_experts / num_tokens) * sums.score_sum).sum();
 }
 
+// balance_loss of the probabilities of logits [T, E], by one operator on one rank, as in Python.
+inline Tensor balance_loss_of_logits(const Tensor& logits, const Tensor& topk_idx, const Ranks& ranks,
+                                     const std::string& score = "softmax") {
+  if (dynamic_cast<const OneRank*>(&ranks) && logits.is_cpu())
+    return balance_loss(logits, count_tokens(topk_idx, logits.size(1)), score);
+  const Tensor log_scores = score == "sigmoid" ? torch::log_sigmoid(logits) : logits;
+  return balance_loss(log_scores.softmax(-1), topk_idx, ranks);
+}
+
 // The mean over tokens of logsumexp(logits)^2, which keeps logits small: logits [T, E] -> scalar.
 inline Tensor z_loss(const Tensor& logits, const Ranks& ranks) {
   const Tensor sum = logits.logsumexp(1).square().sum();

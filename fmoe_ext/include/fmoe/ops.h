@@ -274,6 +274,27 @@ struct TopkGate : Function<TopkGate> {
   }
 };
 
+struct BalanceLoss : Function<BalanceLoss> {
+  using Signature = Tensor(const Tensor&, const Tensor&, int64_t);
+
+  static Tensor compute(const Tensor& logits, const Tensor& counts, int64_t score) {
+    static const auto op = find<Signature>("fmoe_ext::balance_loss");
+    return call(op, logits, counts, score);
+  }
+  static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& counts, int64_t score) {
+    ctx->save_for_backward({logits, counts});
+    ctx->saved_data["score"] = score;
+    return compute(logits, counts, score);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    static const auto op =
+        find<Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t)>("fmoe_ext::balance_loss_backward");
+    const auto saved = ctx->get_saved_variables();
+    const Tensor grad = call(op, grads[0], saved[0], saved[1], ctx->saved_data["score"].toInt());
+    return once({grad, Tensor(), Tensor()}, {grads[0], saved[0]}, "fmoe_ext::balance_loss_backward");
+  }
+};
+
 }  // namespace detail
 
 inline Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse,
@@ -294,6 +315,14 @@ inline Choices topk_gate(const Tensor& logits, int64_t top_k, const std::string&
   auto chosen = detail::TopkGate::apply(logits, detail::opt(bias), top_k, number, normalize, num_groups,
                                         topk_groups, scale);
   return {chosen[0], chosen[1]};
+}
+
+// E * sum_e f_e * p_e of logits [T, E]: f_e the share of counts [E] int64, p_e the mean probability ->
+// scalar.
+inline Tensor balance_loss(const Tensor& logits, const Tensor& counts, const std::string& score = "softmax") {
+  const int64_t number = detail::score_number(score);
+  if (!detail::needs_graph(logits)) return detail::BalanceLoss::compute(logits, counts, number);
+  return detail::BalanceLoss::apply(logits, counts, number);
 }
 
 namespace detail {
