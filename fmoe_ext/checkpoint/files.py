@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -104,13 +105,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A copy that is complete and on disk, or absent."""
+    """Makes a copy that is complete and on disk, or absent."""
     with open(source, "rb") as file, atomic_file(target) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """Place, size and content of a job's input, of a large file the first part and the time: other inputs differ.
+    """Identifies a job's input by place, size and content, a large file by its first part and the time.
 
     Jobs that go on after an end compare it: to read all of a large model again would take as long as the job.
     """
@@ -181,7 +182,7 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 def _means_no_space(error: BaseException | None) -> bool:
-    seen = 0
+    seen = 0  # causes may go round in a circle
     while error is not None and seen < 20:
         if isinstance(error, OSError) and (error.errno in _NO_SPACE or " requested and " in str(error)):
             return True  # the text is that of ndarray.tofile, which has no number
@@ -221,7 +222,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     with made_folder(path.parent):
-        _remove_abandoned(path)
+        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            with suppress(OSError), open(abandoned, "rb") as left:
+                if _try_lock(left.fileno()):  # its writer has ended: a lock ends with its process
+                    abandoned.unlink()
         unfinished, file = _unfinished(path)
         try:
             with file:
@@ -238,7 +242,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside a path, which this process has locked."""
+    """Makes a new file beside a path, locked by this process."""
     while True:
         unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
         file = open(unfinished, "xb")  # noqa: SIM115
@@ -250,19 +254,6 @@ def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
 def unique() -> str:
     """A part of a name that no other process uses, on any machine."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Unfinished files of the same name whose writers have ended: a lock ends with its process."""
-    for unfinished in path.parent.glob(f".{_literal(path.name)}.*.tmp"):
-        with suppress(OSError), open(unfinished, "rb") as file:
-            if _try_lock(file.fileno()):
-                unfinished.unlink()
-
-
-def _literal(name: str) -> str:
-    """A name as a pattern of glob()."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 @contextmanager

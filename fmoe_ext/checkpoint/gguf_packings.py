@@ -16,6 +16,7 @@ from fmoe_ext.frozen.formats import GGUF
 Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # uint8 [rows, bytes] -> [rows, *]
 
 
+# A block of MXFP4: 1 byte of scale, 16 bytes of 32 values. One of NVFP4: 4 bytes of scales, 32 bytes of 4 * 16 values.
 def _mxfp4_data(rows: torch.Tensor) -> torch.Tensor:
     return _in_turn(rows.unflatten(-1, (-1, 17))[..., 1:])
 

@@ -251,7 +251,12 @@ def model_files(path: Path, folders: Sequence[Path] = ()) -> list[Path]:
         if index not in ("", INDEX):
             raise CheckpointError(f"{path} lacks {index}, which its config.json names")
         return [inside(path, single)] if (path / single).exists() else []
-    files = sorted({_place_of(name, (path, *folders)) for name in places.values()})
+    files_there = set()
+    for name in places.values():
+        found = [inside(folder, name) for folder in (path, *folders)]
+        # the first folder stands for all where none has the file: the reader says that it is missing
+        files_there.add(next((file for file in found if file.exists()), found[0]))
+    files = sorted(files_there)
     if single and (path / single).exists() and single not in places.values():
         if any(file.exists() for file in files):
             raise CheckpointError(
@@ -309,12 +314,6 @@ def without_replaced(path: Path, files: Mapping[Path, Mapping[str, T]]) -> dict[
         }
         for file, tensors in files.items()
     }
-
-
-def _place_of(name: str, folders: Sequence[Path]) -> Path:
-    """The first of the folders that has a file; the first of all if none has it."""
-    places = [inside(folder, name) for folder in folders]
-    return next((place for place in places if place.exists()), places[0])
 
 
 def check_folder(path: Path) -> None:
