@@ -77,7 +77,7 @@ def read_fastmoe(
 
 
 def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, StoredTensor], list[Path], int]:
-    """The files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
+    """Reads the files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
 
     Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
     """
@@ -188,7 +188,7 @@ def _write_rank(
 
 
 def load_file(path: Path, trust: bool) -> dict[Any, Any]:
-    """A dict that torch.save wrote; without trust, code in the file does not run."""
+    """Reads a dict that torch.save wrote; without trust, code in the file does not run."""
     check_is_file(path)
     try:
         mmap = zipfile.is_zipfile(path)
@@ -252,7 +252,7 @@ def _concatenated(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def _check_gate(layer: str, merged: Mapping[str, StoredTensor]) -> None:
-    """The gate knows how many experts there are in all: a file that is missing at the end shows here."""
+    """Checks that the gate knows as many experts: a file that is missing at the end shows here."""
     gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
     fused = merged.get(f"{layer}.htoh4.weight")
     if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:

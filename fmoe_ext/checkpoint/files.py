@@ -33,7 +33,7 @@ def check_is_file(path: Path) -> None:
 
 
 def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
-    """The SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
+    """Computes the SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
     check_is_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -123,7 +123,7 @@ def fingerprint(file: Path) -> list[Any]:
 
 
 def read_text(path: Path) -> str:
-    """A small text file; CheckpointError where it is not UTF-8."""
+    """Reads a small text file; CheckpointError where it is not UTF-8."""
     check_is_file(path)
     try:
         with open(path, "rb") as file:
@@ -135,7 +135,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError where there is anything else."""
+    """Reads the object in a JSON file; CheckpointError where there is anything else."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_JSON:
@@ -215,7 +215,7 @@ def made_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
+    """Opens a binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
 
     Any number of processes may write the same name at once: one of their files is there in the end, whole. An OSError
     of a full disk names the path.
@@ -252,7 +252,7 @@ def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def unique() -> str:
-    """A part of a name that no other process uses, on any machine."""
+    """Makes a part of a name that no other process uses, on any machine."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 

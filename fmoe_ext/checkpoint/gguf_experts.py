@@ -215,7 +215,7 @@ class _Stack:
         return self.span(expert, 0), Span(self.scale.path, int(self.scale.data_offset) + 4 * expert, 4, 0)
 
     def factor(self, expert: int, at: int) -> Span:
-        """The factors [out, 2] of NVFP4."""
+        """Reads the factors [out, 2] of NVFP4."""
         rows, is_one = self.shape[1], self.scale is None
         source = self.span(expert, 0)._replace(num_bytes=4) if is_one else self.sources(expert)[1]
 
@@ -226,7 +226,7 @@ class _Stack:
         return source._replace(at=at, turn=turn)
 
     def check_is_decoded(self) -> None:
-        """CheckpointError for a type that the gguf package does not decode."""
+        """Raises CheckpointError for a type that the gguf package does not decode."""
         from gguf import GGML_QUANT_SIZES
         from gguf.quants import dequantize
 
@@ -252,7 +252,7 @@ class _Stack:
 
 
 def check_factors(path: Path, scale: Any, kind: str, count: int) -> None:
-    """CheckpointError for factors of a weight that are not computed with, or not `count` in float32."""
+    """Raises CheckpointError for factors of a weight that are not computed with, or not `count` in float32."""
     if kind != SCALED:
         raise CheckpointError(f"{path}: {scale.name} scales a weight in {kind}, which is not computed here")
     if scale.tensor_type.name != "F32" or int(scale.n_elements) != count:

@@ -221,7 +221,7 @@ def names() -> Iterator[str]:
 
 
 def table() -> str:
-    """The rows of docs/formats.md on metadata keys."""
+    """Writes the rows of docs/formats.md on metadata keys."""
     kinds: dict[str, list[str]] = {
         "compared": [],
         "read": [],
@@ -246,7 +246,7 @@ def table() -> str:
 
 
 def routing_table() -> str:
-    """The rows of docs/formats.md on architectures whose files say how their routers compute."""
+    """Writes the rows of docs/formats.md on architectures whose files say how their routers compute."""
     rows = []
     for family in FAMILIES.values():
         if family.gguf and family.gguf.says_routing:
@@ -328,7 +328,7 @@ def _yarn_factor(factor: float) -> float:
 
 
 def attribute_of(name: str, family: Family) -> str:
-    """The family's own name of an attribute."""
+    """Returns the family's own name of an attribute."""
     facts_named = {
         "num_experts": "num_experts",
         "num_experts_per_tok": "top_k",

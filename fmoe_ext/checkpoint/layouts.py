@@ -46,7 +46,7 @@ SHARED_NAMES = tuple(
 
 
 def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTensor]:
-    """A layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
+    """Converts a layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
 
     prefix: where the layer is, for errors. CheckpointError for what the layout has no place for.
     """
@@ -167,12 +167,12 @@ def by_rows(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-    """A tensor of zeros that takes no memory until it is read."""
+    """Makes a tensor of zeros that takes no memory until it is read."""
     return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
 def _check_droppable(prefix: str, name: str, tensor: StoredTensor) -> None:
-    """CheckpointError for what is left of a layer, unless it is a bias of zeros."""
+    """Raises CheckpointError for what is left of a layer, unless it is a bias of zeros."""
     if name.startswith(SHARED) or name == SHARED_GATE:
         if name.endswith(".bias") and not tensor.read().any():
             return

@@ -212,7 +212,7 @@ def _same_memory(a: torch.Tensor, b: Any) -> bool:
 
 
 def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:
-    """CheckpointError for experts whose place among all [E, *] is not known."""
+    """Raises CheckpointError for experts whose place among all [E, *] is not known."""
     assert layer.expert_parallel is not None
     if layer.expert_parallel.sharing_ranks is None:
         raise CheckpointError(

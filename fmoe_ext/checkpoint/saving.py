@@ -254,7 +254,7 @@ def gathered(
 
 
 def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
+    """Makes the metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {
         OURS: json.dumps({"version": _VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})

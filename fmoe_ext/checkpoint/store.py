@@ -314,7 +314,7 @@ def _is_first(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Sequence[Item]:
-    """The items that are this rank's to work on."""
+    """Returns the items that are this rank's to work on."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank(process_group) :: dist.get_world_size(process_group)]
