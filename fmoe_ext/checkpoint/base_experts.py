@@ -20,20 +20,15 @@ from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a layer in a base.
+    """Describes the experts of a layer in a base."""
 
-    names: {role: name of each expert's tensor}, roles gate, up, down, or gate_up for both; is_stack: the names are the
-    same, of a tensor of all experts. turned: stored [in, out]; interleaved: rows of gate and up are in turn in the
-    files, in_turn: in the model.
-    """
-
-    names: dict[str, tuple[str, ...]]
+    names: dict[str, tuple[str, ...]]  # {gate, up, down, or gate_up for both: name of each expert's tensor}
     d_model: int
     d_hidden: int
-    is_stack: bool = False
-    turned: bool = False
-    interleaved: bool = False
-    in_turn: bool = False
+    is_stack: bool = False  # the names are the same, of a tensor of all experts
+    turned: bool = False  # stored [in, out]
+    interleaved: bool = False  # rows of gate and up are in turn in the files
+    in_turn: bool = False  # and in the model
 
     @property
     def num_experts(self) -> int:
@@ -46,7 +41,7 @@ class Experts:
 
 @dataclass
 class BaseExperts:
-    """The experts of a base, found by the path that their module has in the model."""
+    """Finds the experts of a base by the path that their module has in the model."""
 
     base: Base
     _models: list[tuple[Any, WeightNames]] = field(default_factory=list)
@@ -72,7 +67,7 @@ class BaseExperts:
         return _by_name(self.base, layer)
 
     def weight(self, module: str) -> str | None:
-        """Name of the weight of a linear layer; None if the base lacks it or has it as a part of another one."""
+        """Finds the weight of a linear layer; None if the base lacks it or has it as a part of another one."""
         wanted = f"{module}.weight"
         for _, names in self._models:
             for name, parameter in names.renamed.items():
@@ -82,7 +77,7 @@ class BaseExperts:
         return next((name for name in candidates if name in self.base.tensors), None)
 
     def check_alone(self, parameter: str) -> None:
-        """CheckpointError for a parameter whose tensor in the files is another one's too."""
+        """Raises CheckpointError for a parameter whose tensor in the files is another one's too."""
         for _, names in self._models:
             if other := names.shared.get(parameter):
                 raise CheckpointError(
@@ -91,7 +86,7 @@ class BaseExperts:
                 )
 
     def converted(self, module: str) -> tuple[Any, Converted] | None:
-        """The model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
+        """Finds the model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
         wanted = f"{module}.weight"
         for model, names in self._models:
             if found := names.converted(wanted):
@@ -106,7 +101,11 @@ def _models(base: Base) -> Iterator[Any]:
     except ModuleNotFoundError:
         return
     with torch.device("meta"):
-        for make in (_architecture, transformers.AutoModelForCausalLM.from_config):
+        makers = (
+            lambda config: getattr(transformers, (config.architectures or [""])[0])(config),
+            transformers.AutoModelForCausalLM.from_config,
+        )
+        for make in makers:
             try:
                 config = read_config(base.folder, len(base.tensors))
                 if hasattr(config, "quantization_config"):
@@ -114,12 +113,6 @@ def _models(base: Base) -> Iterator[Any]:
                 yield make(config)
             except Exception:  # of Transformers, which have no common class; names of layouts are left
                 continue
-
-
-def _architecture(config: Any) -> Any:
-    import transformers
-
-    return getattr(transformers, (config.architectures or [""])[0])(config)
 
 
 def _by_table(base: Base, names: WeightNames, layer: str, module: Any) -> Experts | None:

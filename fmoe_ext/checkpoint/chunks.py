@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -43,25 +44,25 @@ Place: TypeAlias = tuple[str, tuple[int, ...]]  # key of a tensor, offsets of a 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: its place in the tensor, and the bytes [begin, begin + num_bytes) of a file that hold it."""
+    """Places a part of a tensor in the tensor and in a file."""
 
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element in the tensor
     sizes: tuple[int, ...]
-    file: str
-    begin: int
-    num_bytes: int
+    file: str  # a name in the checkpoint's folder
+    begin: int  # in the file
+    num_bytes: int  # of the file that torch.save wrote there, more than the elements have
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Facts about one tensor of a checkpoint; dtype: a name as "float32"."""
+    """Describes one tensor of a checkpoint."""
 
-    dtype: str
+    dtype: str  # its name in torch, as "float32"
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]  # all of it, each element once
 
     def check(self, key: str) -> None:
-        """CheckpointError unless all of it is of the right types and the chunks lie in the tensor and in files."""
+        """Raises CheckpointError unless the types are right and the chunks lie in the tensor and in files."""
         if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
             raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
         if len(self.shape) > _MAX_DIMENSIONS:
@@ -137,7 +138,12 @@ class Reader(StorageReader):
         self.tensors = tensors
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({key: _as_torch_says(tensor) for key, tensor in self.tensors.items()})
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for key, tensor in self.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+            properties = TensorProperties(dtype=tensor.torch_dtype)
+            entries[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return Metadata(entries)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_chunk: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
@@ -147,7 +153,9 @@ class Reader(StorageReader):
             place = item.storage_index.fqn, tuple(item.storage_index.offset)
             by_chunk.setdefault(place, []).append(item)
         for (key, offsets), items in by_chunk.items():
-            value = self._chunk(key, offsets)
+            tensor = self.tensors[key]
+            chunk = next(chunk for chunk in tensor.chunks if chunk.offsets == offsets)
+            value = _load_chunk(self.folder, key, chunk, tensor.torch_dtype)  # once for all items, then freed
             for item in items:
                 begins = zip(item.storage_offsets, item.lengths, strict=True)
                 target = planner.resolve_tensor(item).detach()
@@ -156,11 +164,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _chunk(self, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.tensors[key]
-        chunk = next(chunk for chunk in tensor.chunks if chunk.offsets == offsets)
-        return _load_chunk(self.folder, key, chunk, tensor.torch_dtype)
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -213,7 +216,7 @@ class SavePlanner(DefaultSavePlanner):
 def fingerprints(
     chunks: Mapping[Place, Callable[[], torch.Tensor]], shared: Set[Place]
 ) -> dict[Place, Fingerprint]:
-    """Of the chunks that other ranks have too."""
+    """Computes fingerprints of the chunks that other ranks have too."""
     seeded = torch.Generator("cpu").manual_seed(0)  # the same on every rank
     weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
     weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
@@ -227,7 +230,7 @@ def fingerprints(
 
 
 def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> Fingerprint:
-    """Computed where the tensor is, so that no copy of it goes to the CPU. weights: odd numbers [_BLOCK]."""
+    """Computes it where the tensor is, so that no copy of it goes to the CPU. weights: odd numbers [_BLOCK]."""
     content = tensor.detach().contiguous().view(-1).view(torch.uint8)
     sums = []
     for block in content.split(8 * _BLOCK):
@@ -241,7 +244,7 @@ def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> Fingerprint:
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's own would unpickle an entry of bytes, whatever is in it."""
+    """Refuses entries of bytes, which torch's own planner would unpickle, whatever is in them."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -251,7 +254,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of one chunk; CheckpointError where the file holds anything else."""
+    """Reads the tensor of one chunk; CheckpointError where the file holds anything else."""
     path = inside(folder, chunk.file)
     text = f"{path}: the chunk of {key} at {chunk.begin}"
     try:
@@ -273,7 +276,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
 
 @contextmanager
 def _part_of(path: Path, begin: int, num_bytes: int) -> Iterator[BinaryIO]:
-    """Bytes of a file as a file of their own."""
+    """Opens bytes of a file as a file of their own."""
     check_is_file(path)
     if begin + num_bytes > path.stat().st_size:
         raise CheckpointError(f"{path} is truncated: it has no {num_bytes} bytes at {begin}")
@@ -302,8 +305,3 @@ class _Part(io.RawIOBase):
         num_read = self.file.readinto(view)  # type: ignore[attr-defined]
         self.place += num_read
         return num_read
-
-
-def _as_torch_says(tensor: SavedTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.torch_dtype), torch.Size(tensor.shape), chunks)

@@ -23,7 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with ExitStack() as until_read:
             options.path = [local_path(path) for path in options.path]
-            _check_options(options)
+            path = options.path[0]  # an option that the formats at hand would ignore is refused
+            if options.mp_rank is not None and not (fastmoe.is_fastmoe(path) or deepspeed.is_deepspeed(path)):
+                raise CheckpointError(
+                    f"--mp-rank is for folders of FastMoE and DeepSpeed, which {path} is not"
+                )
+            if options.command == "convert" and options.ranks != 1 and options.to != "fastmoe":
+                raise CheckpointError(
+                    f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks"
+                )
             checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
             if checkpoint.manifest is not None and checkpoint.files:  # no save(keep=) removes it now
                 until_read.enter_context(read_locked(checkpoint.files[0].with_name("manifest.json")))
@@ -35,15 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 _convert(checkpoint, options)
     except (CheckpointError, OSError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """CheckpointError for an option that the formats at hand would ignore."""
-    path = options.path[0]
-    if options.mp_rank is not None and not (fastmoe.is_fastmoe(path) or deepspeed.is_deepspeed(path)):
-        raise CheckpointError(f"--mp-rank is for folders of FastMoE and DeepSpeed, which {path} is not")
-    if options.command == "convert" and options.ranks != 1 and options.to != "fastmoe":
-        raise CheckpointError(f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks")
 
 
 def _as_dict(checkpoint: convert.Checkpoint) -> dict[str, Any]:

@@ -11,7 +11,7 @@ State of optimizers is not read: ZeRO flattens it over ranks.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def is_deepspeed(path: Path) -> bool:
 def read_deepspeed(
     path: Path, mp_rank: str | None = None, trust: bool = False
 ) -> tuple[dict[str, StoredTensor], list[Path], int]:
-    """The model of a DeepSpeed checkpoint -> ({name: StoredTensor} in our layout, files, step).
+    """Reads the model of a DeepSpeed checkpoint -> ({name: StoredTensor} in our layout, files, step).
 
     path: the folder of one step, or the one above, whose file "latest" names it. mp_rank: which part of a
     tensor-parallel model, as "mp_rank_00"; needed where there are several, which are not merged. trust: run the code in
@@ -90,7 +90,7 @@ def _newest(path: Path) -> Path:
 
 
 def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with layers of deepspeed.moe.layer.MoE -> the same under the names of our layers.
+    """Converts a state dict with layers of deepspeed.moe.layer.MoE -> the same under the names of our layers.
 
     Values are tensors or StoredTensors, experts numbered over all ranks. Experts of two matrices (nn.Linear), or of
     SwiGLU's three under Transformers' names, become those of FMoETransformerMLP; others keep their parameters' names,
@@ -147,15 +147,11 @@ def _fused(layer: str, columns: Mapping[str, list[StoredTensor]]) -> dict[str, S
         if {stem.rpartition(".")[2] for stem in stems} == {gate, up, down} and len(columns) == 3:
             of = {stem.rpartition(".")[2]: columns[name] for stem, name in zip(stems, weights, strict=True)}
             return {W1: joined(layer, of[gate], of[up]), W2: joined(layer, of[down])}
-    if len(weights) != 2 or not _is_mlp([columns[name][0].shape for name in weights]):
+    shapes = [columns[name][0].shape for name in weights]
+    if len(shapes) != 2 or shapes[0] != shapes[1][::-1]:  # [H, D] and [D, H]
         return None
     biases = [f"{stem}.bias" for stem in stems]
     if columns.keys() not in ({*weights}, {*weights, *biases}):
         return None
     names = [*zip((W1, W2), weights, strict=True), *zip((B1, B2), biases, strict=True)]
     return {ours: joined(layer, columns[theirs]) for ours, theirs in names if theirs in columns}
-
-
-def _is_mlp(shapes: Sequence[tuple[int, ...]]) -> bool:
-    """[H, D] and [D, H]."""
-    return shapes[0] == shapes[1][::-1]

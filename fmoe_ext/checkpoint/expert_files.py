@@ -18,39 +18,36 @@ Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 
 
 class Span(NamedTuple):
-    """num_bytes from begin of a file, for the place `at` of a buffer.
-
-    turn: makes of these bytes, and of those of the spans `beside`, what the buffer has from `at` on; None where they
-    are the same.
-    """
+    """Takes bytes of a file to a place in a buffer."""
 
     path: Path
-    begin: int
-    num_bytes: int
-    at: int
+    begin: int  # in the file
+    num_bytes: int  # in the file
+    at: int  # in the buffer
+    # makes of these bytes, and of those of `beside`, what the buffer has from `at` on; None where they are the same
     turn: Callable[..., "np.ndarray[Any, Any]"] | None = None
     beside: tuple["Span", ...] = ()
 
     def moved(self, num_bytes: int) -> "Span":
-        """The same bytes of the file, for a place num_bytes later in the buffer."""
+        """Returns the same bytes of the file, for a place num_bytes later in the buffer."""
         return self._replace(at=self.at + num_bytes)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a layer's experts. shape: of one expert. spans: of each expert, places counted from its begin."""
+    """Describes one tensor of a layer's experts."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one expert
     dtype: torch.dtype
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]  # of each expert, places counted from its begin
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of one expert in a buffer."""
+        """Counts the bytes of one expert in a buffer."""
         return self.dtype.itemsize * int(np.prod(self.shape))
 
     def cast(self, dtype: torch.dtype) -> "Part":
-        """The part whose values are cast to dtype while they are read."""
+        """Returns the part whose values are cast to dtype while they are read."""
         if dtype == self.dtype:
             return self
 
@@ -66,12 +63,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of one layer in the files. build: makes (w1, w2) of the tensors of its parts, [n, *part.shape]."""
+    """Describes the experts of one layer in the files."""
 
     path: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
     parts: Mapping[str, Part]
-    build: Callable[[Mapping[str, torch.Tensor]], Weights]
+    build: Callable[
+        [Mapping[str, torch.Tensor]], Weights
+    ]  # makes (w1, w2) of the parts' tensors [n, *part.shape]
 
     @property
     def is_packed(self) -> bool:
@@ -79,7 +78,7 @@ class Layer:
         return "w1" not in self.parts
 
     def cast(self, dtype: torch.dtype) -> "Layer":
-        """The layer whose weights in a floating dtype are cast to another one while they are read.
+        """Returns the layer whose weights in a floating dtype are cast to another one while they are read.
 
         Raises CheckpointError for weights that are numbers only together with scales.
         """
@@ -98,7 +97,7 @@ class Layer:
         return len(next(iter(self.parts.values())).spans)
 
     def num_bytes(self, num_experts: int) -> int:
-        """Bytes of a buffer for some number of experts."""
+        """Counts the bytes of a buffer for some number of experts."""
         return sum(_aligned(part.num_bytes * num_experts) for part in self.parts.values())
 
     def _begins(self, num_experts: int) -> Iterator[tuple[str, Part, int]]:

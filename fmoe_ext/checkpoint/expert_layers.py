@@ -23,17 +23,12 @@ Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]  # None for plain
 
 
 class InFiles(NamedTuple):
-    """Names of the plain tensors that make a weight of a layer's experts.
+    """Names the plain tensors that make a weight of a layer's experts."""
 
-    names: of each expert's matrices [out, in], whose rows follow each other. is_stack: each is [E, *, *] instead, and
-    the same for every expert. transposed: the module has [in, out] and the files [out, in], or the other way round.
-    interleaved: rows of gate and up are in turn in the files alone.
-    """
-
-    names: tuple[tuple[str, ...], ...]
-    is_stack: bool = False
-    transposed: bool = False
-    interleaved: bool = False
+    names: tuple[tuple[str, ...], ...]  # of each expert's matrices [out, in], whose rows follow each other
+    is_stack: bool = False  # each is [E, *, *] instead, and the same for every expert
+    transposed: bool = False  # the module has [in, out] and the files [out, in], or the other way round
+    interleaved: bool = False  # rows of gate and up are in turn in the files alone
 
 
 def layer_of(base: Base, path: str, weights: tuple[InFiles, InFiles]) -> tuple[Layer, set[str]]:
@@ -43,7 +38,10 @@ def layer_of(base: Base, path: str, weights: tuple[InFiles, InFiles]) -> tuple[L
     not computed.
     """
     kind = kind_of(base)
-    found = [_matrices(base, kind, weight) for weight in weights]
+    found = [
+        [[_matrix(base, kind, name, weight.is_stack) for name in of_expert] for of_expert in weight.names]
+        for weight in weights
+    ]
     flat = [m for matrices in found for of_expert in matrices for m in of_expert]
     packed = [joined for of_weight in found if (joined := _joinable(of_weight)) is not None]
     is_packed = len(packed) == len(weights) and not any(weight.interleaved for weight in weights)
@@ -82,11 +80,6 @@ def _of(tensors: Tensors, weight: str) -> dict[str, torch.Tensor]:
     return {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{weight}.")}
 
 
-def _matrices(base: Base, kind: Kind | None, weight: InFiles) -> list[list[Matrix | Decoded | None]]:
-    """The matrices of each expert; None for plain ones."""
-    return [[_matrix(base, kind, name, weight.is_stack) for name in of_expert] for of_expert in weight.names]
-
-
 def _matrix(base: Base, kind: Kind | None, name: str, is_stack: bool) -> Matrix | Decoded | None:
     stem = name.removesuffix(".weight")
     is_packed = kind is not None and kind.is_packed(base, stem)
@@ -104,7 +97,7 @@ def _matrix(base: Base, kind: Kind | None, name: str, is_stack: bool) -> Matrix 
 
 
 def _joinable(found: Found) -> Matrices | None:
-    """The matrices that an operator decodes, if it can take them joined.
+    """Returns the matrices that an operator decodes, if it can take them joined.
 
     None for others, for formats that differ, and where zero points of several matrices would share a word.
     """
@@ -118,7 +111,7 @@ def _joinable(found: Found) -> Matrices | None:
 
 
 def _used(base: Base, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]:
-    """Names of the tensors of a layer's experts; CheckpointError for a bias that is not zero (GPTQ writes zeros)."""
+    """Names the tensors of a layer's experts; CheckpointError for a bias that is not zero (GPTQ writes zeros)."""
     used = set()
     beside = () if kind is None else (*kind.data, kind.scale, *kind.others)
     for name in {name for weight in weights for of_expert in weight.names for name in of_expert}:
@@ -135,7 +128,7 @@ def _used(base: Base, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]
 
 
 def _plain_part(base: Base, weight: InFiles) -> Part:
-    """The part [E, *, *] in the dtype of the files."""
+    """Makes the part [E, *, *] in the dtype of the files."""
     first = [base.tensors[name] for name in weight.names[0]]
     shapes = [tensor.shape[1:] if weight.is_stack else tensor.shape for tensor in first]
     for name, tensor, shape in zip(weight.names[0], first, shapes, strict=True):
@@ -163,7 +156,7 @@ def _plain_part(base: Base, weight: InFiles) -> Part:
 
 
 def _decoded_part(base: Base, weight: InFiles, matrices: Found) -> Part:
-    """The part [E, *, *] in float32, decoded while it is read."""
+    """Makes the part [E, *, *] in float32, decoded while it is read."""
     if weight.is_stack:
         raise CheckpointError(
             f"{base.folder}: {weight.names[0][0]} is plain, but other experts of its layer are packed"
@@ -221,7 +214,7 @@ def _turn(
 
 
 def _packed_part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
-    """The part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
+    """Makes the part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
     first = matrices[0][0].pieces[part]
     num_bytes = first.shape[0] * first.shape[1] * first.dtype.itemsize
     spans = []
@@ -238,10 +231,7 @@ def _packed_part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) ->
             file, begin = place_of(base, piece.name, base.tensors[piece.name])
             of_one.append(Span(file, begin, base.tensors[piece.name].num_bytes, i * num_bytes, piece.turn))
         spans.append(tuple(of_one))
-    shape = (len(matrices[0]) * first.shape[0], first.shape[1])
-    return Part(_blocks(matrices[0][0].format, part, shape), first.dtype, tuple(spans))
-
-
-def _blocks(name: str, part: str, shape: tuple[int, int]) -> tuple[int, ...]:
-    """The shape that Quantized takes: MXFP4's data is in blocks."""
-    return (shape[0], shape[1] // 16, 16) if (name, part) == ("mxfp4", "data") else shape
+    rows, columns = len(matrices[0]) * first.shape[0], first.shape[1]
+    is_in_blocks = (matrices[0][0].format, part) == ("mxfp4", "data")  # as Quantized takes them
+    shape = (rows, columns // 16, 16) if is_in_blocks else (rows, columns)
+    return Part(shape, first.dtype, tuple(spans))

@@ -77,7 +77,7 @@ def read_fastmoe(
 
 
 def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, StoredTensor], list[Path], int]:
-    """The files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
+    """Reads the files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
 
     Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
     """
@@ -104,7 +104,9 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
             "several ranks are not merged; save with --ckpt-format torch_dist"
         )
     spread = _spread_layers(models)
-    merged = {name: StoredTensor.of(value) for name, value in models[0].items() if not _is_expert(name)}
+    merged = {
+        name: StoredTensor.of(value) for name, value in models[0].items() if not EXPERT_NAME.fullmatch(name)
+    }
     parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
     for name in models[0]:
         match = EXPERT_NAME.fullmatch(name)
@@ -119,7 +121,11 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
     for layer, group in parts.items():
         for rest, tensors in group.items():
             ordered = [t for _, _, t in sorted(tensors, key=lambda item: item[:2])]
-            if f"{layer}.{rest}" in models[0] or _is_row(rest, ordered[0]):
+            # An expert [1, *] is a row of a fused tensor; a module of the same names has [*] and stays apart
+            num_dims = 3 if rest.endswith("weight") else 2
+            shape = ordered[0].shape
+            is_row = rest in _FUSED_NAMES and len(shape) == num_dims and shape[0] == 1
+            if f"{layer}.{rest}" in models[0] or is_row:
                 merged[f"{layer}.{rest}"] = _concatenated(f"{layer}.{rest}", ordered)
             else:
                 merged |= {f"{layer}.{e}.{rest}": tensor for e, tensor in enumerate(ordered)}
@@ -172,7 +178,7 @@ def write_fastmoe(
 def _write_rank(
     folder: Path, tensors: Mapping[str, StoredTensor], rank: int, num_ranks: int, iteration: int
 ) -> None:
-    model: dict[str, torch.Tensor] = {}
+    model: dict[str, torch.Tensor] = {}  # of one rank at a time: freed when this function ends
     for name, tensor in tensors.items():
         model |= _of_rank(name, tensor, rank, num_ranks)
     content = {"model": model, "iteration": iteration, "checkpoint_version": 3.0}
@@ -182,7 +188,7 @@ def _write_rank(
 
 
 def load_file(path: Path, trust: bool) -> dict[Any, Any]:
-    """A dict that torch.save wrote; without trust, code in the file does not run."""
+    """Reads a dict that torch.save wrote; without trust, code in the file does not run."""
     check_is_file(path)
     try:
         mmap = zipfile.is_zipfile(path)
@@ -228,10 +234,6 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tenso
     return flat
 
 
-def _is_expert(name: str) -> bool:
-    return EXPERT_NAME.fullmatch(name) is not None
-
-
 def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
     """{layer: names of its experts' tensors}."""
     names: dict[str, set[str]] = {}
@@ -239,12 +241,6 @@ def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
         if (match := EXPERT_NAME.fullmatch(name)) is not None:
             names.setdefault(match["layer"] or "", set()).add(name)
     return names
-
-
-def _is_row(rest: str, tensor: StoredTensor) -> bool:
-    """True if an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
-    num_dims = 3 if rest.endswith("weight") else 2
-    return rest in _FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
 
 
 def _concatenated(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
@@ -256,7 +252,7 @@ def _concatenated(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def _check_gate(layer: str, merged: Mapping[str, StoredTensor]) -> None:
-    """The gate knows how many experts there are in all: a file that is missing at the end shows here."""
+    """Checks that the gate knows as many experts: a file that is missing at the end shows here."""
     gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
     fused = merged.get(f"{layer}.htoh4.weight")
     if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:

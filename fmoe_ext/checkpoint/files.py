@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ def check_is_file(path: Path) -> None:
 
 
 def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
-    """The SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
+    """Computes the SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
     check_is_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -104,13 +105,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A copy that is complete and on disk, or absent."""
+    """Makes a copy that is complete and on disk, or absent."""
     with open(source, "rb") as file, atomic_file(target) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """Place, size and content of a job's input, of a large file the first part and the time: other inputs differ.
+    """Identifies a job's input by place, size and content, a large file by its first part and the time.
 
     Jobs that go on after an end compare it: to read all of a large model again would take as long as the job.
     """
@@ -122,7 +123,7 @@ def fingerprint(file: Path) -> list[Any]:
 
 
 def read_text(path: Path) -> str:
-    """A small text file; CheckpointError where it is not UTF-8."""
+    """Reads a small text file; CheckpointError where it is not UTF-8."""
     check_is_file(path)
     try:
         with open(path, "rb") as file:
@@ -134,7 +135,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError where there is anything else."""
+    """Reads the object in a JSON file; CheckpointError where there is anything else."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_JSON:
@@ -181,7 +182,7 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 def _means_no_space(error: BaseException | None) -> bool:
-    seen = 0
+    seen = 0  # causes may go round in a circle
     while error is not None and seen < 20:
         if isinstance(error, OSError) and (error.errno in _NO_SPACE or " requested and " in str(error)):
             return True  # the text is that of ndarray.tofile, which has no number
@@ -214,14 +215,17 @@ def made_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
+    """Opens a binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
 
     Any number of processes may write the same name at once: one of their files is there in the end, whole. An OSError
     of a full disk names the path.
     """
     path = Path(path)
     with made_folder(path.parent):
-        _remove_abandoned(path)
+        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            with suppress(OSError), open(abandoned, "rb") as left:
+                if _try_lock(left.fileno()):  # its writer has ended: a lock ends with its process
+                    abandoned.unlink()
         unfinished, file = _unfinished(path)
         try:
             with file:
@@ -238,7 +242,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside a path, which this process has locked."""
+    """Makes a new file beside a path, locked by this process."""
     while True:
         unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
         file = open(unfinished, "xb")  # noqa: SIM115
@@ -248,21 +252,8 @@ def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def unique() -> str:
-    """A part of a name that no other process uses, on any machine."""
+    """Makes a part of a name that no other process uses, on any machine."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Unfinished files of the same name whose writers have ended: a lock ends with its process."""
-    for unfinished in path.parent.glob(f".{_literal(path.name)}.*.tmp"):
-        with suppress(OSError), open(unfinished, "rb") as file:
-            if _try_lock(file.fileno()):
-                unfinished.unlink()
-
-
-def _literal(name: str) -> str:
-    """A name as a pattern of glob()."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 @contextmanager

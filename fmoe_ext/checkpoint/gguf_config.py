@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Family, Gguf
+from fmoe_ext.checkpoint.families.family import Family
 from fmoe_ext.checkpoint.gguf_keys import (
     COMPARED,
     READ,
@@ -25,7 +25,7 @@ Values: TypeAlias = dict[str, Any]  # {attribute of the configuration: value}
 
 
 def config_of(path: Path, fields: Fields, shapes: Shapes, factors: Tensor | None = None) -> Any:
-    """The configuration of Transformers for a file that has no config.json beside it.
+    """Makes the configuration of Transformers for a file that has no config.json beside it.
 
     factors: rope_freqs.weight of the file. Raises CheckpointError for keys that are missing or have other types, and
     for an architecture that is not read.
@@ -40,11 +40,22 @@ def config_of(path: Path, fields: Fields, shapes: Shapes, factors: Tensor | None
         scaling = rope(path, fields, family, values["max_position_embeddings"])
         values["num_hidden_layers"] -= num_heads(fields, family)
         if family.gguf.says_routing:
-            _complete(values, shapes, family)
+            for attribute, value in family.gguf.missing.items():
+                values.setdefault(attribute, value)
+            if values.get("attention_multiplier") == 0:  # llama.cpp takes the usual one
+                values["attention_multiplier"] = values["head_dim"] ** -0.5
+            for (
+                attribute,
+                tensor,
+            ) in family.gguf.flags.items():  # which no key says: the tensor is there or not
+                values[attribute] = f"blk.0.{tensor}" in shapes
         else:
             values["norm_topk_prob"] = family.gguf.normalizes
         if family.gguf.complete:
-            _make(path, family.gguf, values)
+            try:
+                family.gguf.complete(values)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {family.gguf.name}.{error}") from None
         kinds = layer_kinds(path, fields, family, values["num_hidden_layers"])
         if kinds is not None:
             values["layer_types"] = kinds
@@ -60,7 +71,7 @@ def config_of(path: Path, fields: Fields, shapes: Shapes, factors: Tensor | None
         if hasattr(config_class, "rope_parameters"):
             values["rope_parameters"] = {"rope_theta": theta, **scaling}
         if scaling and not family.gguf.rounds_yarn:
-            values["rope_parameters"]["truncate"] = False
+            values["rope_parameters"]["truncate"] = False  # llama.cpp does not round the bounds of the ramp
         if family.gguf.is_partial:
             rotated = values.pop("rotated", values["head_dim"])
             values["rope_parameters"]["partial_rotary_factor"] = rotated / values["head_dim"]
@@ -76,7 +87,7 @@ def config_of(path: Path, fields: Fields, shapes: Shapes, factors: Tensor | None
 
 
 def _said(fields: Fields, family: Family) -> Values:
-    """Attributes that keys of the file say."""
+    """Returns the attributes that keys of the file say."""
     architecture = family.gguf
     assert architecture is not None
     compared = dict(COMPARED)
@@ -96,28 +107,8 @@ def _said(fields: Fields, family: Family) -> Values:
     return values
 
 
-def _make(path: Path, architecture: Gguf, values: Values) -> None:
-    assert architecture.complete is not None
-    try:
-        architecture.complete(values)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {architecture.name}.{error}") from None
-
-
-def _complete(values: Values, shapes: Shapes, family: Family) -> None:
-    """Adds attributes that no key has, and those of a file that does not say them."""
-    architecture = family.gguf
-    assert architecture is not None
-    for attribute, value in architecture.missing.items():
-        values.setdefault(attribute, value)
-    if values.get("attention_multiplier") == 0:  # llama.cpp takes the usual one
-        values["attention_multiplier"] = values["head_dim"] ** -0.5
-    for attribute, tensor in architecture.flags.items():
-        values[attribute] = f"blk.0.{tensor}" in shapes
-
-
 def _sizes(shapes: Shapes, family: Family) -> dict[str, int]:
-    """Sizes that the tensors have, whatever the keys say of them."""
+    """Returns the sizes that the tensors have, whatever the keys say of them."""
     found = {"vocab_size": shapes["token_embd.weight"][0]}
     kind = "gate" if family.in_modules.gated else "up"
     width, shared, dense = (_width(shapes, f"ffn_{kind}{role}.weight") for role in ("_exps", "_shexp", ""))
@@ -133,7 +124,7 @@ def _sizes(shapes: Shapes, family: Family) -> dict[str, int]:
 
 
 def _width(shapes: Shapes, name: str) -> int | None:
-    """Rows of a matrix in the first block that has it."""
+    """Counts the rows of a matrix in the first block that has it."""
     for full, shape in shapes.items():
         if full.startswith("blk.") and full.split(".", 2)[2] == name and len(shape) > 1:
             return shape[-2]

@@ -44,7 +44,9 @@ def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
     """
     path = Path(file)
     found = {t.name: t for t in reader.tensors}
-    layout = _layouts().get(reader.architecture, Layout())
+    # files have gate and up apart where modules have them in turn
+    layouts = {family.gguf.name: family.in_modules for family in FAMILIES.values() if family.gguf}
+    layout = layouts.get(reader.architecture, Layout())
     layers = {}
     for name in found:
         if name.startswith("blk.") and name.endswith(".ffn_down_exps.weight"):
@@ -53,13 +55,8 @@ def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
     return layers
 
 
-def _layouts() -> dict[str, Layout]:
-    """{architecture: layout of its modules}; files have gate and up apart where modules have them in turn."""
-    return {family.gguf.name: family.in_modules for family in FAMILIES.values() if family.gguf}
-
-
 def _stacks_of(path: Path, number: int, found: Mapping[str, Any], layout: Layout) -> list[list[_Stack]]:
-    """The projections of a layer: gate and up, or both as one, or up alone, and down."""
+    """Finds the projections of a layer: gate and up, or both as one, or up alone, and down."""
     gated, has_scales = layout.gated, layout.gate_scales is not None
     weights = []
     begin = f"blk.{number}.ffn_"
@@ -80,6 +77,7 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any], layout: Layou
     in_turn = layout.interleaved
     weights = _stacks_of(path, number, found, layout)
     kinds = [{stack.kind for stack in stacks} for stacks in weights]
+    # an operator takes one format a weight; llama.cpp's mixtures may have another one for gate than for up
     is_one = all(len(kind) == 1 for kind in kinds)
     is_float = is_one and not in_turn and all(kind <= _GGUF_FLOATS.keys() for kind in kinds)
     is_packed = is_one and all(kind <= PIECES.keys() for kind in kinds)
@@ -133,6 +131,7 @@ def _pieces(stacks: Sequence[_Stack], takes_turns: bool) -> Iterator[tuple[str, 
         if len(pieces) == 1 and not takes_turns:
             yield name, Part(shape, torch.uint8, _as_they_lie(stacks, first.num_bytes))
             continue
+        # bound now: a span is read later, when the loop is at another piece
         turn = functools.partial(_turned, piece, rows, takes_turns)
         spans = []
         for e in range(num_experts):
@@ -152,7 +151,7 @@ def _turned(piece: Piece, rows: int, takes_turns: bool, *raw: Bytes) -> Bytes:
 
 
 def _decoded(stacks: Sequence[_Stack], takes_turns: bool, transposed: bool) -> Part:
-    """The part in float32, decoded while it is read."""
+    """Makes the part in float32, decoded while it is read."""
     num_experts, rows, columns = stacks[0].shape
     for stack in stacks:
         stack.check_is_decoded()
@@ -216,7 +215,7 @@ class _Stack:
         return self.span(expert, 0), Span(self.scale.path, int(self.scale.data_offset) + 4 * expert, 4, 0)
 
     def factor(self, expert: int, at: int) -> Span:
-        """The factors [out, 2] of NVFP4."""
+        """Reads the factors [out, 2] of NVFP4."""
         rows, is_one = self.shape[1], self.scale is None
         source = self.span(expert, 0)._replace(num_bytes=4) if is_one else self.sources(expert)[1]
 
@@ -227,7 +226,7 @@ class _Stack:
         return source._replace(at=at, turn=turn)
 
     def check_is_decoded(self) -> None:
-        """CheckpointError for a type that the gguf package does not decode."""
+        """Raises CheckpointError for a type that the gguf package does not decode."""
         from gguf import GGML_QUANT_SIZES
         from gguf.quants import dequantize
 
@@ -253,7 +252,7 @@ class _Stack:
 
 
 def check_factors(path: Path, scale: Any, kind: str, count: int) -> None:
-    """CheckpointError for factors of a weight that are not computed with, or not `count` in float32."""
+    """Raises CheckpointError for factors of a weight that are not computed with, or not `count` in float32."""
     if kind != SCALED:
         raise CheckpointError(f"{path}: {scale.name} scales a weight in {kind}, which is not computed here")
     if scale.tensor_type.name != "F32" or int(scale.n_elements) != count:

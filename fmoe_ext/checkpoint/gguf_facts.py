@@ -29,7 +29,7 @@ def rope_of(config: Any) -> Mapping[str, Any]:
 
 
 def first_layer(config: Any) -> Any:
-    """The configuration of the first layer, where Transformers has others for others; else the model's."""
+    """Returns the first layer's configuration, where Transformers has one a layer; else the model's."""
     return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
 
 

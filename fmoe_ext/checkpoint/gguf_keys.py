@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family, Gguf
+from fmoe_ext.checkpoint.families.family import Family
 from fmoe_ext.checkpoint.gguf_facts import ROUTING, facts, gating_of, rope_of
 
 Fields: TypeAlias = Mapping[str, Any]  # {key: value}
@@ -99,7 +99,7 @@ YARN = MappingProxyType(
 
 
 def family_of(path: Path, fields: Fields, config: Any = None) -> Family:
-    """The family of a file's architecture, that of a configuration if it has it; CheckpointError if none is read."""
+    """Finds the family of a file's architecture, the configuration's if it fits; CheckpointError if none is read."""
     architecture = fields.get("general.architecture")
     families = [family for family in FAMILIES.values() if family.gguf]
     named = [(family, family.gguf.of(str(architecture))) for family in families if family.gguf]
@@ -109,17 +109,16 @@ def family_of(path: Path, fields: Fields, config: Any = None) -> Family:
         raise CheckpointError(f"{path}: GGUF is read for {known}, but this model is {architecture}")
     gating = fields.get(f"{architecture}.expert_gating_func")
     family = next((family for family in found if gating_of(family) == gating), found[-1])
-    family = next((family for family in found if _is_marked(family, fields)), family)
+    for other in found:  # of two families with one architecture, the one whose own keys are there
+        marks = other.gguf.marks if other.gguf else ()
+        if other.gguf and marks and all(fields.get(f"{other.gguf.name}.{key}") for key in marks):
+            family = other
+            break
     family = next((family for family in found if family.name == getattr(config, "model_type", "")), family)
     for key in family.gguf.needs if family.gguf else ():
         if f"{architecture}.{key}" not in fields:
             raise CheckpointError(f"{path} has no key {architecture}.{key}: another model, or an old file")
     return family
-
-
-def _is_marked(family: Family, fields: Fields) -> bool:
-    marks = family.gguf.marks if family.gguf else ()
-    return bool(marks) and all(fields.get(f"{family.gguf.name}.{key}") for key in marks if family.gguf)
 
 
 def check(path: Path, fields: Fields, config: Any) -> None:
@@ -136,12 +135,17 @@ def check(path: Path, fields: Fields, config: Any) -> None:
             continue
         if key == f"{family.gguf.name}.block_count" and isinstance(value, int):
             value -= heads
-        if heads and isinstance(value, list):
+        if heads and isinstance(value, list):  # one item a block
             value = value[: config.num_hidden_layers]
         wrong = _why_not(key, value, family, config, computed)
         if wrong:
             raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
-    _check_kinds(path, fields, family, config)
+    kinds = layer_kinds(path, fields, family, config.num_hidden_layers)
+    said = getattr(config, "layer_types", None)
+    if kinds is not None and kinds != said:
+        raise CheckpointError(
+            f"{path} has layers of the kinds {_short(kinds)}, but config.json has layer_types {_short(said)}"
+        )
     found = _with_defaults(config, family)
     for name, value in rope(path, fields, family, config.max_position_embeddings).items():
         if not _same(found.get(name), value):
@@ -160,7 +164,7 @@ def num_heads(fields: Fields, family: Family) -> int:
 
 
 def _why_not(key: str, value: Any, family: Family, config: Any, computed: Fields) -> str:
-    """Reason why a key is refused, "" for none."""
+    """Says why a key is refused, "" for one that is not. The first table that has the key decides."""
     assert family.gguf is not None
     rest = key.removeprefix(f"{family.gguf.name}.")
     own = family.gguf.keys.get(rest, "")
@@ -178,7 +182,11 @@ def _why_not(key: str, value: Any, family: Family, config: Any, computed: Fields
         return "" if value in allowed else f"but only {' or '.join(map(str, allowed))} is computed"
     if rest in COMPARED:
         attribute = attribute_of(COMPARED[rest], family)
-        found = _computed(attribute, config)
+        found = getattr(config, attribute, None)
+        if attribute == "rope_theta":
+            found = rope_of(config).get("rope_theta")
+        elif attribute == "head_dim" and found is None:
+            found = config.hidden_size // config.num_attention_heads
         if found is None and attribute == "norm_topk_prob":
             found = family.gguf.normalizes
         return "" if _same(found, value) else f"but the model is computed with {attribute} {found}"
@@ -213,7 +221,7 @@ def names() -> Iterator[str]:
 
 
 def table() -> str:
-    """The rows of docs/formats.md on metadata keys."""
+    """Writes the rows of docs/formats.md on metadata keys."""
     kinds: dict[str, list[str]] = {
         "compared": [],
         "read": [],
@@ -238,22 +246,19 @@ def table() -> str:
 
 
 def routing_table() -> str:
-    """The rows of docs/formats.md on architectures whose files say how their routers compute."""
+    """Writes the rows of docs/formats.md on architectures whose files say how their routers compute."""
     rows = []
     for family in FAMILIES.values():
         if family.gguf and family.gguf.says_routing:
-            known = sorted({*ROUTING, *_compared(family.gguf), *family.gguf.multipliers})
+            own = (key for key, attribute in family.gguf.keys.items() if attribute is not None)
+            known = sorted({*ROUTING, *own, *family.gguf.multipliers})
             compared, needs = (", ".join(f"`{key}`" for key in keys) for keys in (known, family.gguf.needs))
             rows.append(f"| `{family.gguf.name}` ({family.name}) | {compared} | {needs or 'none more'} |")
     return "\n".join(rows)
 
 
-def _compared(architecture: Gguf) -> list[str]:
-    return [key for key, attribute in architecture.keys.items() if attribute is not None]
-
-
 def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
-    """rope_type and its parameters, empty where the file says nothing."""
+    """Reads rope_type and its parameters; empty where the file says nothing."""
     assert family.gguf is not None
     begin = f"{family.gguf.name}.{_SCALING}"
     said = {key.removeprefix(begin): value for key, value in fields.items() if key.startswith(begin)}
@@ -274,7 +279,11 @@ def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, 
     if kind == "yarn":
         found["original_max_position_embeddings"] = context
         if family.gguf.is_latent:
-            found |= dict.fromkeys(("mscale", "mscale_all_dim"), _latent_scale(said))
+            # llama.cpp's graph for latent attention needs both to be equal; 0 stays in `said` to be refused
+            scale = said.setdefault("yarn_log_multiplier", 0)
+            if scale > 0:
+                del said["yarn_log_multiplier"]
+            found |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * scale if scale > 0 else 0)
         else:
             found["attention_factor"] = said.pop("attn_factor", 1.0) * _yarn_factor(factor)
         found |= {name: said.pop(key) for key, name in YARN.items() if key in said}
@@ -287,7 +296,7 @@ def rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, 
 
 
 def layer_kinds(path: Path, fields: Fields, family: Family, num_layers: int) -> list[str] | None:
-    """layer_types of a file's model; None if the architecture fixes none."""
+    """Reads layer_types of a file's model; None if the architecture fixes none."""
     architecture = family.gguf
     assert architecture is not None
     if architecture.kinds is None:
@@ -300,18 +309,8 @@ def layer_kinds(path: Path, fields: Fields, family: Family, num_layers: int) -> 
         raise CheckpointError(f"{path} has keys on the kinds of layers with other values: {error}") from error
 
 
-def _check_kinds(path: Path, fields: Fields, family: Family, config: Any) -> None:
-    """CheckpointError for a model whose layers are of other kinds than the file's, or than llama.cpp's graph has."""
-    kinds = layer_kinds(path, fields, family, config.num_hidden_layers)
-    said = getattr(config, "layer_types", None)
-    if kinds is not None and kinds != said:
-        raise CheckpointError(
-            f"{path} has layers of the kinds {_short(kinds)}, but config.json has layer_types {_short(said)}"
-        )
-
-
 def _with_defaults(config: Any, family: Family) -> dict[str, Any]:
-    """rope_parameters, those of YaRN that are left out too."""
+    """Returns rope_parameters, with YaRN's defaults for what is left out."""
     said = {name: value for name, value in rope_of(config).items() if value is not None}
     if (
         said.get("rope_type") != "yarn"
@@ -324,21 +323,12 @@ def _with_defaults(config: Any, family: Family) -> dict[str, Any]:
     return defaults | {"attention_factor": _yarn_factor(said["factor"])} | said
 
 
-def _latent_scale(said: dict[str, Any]) -> float:
-    """mscale of both kinds, which llama.cpp's graph for latent attention needs to be equal; 0 is left to be refused."""
-    scale = said.get("yarn_log_multiplier", 0)
-    if scale > 0:
-        return 10 * said.pop("yarn_log_multiplier")
-    said["yarn_log_multiplier"] = scale
-    return 0
-
-
 def _yarn_factor(factor: float) -> float:
     return 1 + 0.1 * math.log(factor)
 
 
 def attribute_of(name: str, family: Family) -> str:
-    """The family's own name of an attribute."""
+    """Returns the family's own name of an attribute."""
     facts_named = {
         "num_experts": "num_experts",
         "num_experts_per_tok": "top_k",
@@ -347,17 +337,9 @@ def attribute_of(name: str, family: Family) -> str:
     return family.config[facts_named[name]] if name in facts_named else name
 
 
-def _computed(attribute: str, config: Any) -> Any:
-    if attribute == "rope_theta":
-        return rope_of(config).get("rope_theta")
-    if attribute == "head_dim" and getattr(config, "head_dim", None) is None:
-        return config.hidden_size // config.num_attention_heads
-    return getattr(config, attribute, None)
-
-
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return math.isclose(a, b, rel_tol=1e-6)
+        return math.isclose(a, b, rel_tol=1e-6)  # the file has float32, config.json decimals
     if isinstance(a, list) and type(b) in (int, float):  # llama.cpp takes one number for all layers
         return bool(a) and all(_same(one, b) for one in a)
     if type(a) in (int, float) and isinstance(b, list):

@@ -41,7 +41,7 @@ def names_inside(family: Family) -> dict[str, str]:
 
 
 def in_transformers(name: str, family: Family) -> str | None:
-    """Name in a layer of Transformers of a tensor in a block of GGUF; None for one that is not known."""
+    """Finds the name in Transformers' layer of a tensor in a block of GGUF; None for one that is not known."""
     block = family.in_modules.block
     if name == "exp_probs_b.bias":
         return f"{block}.{family.in_modules.expert_bias}" if family.in_modules.expert_bias else None

@@ -16,6 +16,7 @@ from fmoe_ext.frozen.formats import GGUF
 Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # uint8 [rows, bytes] -> [rows, *]
 
 
+# A block of MXFP4: 1 byte of scale, 16 bytes of 32 values. One of NVFP4: 4 bytes of scales, 32 bytes of 4 * 16 values.
 def _mxfp4_data(rows: torch.Tensor) -> torch.Tensor:
     return _in_turn(rows.unflatten(-1, (-1, 17))[..., 1:])
 
@@ -34,7 +35,7 @@ def _nvfp4_scale(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _in_turn(halves: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., 2n], low nibbles first, -> [..., 2n] of neighbours, the low nibble first."""
+    """Rearranges bytes [..., 2n], low nibbles first, -> [..., 2n] of neighbours, the low nibble first."""
     pairs = halves.contiguous().view(torch.int16)
     low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
     return torch.cat((low, high), -1).to(torch.uint8)
@@ -52,12 +53,12 @@ SCALED = "nvfp4"  # the type whose tensors may have a factor each, or one for ea
 
 
 def factors(factor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
+    """Makes the `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
     return torch.stack((factor.flatten(), torch.ones(1, device=factor.device)), -1).expand(rows, 2)
 
 
 def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen.Quantized:
-    """A matrix uint8 [rows, bytes] as a weight of one expert. factor: of NVFP4, 1 if None."""
+    """Makes a matrix uint8 [rows, bytes] a weight of one expert. factor: of NVFP4, 1 if None."""
     tensors = {name: piece(rows)[None].contiguous() for name, piece in PIECES[kind].items()}
     if kind == SCALED:
         factor = torch.ones(1, device=rows.device) if factor is None else factor

@@ -112,7 +112,7 @@ def to_huggingface(
     layout: str | Layout = "fused",
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """A model or a state dict in our layout -> the same in a Hugging Face layout, one of LAYOUTS.
+    """Converts a model or a state dict in our layout -> the same in a Hugging Face layout, one of LAYOUTS.
 
     routing: {layer: what its gate computes}, as Manifest.routing has it; taken from a model. A bare state dict does
     not say what its gates compute, so that nothing can be checked.
@@ -164,7 +164,7 @@ def _by_layer(
 
 
 def local_path(model: str | Path, files: Sequence[str] | None = None, **options: Any) -> Path:
-    """The path of a model, given as a path or as the name of a repository in the cache of the Hugging Face hub.
+    """Finds the path of a model, given as a path or as the name of a repository in the cache of the Hugging Face hub.
 
     Nothing is downloaded. A Path is a path, as is a text under which something is; the path need not exist. Of names,
     those with an owner are looked up, as Qwen/Qwen3-30B-A3B: a word alone is a folder that is missing.
@@ -225,7 +225,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
 
 
 def _wanted_files(folder: Path) -> list[Path]:
-    """The configuration and the weights that a folder of the hub's cache must have, there or not."""
+    """Lists the configuration and the weights that a folder of the hub's cache must have, there or not."""
     config = folder / CONFIG
     index, single = _names_of_model(folder)
     if index not in ("", INDEX) and not (folder / index).exists():
@@ -239,7 +239,7 @@ def _wanted_files(folder: Path) -> list[Path]:
 
 
 def model_files(path: Path, folders: Sequence[Path] = ()) -> list[Path]:
-    """The safetensors files of a model: path itself, or those of a Hugging Face folder; [] if it is neither.
+    """Lists the safetensors files of a model: path itself, or those of a Hugging Face folder; [] if it is neither.
 
     folders: others, where a file that the folder's index names may be instead.
     """
@@ -251,7 +251,12 @@ def model_files(path: Path, folders: Sequence[Path] = ()) -> list[Path]:
         if index not in ("", INDEX):
             raise CheckpointError(f"{path} lacks {index}, which its config.json names")
         return [inside(path, single)] if (path / single).exists() else []
-    files = sorted({_place_of(name, (path, *folders)) for name in places.values()})
+    files_there = set()
+    for name in places.values():
+        found = [inside(folder, name) for folder in (path, *folders)]
+        # the first folder stands for all where none has the file: the reader says that it is missing
+        files_there.add(next((file for file in found if file.exists()), found[0]))
+    files = sorted(files_there)
     if single and (path / single).exists() and single not in places.values():
         if any(file.exists() for file in files):
             raise CheckpointError(
@@ -311,14 +316,8 @@ def without_replaced(path: Path, files: Mapping[Path, Mapping[str, T]]) -> dict[
     }
 
 
-def _place_of(name: str, folders: Sequence[Path]) -> Path:
-    """The first of the folders that has a file; the first of all if none has it."""
-    places = [inside(folder, name) for folder in folders]
-    return next((place for place in places if place.exists()), places[0])
-
-
 def check_folder(path: Path) -> None:
-    """CheckpointError unless all that Transformers would read of a model's folder lies in it, links resolved.
+    """Raises CheckpointError unless all that Transformers would read of a model's folder lies in it, links resolved.
 
     A folder of the hub's cache passes: its files are links into `blobs` beside it. An adapter of PEFT does not: it
     names a base model anywhere.
@@ -343,7 +342,7 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[None]:
-    """CheckpointError for the errors of Transformers in what a folder holds, which have no common class."""
+    """Raises CheckpointError for the errors of Transformers in what a folder holds, which have no common class."""
     try:
         yield
     except (ImportError, MemoryError, CheckpointError):
@@ -354,7 +353,7 @@ def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[No
 
 
 def read_config(folder: Path, num_tensors: int | None = None) -> Any:
-    """The configuration that Transformers makes of a folder's config.json, or of one JSON file.
+    """Reads the configuration that Transformers makes of a folder's config.json, or of one JSON file.
 
     num_tensors: in the folder's files, if that is known. Raises CheckpointError for anything that Transformers refuses,
     for code of a hub, and for more layers than there are tensors, before so many of anything are made.
@@ -371,7 +370,7 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
 
 
 def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
-    """CheckpointError for a config.json with code of a hub, or with more layers than read_config() takes."""
+    """Raises CheckpointError for a config.json with code of a hub, or with more layers than read_config() takes."""
     with errors_of_transformers(folder):
         refuse_hub_code(folder, said)
         most = MAX_LAYERS if num_tensors is None else num_tensors
@@ -421,7 +420,7 @@ def is_huggingface(names: Iterable[str]) -> bool:
 
 
 def _renamed(prefix: str, block: str) -> str:
-    """The prefix of a layer that is called as in one of the layouts, with another name for it."""
+    """Renames the prefix of a layer that is called as in one of the layouts, with another name for it."""
     return BLOCK.sub(rf"\g<1>{block}.", prefix)
 
 

@@ -46,7 +46,7 @@ SHARED_NAMES = tuple(
 
 
 def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTensor]:
-    """A layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
+    """Converts a layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
 
     prefix: where the layer is, for errors. CheckpointError for what the layout has no place for.
     """
@@ -81,13 +81,19 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
 def _experts_to_layout(
     left: dict[str, StoredTensor], w1: StoredTensor, w2: StoredTensor, layout: Layout
 ) -> dict[str, StoredTensor]:
-    """The weights of experts under the names of a layout, with the biases that it asks for; those leave `left`."""
+    """Renames the weights of experts for a layout, with the biases that it asks for; those leave `left`."""
     if layout.interleaved:
         num_experts, two_h, d_model = w1.shape
         gate_bias = left.pop("gate.gate.bias", None) or zeros((num_experts,), w1.dtype)
         b1 = left.pop(B1, None) or zeros((num_experts, two_h), w1.dtype)
         b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
-        return {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
+        return {
+            f"{layout.gate}.bias": gate_bias,
+            "experts.gate_up_proj": by_rows(w1, _transposed(w1), lambda w: _in_turn(w).transpose(1, 2)),
+            "experts.gate_up_proj_bias": by_rows(b1, b1.shape, _in_turn),
+            "experts.down_proj": by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2)),
+            "experts.down_proj_bias": b2,
+        }
     if layout.per_expert is None:
         if layout.transposed:
             w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
@@ -132,17 +138,6 @@ def _part(tensor: StoredTensor, e: int, first: int, end: int) -> StoredTensor:
     )
 
 
-def _interleaved(
-    w1: StoredTensor, b1: StoredTensor, w2: StoredTensor, b2: StoredTensor
-) -> dict[str, StoredTensor]:
-    return {
-        "experts.gate_up_proj": by_rows(w1, _transposed(w1), lambda w: _in_turn(w).transpose(1, 2)),
-        "experts.gate_up_proj_bias": by_rows(b1, b1.shape, _in_turn),
-        "experts.down_proj": by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2)),
-        "experts.down_proj_bias": b2,
-    }
-
-
 def _in_turn(x: torch.Tensor) -> torch.Tensor:
     """[E, 2H, *], gate before up -> gate and up in turn."""
     gate, up = x.chunk(2, dim=1)
@@ -162,7 +157,7 @@ def _transposed(tensor: StoredTensor) -> tuple[int, ...]:
 def by_rows(
     tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
 ) -> StoredTensor:
-    """function of a tensor, which works on any of its rows: of one expert, without reading the others."""
+    """Applies a function that works on any rows of a tensor, so that one expert is read without the others."""
     return StoredTensor(
         shape,
         tensor.dtype,
@@ -172,12 +167,12 @@ def by_rows(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-    """A tensor of zeros that takes no memory until it is read."""
+    """Makes a tensor of zeros that takes no memory until it is read."""
     return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
 def _check_droppable(prefix: str, name: str, tensor: StoredTensor) -> None:
-    """CheckpointError for what is left of a layer, unless it is a bias of zeros."""
+    """Raises CheckpointError for what is left of a layer, unless it is a bias of zeros."""
     if name.startswith(SHARED) or name == SHARED_GATE:
         if name.endswith(".bias") and not tensor.read().any():
             return
@@ -213,7 +208,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
 
 
 class _Reading:
-    """One layer of Hugging Face's becoming one of ours."""
+    """Reads one layer of Hugging Face's as one of ours; what was taken is noted, so that nothing is left unseen."""
 
     def __init__(self, tensors: Tensors, prefix: str):
         self.tensors, self.prefix = tensors, prefix
@@ -234,14 +229,12 @@ class _Reading:
         return tensor
 
     def experts(self) -> bool:
-        """Takes the experts; whether there are any."""
+        """Takes the experts; returns whether there are any."""
         if any(self._stacked(*names) for names in STACKED):
             return True
-        return any(self._numbered(leaves) for leaves in PER_EXPERT) or self._ungated()
-
-    def _ungated(self) -> bool:
-        """Takes experts of two projections, stacked or one by one."""
-        for up, down in UNGATED:
+        if any(self._numbered(leaves) for leaves in PER_EXPERT):
+            return True
+        for up, down in UNGATED:  # last: up and down of gated experts have these names too
             w1, w2 = self._get(up), self._get(down)
             if w1 is not None and w2 is not None:
                 self.layer |= {W1: w1, W2: w2}
@@ -254,10 +247,15 @@ class _Reading:
             return False
         b1, b2 = self._get(f"{gate_up}_bias"), self._get(f"{down}_bias")
         if b1 is not None and b2 is not None:
-            self._check_interleaved(w1, w2)
+            if len(w1.shape) != 3 or len(w2.shape) != 3 or w1.shape[2] != 2 * w2.shape[1]:
+                raise CheckpointError(
+                    f"{self.prefix}experts: gate_up_proj {list(w1.shape)} and down_proj {list(w2.shape)} beside biases "
+                    "must be [E, D, 2H] and [E, H, D], as those of GPT-OSS"
+                )
             w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
             w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
             self.layer |= {B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2}
+        # [E, D, 2H] and [E, H, D], stored for x @ W; in [E, 2H, D] and [E, D, H] the last would be D == 2D
         elif len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]:
             w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
         self.layer |= {W1: w1, W2: w2}
@@ -272,13 +270,6 @@ class _Reading:
             if bias is not None:
                 self.layer[EXPERT_BIAS] = by_rows(bias, bias.shape[-1:], torch.Tensor.flatten)
                 self.layer[PENDING_LOAD] = zeros(bias.shape[-1:], torch.int64)
-
-    def _check_interleaved(self, w1: StoredTensor, w2: StoredTensor) -> None:
-        if len(w1.shape) != 3 or len(w2.shape) != 3 or w1.shape[2] != 2 * w2.shape[1]:
-            raise CheckpointError(
-                f"{self.prefix}experts: gate_up_proj {list(w1.shape)} and down_proj {list(w2.shape)} beside biases "
-                "must be [E, D, 2H] and [E, H, D], as those of GPT-OSS"
-            )
 
     def _numbered(self, leaves: tuple[str, ...]) -> bool:
         pattern = re.compile(rf"{re.escape(self.prefix)}experts\.(\d+)\.({'|'.join(map(re.escape, leaves))})")

@@ -153,7 +153,7 @@ class Manifest:
 
 
 def _check_record(record: dict[str, Any], path: Path) -> None:
-    """CheckpointError unless the record of an optimizer has what optimizer_state.Loading takes from it."""
+    """Raises CheckpointError unless the record of an optimizer has what optimizer_state.Loading takes from it."""
     good = all(isinstance(record.get(name), expected) for name, expected in _TYPES_OF_OPTIMIZER.items())
     if not (
         good

@@ -29,7 +29,7 @@ LAYERS = re.compile(r"(?P<layers>(?:.*\.)?layers)\.(?P<rest>(?!\d+\.).+)")
 
 
 def iteration_folder(path: Path) -> Path:
-    """The folder of one iteration: path itself, or the one that the tracker file in it names."""
+    """Finds the folder of one iteration: path itself, or the one that the tracker file in it names."""
     if not (path / TRACKER).exists():
         return path
     text = read_text(inside(path, TRACKER))
@@ -85,5 +85,5 @@ def _layer(tensor: StoredTensor, i: int) -> torch.Tensor:
 
 
 def expert_layers(names: Iterable[str]) -> set[str]:
-    """The layers that have experts under Megatron-core's own names."""
+    """Finds the layers that have experts under Megatron-core's own names."""
     return {match["layer"] or "" for name in names if (match := MEGATRON_EXPERTS.fullmatch(name))}

@@ -54,7 +54,7 @@ LAYER = re.compile(r"(?P<layer>(?:.*\.)?)experts\.htoh4\.weight")
 
 
 def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with MoE layers under Megatron-core's names -> the same with ours; others keep their names.
+    """Converts a state dict with MoE layers under Megatron-core's names -> the same with ours; others keep their names.
 
     Values are tensors or StoredTensors; extra states, which are no weights, are left out. Raises CheckpointError where
     experts are missing or do not fit the router.
@@ -77,7 +77,7 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> dict[str, Any]:
-    """A state dict with MoE layers of ours -> the same under Megatron-core's names, one of LAYOUTS.
+    """Converts a state dict with MoE layers of ours -> the same under Megatron-core's names, one of LAYOUTS.
 
     A layer that stands in for Megatron's MLP, mlp.moe.*, becomes mlp.*. Extra states are left out.
 
@@ -141,7 +141,7 @@ def _layer_of_ours(
 def _experts(
     prefix: str, layer: Mapping[str, StoredTensor], leaf: str, num_experts: int, taken: set[str]
 ) -> StoredTensor | None:
-    """One tensor of all experts [E, *], from whichever layout has it."""
+    """Makes one tensor of all experts [E, *], from whichever layout has it."""
     stacked = f"experts.experts.{leaf}"
     if stacked in layer:
         taken.add(stacked)
@@ -160,15 +160,12 @@ def _experts(
     taken.add(flat)
     narrow = layer.get("fc1_latent_proj.weight")
     d_model = layer["router.weight"].shape[1] if narrow is None else narrow.shape[0]
-    return _from_flat(layer[flat], num_experts, d_model, is_first=leaf == LEAVES[0])
-
-
-def _from_flat(tensor: StoredTensor, num_experts: int, d_model: int, is_first: bool) -> StoredTensor:
-    """experts.weight1 or weight2 as [E, *], rows being those of nn.Linear; read as a whole."""
+    # GroupedMLP has the shapes [D, E * H] and [E * H, D] for memory that is [E, D, H] and [E, H, D], for x @ W
+    tensor = layer[flat]
     width = tensor.shape[0] * tensor.shape[1] // (num_experts * d_model)
-    flat = (num_experts, d_model, width) if is_first else (num_experts, width, d_model)
+    shape = (num_experts, d_model, width) if leaf == LEAVES[0] else (num_experts, width, d_model)
     return StoredTensor(
-        (flat[0], flat[2], flat[1]), tensor.dtype, lambda: tensor.read().reshape(flat).transpose(1, 2)
+        (shape[0], shape[2], shape[1]), tensor.dtype, lambda: tensor.read().reshape(shape).transpose(1, 2)
     )
 
 

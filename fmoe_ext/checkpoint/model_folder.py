@@ -15,7 +15,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def usual_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The float dtype that most bytes of a model have: the one that config.json names; None without floats."""
+    """Finds the float dtype that most bytes of a model have: the one that config.json names; None without floats."""
     counts: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         if tensor.dtype in FLOATS:
@@ -49,7 +49,7 @@ class Base:
             self.tensors |= found
 
     def check_plain(self) -> None:
-        """CheckpointError if the weights are quantised."""
+        """Raises CheckpointError if the weights are quantised."""
         quantization = self.config.get("quantization_config")
         odd = [
             name for name, t in self.tensors.items() if t.dtype.is_floating_point and t.dtype not in FLOATS

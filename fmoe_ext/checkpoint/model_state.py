@@ -32,23 +32,32 @@ EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P
 
 
 class ModelState:
-    """model inside its wrappers, tensors {name: parameter or buffer of this rank}, layers {name: FMoE}.
+    """Lists a model's state: tensors {name: parameter or buffer of this rank}, layers {name: FMoE}.
 
-    Wrappers leave no trace in names.
+    model: the one inside all wrappers, which leave no trace in names.
     """
 
     def __init__(self, model: nn.Module):
         model, name_of = _unwrap(model)
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
-        _check_whole(self.layers)
+        for name, layer in self.layers.items():
+            if not layer.expert_kind.has_whole_experts:
+                raise CheckpointError(
+                    f"{name}: other ranks have parts of its experts (expert tensor parallelism): save with Megatron's "
+                    "dist_checkpointing, and load that with --expert-tensor-parallel-size 1"
+                )
         self.tensors: dict[str, torch.Tensor] = {}
         self.model = model
-        self._names: dict[int, str] = {}
-        self._buffers: dict[str, str] = {}
-        self._keys: dict[str, str] = {}
-        self._layer_of_rows: dict[str, FMoE] = {}
-        self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
+        self._names: dict[int, str] = {}  # {id(tensor): its first name}; tied tensors have several
+        self._buffers: dict[str, str] = {}  # {name: key in state_dict()}
+        self._keys: dict[str, str] = {}  # {name: key in state_dict()}
+        self._layer_of_rows: dict[
+            str, FMoE
+        ] = {}  # {name: layer} of fused experts, of which this rank has rows
+        self._meshes: dict[
+            tuple[Any, str], DeviceMesh
+        ] = {}  # by group and device; one more would be a new group
         for key, value in model.state_dict(keep_vars=True).items():
             self._add(key, name_of(key), value)
 
@@ -71,7 +80,10 @@ class ModelState:
             if isinstance(value, DTensor):
                 _check_sharded(name, value, layer)
             if isinstance(layer.experts, nn.ModuleList):
-                name = _with_global_number(name, rest, layer)
+                _, index, tail = rest.split(".", 2)  # experts.<index on this rank>.<tail>
+                place = layer.expert_parallel.rank * layer.num_local_experts + int(index)
+                number = layer.expert_parallel.experts_in_place[place]  # experts may have moved
+                name = f"{name.removesuffix(rest)}experts.{number}.{tail}"
             elif value.dim() == 0 or value.shape[0] != layer.num_local_experts:
                 raise CheckpointError(
                     f"{name!r} has shape {list(value.shape)}, but dimension 0 of fused experts is the number of "
@@ -102,9 +114,8 @@ class ModelState:
                 f"{meta[0]!r} and {len(meta) - 1} other tensors of the model are on the meta device, which has no "
                 "memory: model.to_empty(device=...) first"
             )
-        again = self.model.state_dict(
-            keep_vars=True
-        )  # copies are made anew, and the first ones are still alive
+        # A second one has other copies, since the first ones are still alive, and the same parameters
+        again = self.model.state_dict(keep_vars=True)
         copies = [
             name for name, value in self.tensors.items() if not _same_memory(value, again[self._keys[name]])
         ]
@@ -201,7 +212,7 @@ def _same_memory(a: torch.Tensor, b: Any) -> bool:
 
 
 def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:
-    """CheckpointError for experts whose place among all [E, *] is not known."""
+    """Raises CheckpointError for experts whose place among all [E, *] is not known."""
     assert layer.expert_parallel is not None
     if layer.expert_parallel.sharing_ranks is None:
         raise CheckpointError(
@@ -247,7 +258,7 @@ def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
 
 
 def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Number of experts of a Megatron-core layer, from its router or from one of its tensors."""
+    """Counts the experts of a Megatron-core layer, from its router or from one of its tensors."""
     router = shapes.get(f"{match['layer']}.router.weight" if match["layer"] else "router.weight")
     if router:
         return router[0]
@@ -257,17 +268,8 @@ def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[in
     return shapes[match.string][0] if match["stacked"] else 0
 
 
-def _check_whole(layers: Mapping[str, FMoE]) -> None:
-    for name, layer in layers.items():
-        if not layer.expert_kind.has_whole_experts:
-            raise CheckpointError(
-                f"{name}: other ranks have parts of its experts (expert tensor parallelism): save with Megatron's "
-                "dist_checkpointing, and load that with --expert-tensor-parallel-size 1"
-            )
-
-
 def _unwrap(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
-    """The module inside all wrappers, and a function that takes wrappers further in out of a name."""
+    """Returns the module inside all wrappers, and a function that takes inner wrappers out of a name."""
     while (inner := _inside(model)) is not None:
         model = getattr(model, inner)
     wrapped = [
@@ -286,17 +288,10 @@ def _unwrap(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
 
 
 def _inside(module: nn.Module) -> str | None:
-    """The name under which a wrapper has its module; None for other modules."""
+    """Returns the name under which a wrapper has its module; None for other modules."""
     if isinstance(module, WRAPPERS):
         return "module"
     return "_orig_mod" if hasattr(module, "_orig_mod") else None
-
-
-def _with_global_number(name: str, rest: str, layer: FMoE) -> str:
-    assert layer.expert_parallel is not None
-    _, index, tail = rest.split(".", 2)
-    place = layer.expert_parallel.rank * layer.num_local_experts + int(index)
-    return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"
 
 
 def packed_kind(tensor: torch.Tensor) -> str | None:

@@ -43,7 +43,7 @@ def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tenso
 
 
 def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
-    """The (parameter, entry) whose tensors are rows of experts."""
+    """Finds the (parameter, entry) whose tensors are rows of experts."""
     _refuse_zero_redundancy(optimizer)
     has_rows = set()
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -66,7 +66,7 @@ def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
                     "are sharded (DTensor), cannot be saved: use an optimizer with state like the parameter (Adam, SGD)"
                 )
             if _is_by_expert(name, entry, shape, tuple(param.shape)):
-                _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)
+                _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)  # load() sees these shapes alone
                 has_rows.add((name, entry))
     return has_rows
 
@@ -104,7 +104,7 @@ def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[in
 
 
 def _means(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of means over a matrix's columns, rows or both."""
+    """Lists the shapes of means over a matrix's columns, rows or both."""
     return (rows, 1), (1, columns), (1, 1), (rows,), (columns,), ()
 
 
@@ -122,7 +122,7 @@ def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def names(optimizer: Optimizer | None, model: ModelState) -> set[str]:
-    """The names of the parameters of an optimizer; none without one."""
+    """Names the parameters of an optimizer; none without one."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {model.name_of(param) for group in groups for param in group["params"]}
 

@@ -142,7 +142,7 @@ def _facts(layer: Any) -> dict[str, Any]:
 
 
 def _check_computes(name: str, layer: FMoE, family: Family) -> None:
-    """CheckpointError where a layer is not what a format's tensors and configuration can say."""
+    """Raises CheckpointError where a layer is not what a format's tensors and configuration can say."""
     where = name or "(root)"
     if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
         raise CheckpointError(
@@ -172,7 +172,7 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
 
 
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:
-    """CheckpointError where a layer of Hugging Face's would compute other numbers with the same tensors."""
+    """Raises CheckpointError where a layer of Hugging Face's would compute other numbers with the same tensors."""
     options = routing.get(prefix.removesuffix("."))
     if options is None:
         return
@@ -249,7 +249,7 @@ def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
 
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
-    """CheckpointError where a model's gates or experts compute other numbers than config.json says."""
+    """Raises CheckpointError where a model's gates or experts compute other numbers than config.json says."""
     family, said = _family_and_values(config)
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
@@ -290,7 +290,7 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
 def check_routing(
     routing: Mapping[str, Mapping[str, Any]], layers: Iterable[tuple[str, FMoE]], source: str
 ) -> None:
-    """CheckpointError where gates or experts compute other numbers than those of a Manifest.routing."""
+    """Raises CheckpointError where gates or experts compute other numbers than those of a Manifest.routing."""
     differences = []
     for name, layer in layers:
         saved, ours = routing.get(name, {}), routing_of(layer)

@@ -109,7 +109,7 @@ def write_safetensors(
 
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
-    """Bytes of a tensor, part by part; CheckpointError unless the parts make up what was announced."""
+    """Yields the bytes of a tensor, part by part; CheckpointError unless the parts make up what was announced."""
     num_rows = 0
     expected = tensor.shape or (1,)
     for part in tensor.parts():

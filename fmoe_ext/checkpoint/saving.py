@@ -175,23 +175,19 @@ def _load(
             dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
             loading = optimizer_state.Loading(optimizer, state, record, source.saved, dtypes)
     with together(f"loading {source.path}", process_group):
-        _fill(source, state, loading)
+        # Nothing was changed so far: what can be wrong with the files or the model has been said by now
+        for name, value in state.tensors.items():
+            if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
+                state.give_dtype(name, source.tensors[name].dtype)
+        source.fill(state, loading)
+        if loading is not None:
+            loading.commit()
+        state.put_in_order()
     source.manifest.take_extra(
         dist.get_rank(process_group) if dist.is_initialized() else 0,
         dist.get_world_size(process_group) if dist.is_initialized() else 1,
     )
     return source.manifest
-
-
-def _fill(source: "_Files | _Folder", state: ModelState, loading: "optimizer_state.Loading | None") -> None:
-    """Writes what was checked into the model and the optimizer."""
-    for name, value in state.tensors.items():
-        if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
-            state.give_dtype(name, source.tensors[name].dtype)
-    source.fill(state, loading)
-    if loading is not None:
-        loading.commit()
-    state.put_in_order()
 
 
 @torch.no_grad()
@@ -258,7 +254,7 @@ def gathered(
 
 
 def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
+    """Makes the metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {
         OURS: json.dumps({"version": _VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})

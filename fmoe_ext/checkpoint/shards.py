@@ -39,7 +39,7 @@ UNITS = MappingProxyType(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` when the body has ended and is removed where it fails.
+    """Makes a folder to write into, which becomes `folder` when the body has ended and is removed where it fails.
 
     CheckpointError, before the body, where there is something at that place that is no empty folder. The caller holds a
     lock for the place: what killed processes left there is removed.
@@ -99,7 +99,7 @@ class Unfinished:
 
 @contextmanager
 def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfinished]:
-    """A folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
+    """Makes a folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
 
     about: the digests of the job's inputs, and its choices (JSON). What a call that ended early has written stays in
     .<out>.<doing> beside `out`, with the note of the job that it belongs to: the same job goes on with it, another
@@ -120,7 +120,7 @@ def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfin
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to write into, whose files take the places of those of `folder` when the body has ended.
+    """Makes a folder to write into, whose files take the places of those of `folder` when the body has ended.
 
     Files of a model that an earlier save had more are removed. Where the body fails, `folder` is as it was.
     Files can only be renamed one by one, so that a call that is ended could leave some of each model. config.json and
@@ -172,7 +172,7 @@ def check_is_whole(folder: Path) -> None:
 
 
 def check_is_free(folder: Path) -> None:
-    """CheckpointError unless there is nothing at a place, or an empty folder."""
+    """Raises CheckpointError unless there is nothing at a place, or an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already: give a new folder, or remove it first")
 
@@ -219,7 +219,7 @@ def _shards(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[d
 
 
 def num_bytes_of(size: int | str) -> int:
-    """Bytes of a number, or of a text like "5GB", as Transformers takes max_shard_size."""
+    """Parses a number, or a text like "5GB", as Transformers takes max_shard_size."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", str(size).upper())
     if match is None or match[2] not in UNITS:
         raise CheckpointError(f"max_shard_size must be bytes, or a text as '5GB', but got {size!r}")

@@ -80,8 +80,12 @@ def write_checkpoint(
         with together(f"writing {path}", process_group):
             if is_first:
                 os.rename(unfinished, path)
-                _make_newest(path)
-                sync_folder(folder)
+                # Age decides what keep= removes: later than all others, also where the clock was set back
+                times = (other.stat().st_mtime_ns for other in _complete(folder) if other != path)
+                latest = max(times, default=0)
+                if path.stat().st_mtime_ns <= latest:
+                    os.utime(path, ns=(latest + 1, latest + 1))
+                sync_folder(folder)  # a power cut between the two leaves `latest` at the checkpoint before
                 with atomic_file(folder / "latest") as file:
                     file.write(path.name.encode())
                 if keep is not None:
@@ -96,7 +100,8 @@ def _write_files(
     manifest: Manifest,
     process_group: dist.ProcessGroup | None,
 ) -> None:
-    num_bytes = sum(_num_local_bytes(tensor) for tensor in tensors.values())
+    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
     writer, planner = Writer(unfinished), SavePlanner()
     with together(f"writing {path}", process_group), explained(unfinished, num_bytes), _quiet():
         alone = not dist.is_initialized()
@@ -159,11 +164,6 @@ def compare_replicas(
         )
 
 
-def _num_local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
-
-
 def _new_paths(folder: Path, step: int, alone: bool) -> tuple[Path, Path]:
     """(the name of a new checkpoint, a new folder for it until it is complete).
 
@@ -182,13 +182,6 @@ def _new_paths(folder: Path, step: int, alone: bool) -> tuple[Path, Path]:
     return again, unfinished
 
 
-def _make_newest(path: Path) -> None:
-    """Gives a checkpoint a later time than all others in its folder, also where the clock was set back."""
-    latest = max((other.stat().st_mtime_ns for other in _complete(path.parent) if other != path), default=0)
-    if path.stat().st_mtime_ns <= latest:
-        os.utime(path, ns=(latest + 1, latest + 1))
-
-
 def _remove_older(folder: Path, newest: Path, keep: int) -> None:
     older = [other for other in _complete(folder) if other != newest]
     for path in older[: max(0, len(older) - keep + 1)]:
@@ -201,7 +194,7 @@ def _remove_older(folder: Path, newest: Path, keep: int) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, the oldest first."""
+    """Lists the complete checkpoints of a folder, the oldest first."""
     return sorted(
         (path.parent for path in Path(folder).glob("step-*/manifest.json")),
         key=lambda path: (path.stat().st_mtime_ns, path.name),
@@ -214,7 +207,7 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the one that `latest` in it names."""
+    """Finds the checkpoint that a path means: itself, or the one that `latest` in it names."""
     path = Path(path)
     if (path / "manifest.json").exists():
         return path
@@ -284,7 +277,7 @@ def read_into(path: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str
 
 
 def stored_tensors(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, StoredTensor]:
-    """{key: StoredTensor} of a checkpoint, read one at a time."""
+    """Returns {key: StoredTensor} of a checkpoint, read one at a time."""
     last: dict[str, torch.Tensor] = {}
 
     def read(key: str) -> torch.Tensor:
@@ -307,7 +300,7 @@ def model_tensors(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def of_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors of {key: StoredTensor} that are the model's, under their names there."""
+    """Selects the model's tensors of {key: StoredTensor}, under their names there."""
     return {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
 
 
@@ -321,7 +314,7 @@ def _is_first(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Sequence[Item]:
-    """The items that are this rank's to work on."""
+    """Returns the items that are this rank's to work on."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank(process_group) :: dist.get_world_size(process_group)]

@@ -109,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_program(program: bytes) -> None:
-    """CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES."""
+    """Raises CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES."""
     stack: list[int] = []  # of each value: how many it is, 1 unless it is a tuple
     marks: list[int] = []
     memo: list[int] = []

@@ -19,14 +19,11 @@ _DEQUANTIZE = "Inkling2LoopDequantizeExperts"
 
 
 class Converted(NamedTuple):
-    """Parameters that a converter makes of tensors in the files: joined, split, or in another order.
+    """Names parameters that a converter makes of tensors in the files: joined, split, or in another order."""
 
-    parameters: {name: shape}. names: of the tensors. operations: of the converter, by name.
-    """
-
-    parameters: dict[str, tuple[int, ...]]
-    names: tuple[str, ...]
-    operations: str
+    parameters: dict[str, tuple[int, ...]]  # {name: shape}
+    names: tuple[str, ...]  # of the tensors in the files
+    operations: str  # names of the converter's operations, for errors
 
 
 class WeightNames:
@@ -50,12 +47,20 @@ class WeightNames:
         self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
         self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)
         prefix = model.base_model_prefix
-        for name in sorted(names, key=_numbers):
+        # Numbers by value, as Transformers sorts: expert 10 comes after 9
+        in_order = sorted(
+            names, key=lambda name: [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
+        )
+        for name in in_order:
             arguments = prefix, self._parameters
             parameter, pattern = rename_source_key(name, renamings, converters, *arguments)
             if parameter not in self._parameters and name in self._parameters:
                 parameter, pattern = rename_source_key(name, [], [], *arguments)
-            for other in self._parameters_of(parameter, pattern):
+            becomes = [parameter]
+            if pattern is not None:  # Transformers names what a converter makes by the first of its targets
+                first, *others = self._converters[pattern].target_patterns
+                becomes += [parameter.replace(first, other) for other in others]
+            for other in becomes:
                 self._found[other].append((pattern, name))
         self.shared: dict[str, str] = {}
         for tied, parameter in getattr(model, "all_tied_weights_keys", {}).items():
@@ -67,13 +72,6 @@ class WeightNames:
             for parameter, found in self._found.items()
             if len(found) == 1 and found[0][0] is None
         }
-
-    def _parameters_of(self, parameter: str, pattern: str | None) -> list[str]:
-        """All parameters that the tensors of a converter become; Transformers names them by the first."""
-        if pattern is None:
-            return [parameter]
-        first, *others = self._converters[pattern].target_patterns
-        return [parameter, *(parameter.replace(first, other) for other in others)]
 
     def converted(self, parameter: str) -> Converted | None:
         """The tensors that a parameter is made of by a converter; None if the files have it whole, or not at all."""
@@ -87,7 +85,7 @@ class WeightNames:
         return Converted(shapes, tuple(name for _, name in found), operations)
 
     def experts(self, parameter: str) -> InFiles | None:
-        """The tensors of a weight [E, *, *] of experts; None if the files do not have it.
+        """Finds the tensors of a weight [E, *, *] of experts; None if the files do not have it.
 
         Raises CheckpointError for tensors that are put together in a way that is not known here.
         """
@@ -142,7 +140,7 @@ class WeightNames:
         return None
 
     def _share(self, parameter: str, converter: Any, names: list[str]) -> list[str]:
-        """The tensors of the experts of text or of images, whose lists follow each other."""
+        """Selects the tensors of the experts of text or of images, whose lists follow each other."""
         num_experts = len(names) // len(converter.target_patterns)
         if num_experts != self._parameters[parameter].shape[0] or len(names) % num_experts:
             raise CheckpointError(
@@ -153,7 +151,7 @@ class WeightNames:
         return names[index * num_experts : (index + 1) * num_experts]
 
     def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
-        """CheckpointError unless there is a tensor for each expert."""
+        """Raises CheckpointError unless there is a tensor for each expert."""
         numbers = {}
         for name in names:
             parts = name.split(".")
@@ -172,7 +170,7 @@ class WeightNames:
         )
 
     def nearest(self, parameter: str) -> str:
-        """Words for an error about a parameter that the files do not have."""
+        """Words an error about a parameter that the files do not have."""
         stem = parameter.rpartition(".")[0]
         block = stem.rpartition(".")[0]
         found = sorted(name for name in self._tensors if name.startswith((f"{stem}.", f"{block}.")))
@@ -181,13 +179,8 @@ class WeightNames:
         return f"Transformers makes it of none of {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
 
 
-def _numbers(name: str) -> list[tuple[int, Any]]:
-    """A key that sorts the numbers in names by value, as Transformers does."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
-
-
 def up_of(experts: nn.Module) -> str:
-    """The name of the weight that is multiplied first."""
+    """Returns the name of the weight that is multiplied first."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 

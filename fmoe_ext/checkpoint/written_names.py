@@ -14,7 +14,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 
 def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a model's state dict under the names and in the shapes of its files.
+    """Converts the tensors of a model's state dict to the names and shapes of its files.
 
     model: on the meta device or not. A tensor of one expert reads that expert alone.
     Equivalent to: transformers.core_model_loading.revert_weight_conversion(model, tensors).
@@ -76,7 +76,9 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     for name in sorted(tensors, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters)
         plain = rename_source_key(name, renamings, [])[0]
-        is_new = renamed != plain and pattern is not None and not _is_of_experts(by_pattern[pattern])
+        first = None if pattern is None else type(by_pattern[pattern].operations[0]).__name__
+        # MergeModulelist begins with a tensor for each expert, which from_huggingface() puts together itself
+        is_new = renamed != plain and pattern is not None and first != "MergeModulelist"
         if pattern is not None and (renamed in own or is_new):
             group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
             group.sources[name] = pattern, StoredTensor.of(tensors[name])
@@ -93,11 +95,6 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return out
 
 
-def _is_of_experts(converter: Any) -> bool:
-    """True if a converter begins with a list of tensors, one for each expert."""
-    return type(converter.operations[0]).__name__ == "MergeModulelist"
-
-
 class _Group:
     """The tensors that one converter turns into others, of modules or of files."""
 
@@ -109,7 +106,9 @@ class _Group:
         shapes = self.converted(
             {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, (_, t) in self.sources.items()}
         )
-        is_by_expert = self._is_by_expert()
+        # One source that ends as a tensor for each expert: an expert is read and converted alone
+        last = type(self.converter.operations[-1]).__name__
+        is_by_expert = len(self.sources) == 1 and last == "SplitModulelist"
         num_experts = next(iter(self.sources.values()))[1].shape[0]
         out = {}
         for i, (name, shape) in enumerate(shapes.items()):
@@ -119,13 +118,8 @@ class _Group:
             out[name] = StoredTensor(tuple(shape.shape), shape.dtype, read)
         return out
 
-    def _is_by_expert(self) -> bool:
-        """True if the converter ends with one tensor for each expert of one source."""
-        last = type(self.converter.operations[-1]).__name__
-        return len(self.sources) == 1 and last == "SplitModulelist"
-
     def converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = copy.deepcopy(self.converter)
+        converter = copy.deepcopy(self.converter)  # which collects the tensors that it is given
         for name, value in values.items():
             converter.add_tensor(self.name, name, self.sources[name][0], value)
         found = converter.convert(self.name, model=self.model, config=self.model.config)
@@ -135,7 +129,7 @@ class _Group:
         return self.converted({n: t.read() for n, (_, t) in self.sources.items()})[name]
 
     def _read_expert(self, part: int, expert: int) -> torch.Tensor:
-        """Part 0 or 1 (gate and up of one weight) of an expert."""
+        """Reads part 0 or 1 (gate and up of one weight) of an expert."""
         ((name, (_, tensor)),) = self.sources.items()
         found = self.converted({name: tensor.rows(expert, expert + 1)})
         return [*found.values()][part]

@@ -1,4 +1,10 @@
-"""GGUF, the file of llama.cpp: the families that have an architecture there, under its names, without a vocabulary."""
+"""Writes GGUF, the file of llama.cpp: families that have an architecture there, in its names, without a vocabulary.
+
+llama.cpp computes a model by a graph that is fixed for each architecture: what a configuration says beyond the keys of
+that graph would be ignored in silence, so check_writable() refuses it by name. Tensors differ from Transformers' in
+name and layout: gate and up of experts apart, rows of q and k in the order of another rotation, norms with their 1
+added. Each is a StoredTensor that is read and rearranged when it is written, so that memory holds one at a time.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,10 +30,11 @@ DOWNLOAD = "pip install gguf"
 CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
+_NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
 
 
 def check_writable(family: Family, config: Any) -> Gguf:
-    """The architecture of a model; CheckpointError, by name, for what llama.cpp computes otherwise."""
+    """Finds the architecture of a model; CheckpointError, by name, for what llama.cpp computes otherwise."""
     _import_gguf()
     architecture = family.gguf
     if architecture is None:
@@ -38,22 +45,38 @@ def check_writable(family: Family, config: Any) -> Gguf:
         )
     whole, config = config, first_layer(config)
     routing = family.facts_of(config.to_dict())
-    is_fixed = not architecture.says_routing
+    is_fixed = (
+        not architecture.says_routing
+    )  # the graph normalizes the weights or does not, whatever a key says
+    mlp_kinds = getattr(config, "mlp_layer_types", None) or ()
+    rope = rope_of(config)
+    rope_kind = rope.get("rope_type", "default")
+    window = getattr(config, "sliding_window", None)
+    if "attention.sliding_window" in architecture.keys:
+        is_window_lost = window is None  # the graph has one in any case
+    else:
+        kinds = getattr(config, "layer_types", None) or ()
+        is_used = window and getattr(config, "use_sliding_window", True)
+        is_window_lost = bool(is_used and set(kinds) != {"full_attention"})
     wrong = {
         "norm_topk_prob": is_fixed and getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
         "linear_num_heads": getattr(config, "linear_num_heads", config.num_attention_heads)
         != config.num_attention_heads,
-        "mlp_layer_types": not _dense_first(getattr(config, "mlp_layer_types", None)),
+        # leading_dense_block_count can say dense layers at the beginning only
+        "mlp_layer_types": bool(mlp_kinds) and "dense" in mlp_kinds[mlp_kinds.index("sparse") :],
         "layers_block_type": "mlp" in (getattr(config, "layers_block_type", None) or ()),
         "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
         "n_group": routing.get("num_groups", 1) > 1 and "expert_group_count" not in architecture.keys,
         "rope_interleave": architecture.is_latent and not getattr(config, "rope_interleave", True),
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
-        "sliding_window": _window_has_no_place(config, architecture),
+        "sliding_window": is_window_lost,
         "layer_types": architecture.window_period
         and config.layer_types != architecture.window_kinds(config.num_hidden_layers),
-        "rope_parameters": not _has_place(rope_of(config), architecture),
+        # llama.cpp derives YaRN's attention factor itself; any other kind goes into a tensor of factors
+        "rope_parameters": architecture.factors is None
+        and rope_kind != "default"
+        and (rope_kind != "yarn" or architecture.rounds_yarn or rope.get("attention_factor") is not None),
         "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
         "num_key_value_heads": config.num_key_value_heads != config.num_attention_heads
         and not architecture.groups_heads,
@@ -71,28 +94,6 @@ def check_writable(family: Family, config: Any) -> Gguf:
     return architecture
 
 
-def _dense_first(kinds: list[str] | None) -> bool:
-    return not kinds or "dense" not in kinds[kinds.index("sparse") :]
-
-
-def _window_has_no_place(config: Any, architecture: Gguf) -> bool:
-    window = getattr(config, "sliding_window", None)
-    if "attention.sliding_window" in architecture.keys:
-        return window is None
-    kinds = getattr(config, "layer_types", None) or ()
-    return bool(window and getattr(config, "use_sliding_window", True) and set(kinds) != {"full_attention"})
-
-
-def _has_place(rope: Mapping[str, Any], architecture: Gguf) -> bool:
-    """True for rotary embeddings as they are by default, and for YaRN where it is usual."""
-    kind = rope.get("rope_type", "default")
-    return (
-        kind == "default"
-        or (kind == "yarn" and not architecture.rounds_yarn and rope.get("attention_factor") is None)
-        or architecture.factors is not None
-    )
-
-
 def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, config: Any) -> None:
     """Writes a model in Transformers' names in memory to one file, a tensor at a time; float64 becomes float32.
 
@@ -102,7 +103,12 @@ def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, 
     architecture = check_writable(family, config)
     named = dict(_named(tensors, family, config))
     writer = gguf.GGUFWriter(path, architecture.name)
-    types = {name: _type_of(name, tensor) for name, tensor in named.items()}
+    types = {}
+    for name, tensor in named.items():
+        is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
+        # llama.cpp computes with vectors and gates in float32, and has no float64
+        is_float32 = is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES
+        types[name] = torch.float32 if is_float32 else tensor.dtype
     try:
         with explained(path, sum(tensor.num_bytes for tensor in named.values())):
             write_facts(writer, config, family)
@@ -120,17 +126,6 @@ def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, 
     finally:
         with suppress(OSError):  # of buffers that a full disk did not take, which has been said
             writer.close()
-
-
-_NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
-
-
-def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
-    """Storage type of a tensor: vectors and gates in float32, as llama.cpp computes with them."""
-    is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
-    if is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
-        return torch.float32
-    return tensor.dtype
 
 
 def _named(
@@ -154,7 +149,8 @@ def _named(
                 parts = _parts(turned, tensor, config)
         is_added = name.endswith(architecture.added) if architecture.added else False
         for new, part in parts:
-            part = _mapped(part, part.shape, _plus_one) if is_added else part
+            if is_added:  # Transformers computes x * (1 + w); in float64, so that the sum is rounded once
+                part = _mapped(part, part.shape, lambda w: w.double() + 1)
             full = f"blk.{match[1]}.{new}" if match else new
             rotated = ROTATED.fullmatch(full) if architecture.turns_pairs else None
             if rotated:
@@ -191,7 +187,7 @@ def _in_layer(
 
 
 def _in_turn(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Weights [E, in, out] and biases [E, out] of experts whose gate and up take turns in the columns."""
+    """Splits weights [E, in, out] and biases [E, out] of experts whose gate and up take turns in the columns."""
     kind = "bias" if name.endswith("_bias") else "weight"
     num_experts, *inner, columns = tensor.shape
     if name.startswith("down_proj"):
@@ -208,7 +204,7 @@ def _transposed(w: Tensor) -> Tensor:
 
 
 def _split_latent(tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """Keys [heads, rank, nope] and values [heads, v, rank] of what widens the latent ones."""
+    """Splits kv_b_proj into keys [heads, rank, nope] and values [heads, v, rank]: the graph absorbs the keys in q."""
     heads, rank = config.num_attention_heads, tensor.shape[1]
     nope, width = config.qk_nope_head_dim, config.v_head_dim
 
@@ -233,15 +229,12 @@ def _renamed(names: Mapping[str, str], name: str, tensor: StoredTensor) -> Itera
 def _parts(turned: Turned, tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
     shapes = turned.write(config, torch.empty(tensor.shape, device="meta"))
     for i, name in enumerate(turned.parts):
+        # each part reads the tensor again: kept, it would stay in memory until the last part is written
         yield name, _mapped(tensor, tuple(shapes[i].shape), lambda w, i=i: turned.write(config, w)[i])
 
 
-def _plus_one(w: Tensor) -> Tensor:
-    return w.double() + 1
-
-
 def _in_pairs(tensor: StoredTensor, heads: int) -> StoredTensor:
-    """Rows of a projection for the rotation of neighbours where they were for the rotation of halves."""
+    """Reorders a projection's rows: Transformers rotates halves of a head, llama.cpp neighbours."""
 
     def turn(w: Tensor) -> Tensor:
         return w.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

@@ -1,4 +1,10 @@
-"""import_model(): a Transformers MoE model, its MoE layers being ours."""
+"""import_model(): replaces the MoE layers of a Transformers model by ours.
+
+The block's own tensors become the parameters of our layer, which is built on the meta device: no weight is copied or
+drawn. What a family computes around its experts (a norm, a factor, scores beside the output, ids of tokens) is a hook
+on our layer, so that Transformers' decoder layer calls it as it called its own. Functions of hooks are at the top
+level of this module, since a model with them has to be copied and pickled.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +74,16 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     folder = local_path(source, () if others else None, **of_hub)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder" if folder.exists() else f"{folder} does not exist")
-    _check_folder(folder, options)
+    # Nothing outside of the folder is read, and no tensor is made that no file has
+    place = folder
+    for part in Path(options.get("subfolder") or "").parts:
+        place = inside(place, part)
+    if options.get("gguf_file") is not None:
+        inside(place, options["gguf_file"])
+    check_folder(place)
+    if "config" not in options and "gguf_file" not in options:
+        files = model_files(place)
+        read_config(place, sum(len(read_safetensors(file)[0]) for file in files) if files else None)
     with errors_of_transformers(folder, "model"):
         try:
             read: Any = transformers.AutoModelForCausalLM.from_pretrained
@@ -84,20 +99,8 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     return model
 
 
-def _check_folder(folder: Path, options: dict[str, Any]) -> None:
-    """CheckpointError for a folder that would have Transformers read files outside of it, or make what no file has."""
-    for part in Path(options.get("subfolder") or "").parts:
-        folder = inside(folder, part)
-    if options.get("gguf_file") is not None:
-        inside(folder, options["gguf_file"])
-    check_folder(folder)
-    if "config" not in options and "gguf_file" not in options:
-        files = model_files(folder)
-        read_config(folder, sum(len(read_safetensors(file)[0]) for file in files) if files else None)
-
-
 def import_model(source: Any, **options: Any) -> Any:
-    """A Transformers MoE model whose MoE layers become FMoETransformerMLPs with the same weights -> the model.
+    """Makes the MoE layers of a Transformers model FMoETransformerMLPs with the same weights -> the model.
 
     source: a folder, or the name of a repository in the cache of the Hugging Face hub, for
     AutoModelForCausalLM.from_pretrained(source, **options), which downloads nothing; or a model, which is changed in
@@ -140,13 +143,26 @@ def import_model(source: Any, **options: Any) -> Any:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
     for name, block in blocks:
         layer = _converted(name, block, family, facts, activation)
-        if place:
-            _put_beside(block, place, layer, family)
+        if (
+            place
+        ):  # a decoder layer that calls experts(x, choices, weights) with those of router(h): ours takes x, h
+            setattr(block, place, layer)
+            setattr(block, family.in_modules.gate.partition(".")[0], _GateInput())
+            layer.register_forward_pre_hook(_with_gate_input, with_kwargs=True)
         else:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer)
     heed_attention_masks(model)
-    _turn_off_router_logits(model)
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        weight = getattr(config, "router_aux_loss_coef", "weight")
+        warnings.warn(
+            f"output_router_logits is off now: add {weight} * fmoe_ext.gates.total_loss(model) to "
+            "the loss in its place",
+            stacklevel=2,
+        )
+        config.output_router_logits = False
+        setattr(model, HAD_ROUTER_LOGITS, True)  # what is saved says so again
     for part in {model, getattr(model, "base_model", model)}:  # the part that computes the hidden states, too
         part.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_take_format)
@@ -155,7 +171,7 @@ def import_model(source: Any, **options: Any) -> Any:
 
 
 def _family_of(config: dict[str, Any]) -> Family:
-    """The family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
+    """Finds the family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
     family = FAMILIES.get(config["model_type"])
     if family is None:
         kind = config["model_type"]
@@ -177,19 +193,6 @@ def _family_of(config: dict[str, Any]) -> Family:
                 f"config.{key}={config[key]} is what our layers do not compute: set it to {value}"
             )
     return family
-
-
-def _turn_off_router_logits(model: Any) -> None:
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False):
-        weight = getattr(config, "router_aux_loss_coef", "weight")
-        warnings.warn(
-            f"output_router_logits is off now: add {weight} * fmoe_ext.gates.total_loss(model) to "
-            "the loss in its place",
-            stacklevel=3,
-        )
-        config.output_router_logits = False
-        setattr(model, HAD_ROUTER_LOGITS, True)  # what is saved says so again
 
 
 def _refuse_router_logits(model: Any, _: Any, kwargs: dict[str, Any]) -> None:
@@ -215,13 +218,14 @@ def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 def _converted(
     name: str, block: nn.Module, family: Family, facts: dict[str, Any], activation: Any
 ) -> nn.Module:
-    """The layer of ours with the tensors of a block, on its device and in its mode."""
+    """Makes our layer of a block's tensors, on its device and in its mode."""
     gate = family.in_modules.gate
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     if family.in_modules.place:  # the block has other parts
         parts = tuple(f"{part.partition('.')[0]}." for part in (gate, *family.in_modules.experts))
         values = {key: value for key, value in values.items() if key.startswith(parts)}
     found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
+    # Every tensor is taken or refused: one left over is a part of the block that ours does not compute
     kept = {key for key in values if family.norm and key.startswith(f"{family.norm}.")}
     if found is None or found[1] != values.keys() - kept:
         left = values.keys() - kept - (set() if found is None else found[1])
@@ -230,7 +234,13 @@ def _converted(
         )
     tensors = found[0]
     layer = _layer_of(tensors, family, facts, activation)
-    _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
+    like = values[f"{gate}.weight"]
+    for key, value in {key: tensor.read() for key, tensor in tensors.items()}.items():
+        path, _, attribute = key.rpartition(".")
+        module = layer.get_submodule(path)
+        if attribute in module._parameters:
+            value = nn.Parameter(value, requires_grad=like.requires_grad)
+        setattr(module, attribute, value.to(like.device))
     layer.mark_parallel_comm("dp")
     if family.norm:
         setattr(layer, family.norm, getattr(block, family.norm))
@@ -250,7 +260,7 @@ def _converted(
 def _layer_of(
     tensors: dict[str, StoredTensor], family: Family, facts: dict[str, Any], activation: Any
 ) -> FMoETransformerMLP:
-    """A layer on the meta device, of the sizes and parts that these tensors have."""
+    """Builds a layer on the meta device, of the sizes and parts that these tensors have."""
     num_experts, d_model = tensors["gate.gate.weight"].shape
     layer_gate = _gate(family, facts, tensors)
     with torch.device("meta"):
@@ -276,7 +286,7 @@ def _layer_of(
 
 
 def _gate(family: Family, facts: dict[str, Any], tensors: dict[str, StoredTensor]) -> Any:
-    """Maker of a layer's gate; adds tensors that this gate has and the model lacks."""
+    """Returns the maker of a layer's gate; adds tensors that this gate has and the model lacks."""
     options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
     options["gate_bias"] = family.gate_bias
     gate = getattr(gates, facts.get("gate", family.gates[-1]))
@@ -286,15 +296,15 @@ def _gate(family: Family, facts: dict[str, Any], tensors: dict[str, StoredTensor
         num_experts = tensors["gate.gate.weight"].shape[:1]
         tensors[EXPERT_BIAS] = zeros(num_experts, torch.float32)
         tensors[PENDING_LOAD] = zeros(num_experts, torch.int64)
-        options["bias_update_speed"] = 0
+        options["bias_update_speed"] = 0  # a bias that the model lacks stays zero, or it could not be saved
     return functools.partial(gate, **options)
 
 
 class _TokenIds:
-    """token_ids() around a layer that its model calls with input_ids."""
+    """Opens token_ids() around a layer that its model calls with input_ids."""
 
     def __init__(self) -> None:
-        self._open: list[Any] = []
+        self._open: list[Any] = []  # what was current outside of each forward that has not ended; not copied
 
     def __deepcopy__(self, _: Any) -> _TokenIds:
         return _TokenIds()
@@ -314,17 +324,10 @@ class _TokenIds:
 
 
 class _GateInput(nn.Module):
-    """In the place of a router whose output the experts get: hands them its input."""
+    """Replaces a router whose output the experts get: hands them its input."""
 
     def forward(self, x: Tensor) -> tuple[None, Tensor, None]:
         return None, x, None
-
-
-def _put_beside(block: nn.Module, place: str, layer: nn.Module, family: Family) -> None:
-    """Lets a decoder layer, which calls experts(x, choices, weights) with those of router(h), call ours on x and h."""
-    setattr(block, place, layer)
-    setattr(block, family.in_modules.gate.partition(".")[0], _GateInput())
-    layer.register_forward_pre_hook(_with_gate_input, with_kwargs=True)
 
 
 def _with_gate_input(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -333,7 +336,7 @@ def _with_gate_input(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
 
 
 def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:
-    """The pair that the decoder layer expects of its MLP: it drops the router's scores."""
+    """Returns the pair that the decoder layer expects of its MLP: it drops the router's scores."""
     return out, None
 
 
@@ -360,16 +363,6 @@ def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -
             f"config.{family.activation_key}={name!r}, expected one of {', '.join(known.values())}"
         )
     return name
-
-
-def _assign(layer: nn.Module, tensors: dict[str, Tensor], like: Tensor) -> None:
-    """Gives a layer on the meta device these tensors as its parameters and buffers."""
-    for name, value in tensors.items():
-        path, _, attribute = name.rpartition(".")
-        module = layer.get_submodule(path)
-        if attribute in module._parameters:
-            value = nn.Parameter(value, requires_grad=like.requires_grad)
-        setattr(module, attribute, value.to(like.device))
 
 
 @torch.no_grad()

@@ -79,7 +79,11 @@ def export(
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
         _check_tokenizer(tokenizer, format)
-        plan = plan_export(model, _type_for_gguf(model) if format == GGUF else format)
+        model_type = format
+        if format == GGUF:  # goes there as the first of its formats that llama.cpp has a graph for
+            source = _values_of(ModelState(model).model)["model_type"]
+            model_type = next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
+        plan = plan_export(model, model_type)
         if format == GGUF:
             check_writable(plan.family, plan.config)
     with gathered(folder, model, process_group) as whole:
@@ -89,30 +93,34 @@ def export(
                     write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
-                _write_tokenizer(tokenizer, unfinished)
+                if hasattr(tokenizer, "save_pretrained"):
+                    tokenizer.save_pretrained(unfinished)
+                elif tokenizer is not None:
+                    for file in _tokenizer_files(Path(tokenizer)):
+                        shutil.copy(file, unfinished / file.name)
     return folder
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Files to write; nothing of them is read yet. target: on the meta device; left_out: names of tied tensors."""
+    """Describes the files to write; no tensor is read yet."""
 
-    model: Any
-    family: Family
-    target: Any
-    left_out: frozenset[str]
+    model: Any  # Transformers' model with our layers
+    family: Family  # the format
+    target: Any  # Transformers' model of the format, on the meta device
+    left_out: frozenset[str]  # names of tied tensors, which the files have once
 
     @property
     def config(self) -> Any:
         return self.target.config
 
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
-        """The tensors of Hugging Face's files."""
+        """Returns the tensors of Hugging Face's files."""
         tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
         return as_written(self.target, to_huggingface(tensors, self.family.in_modules))
 
     def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
-        """All tensors under the names that they have in Transformers' modules."""
+        """Returns all tensors, in the names of Transformers' modules."""
         return to_huggingface(whole.tensors, self.family.in_modules)
 
 
@@ -125,14 +133,8 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
         generation.save_pretrained(folder)
 
 
-def _type_for_gguf(model: nn.Module) -> str:
-    """The model type by which a model goes into a GGUF file."""
-    source = _values_of(ModelState(model).model)["model_type"]
-    return next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
-
-
 def check_export(model: nn.Module, format: str) -> None:
-    """CheckpointError, before the model is trained, where export(model, folder, format) would raise it.
+    """Raises CheckpointError, before the model is trained, where export(model, folder, format) would.
 
     Gates, activations and biases decide it, not the values of weights; biases must be zero to be left out.
     """
@@ -140,10 +142,19 @@ def check_export(model: nn.Module, format: str) -> None:
 
 
 def plan_export(model: nn.Module, format: str) -> Plan:
-    """The Plan of an export; CheckpointError for what the format cannot say."""
+    """Plans an export; CheckpointError for what the format cannot say.
+
+    The model of the format is built on the meta device and its tensors are compared with ours by name and shape: a part
+    of the model that the format lacks shows here, whatever the configurations say.
+    """
     state = ModelState(model)
-    values = _values_of(state.model)
-    text = values if format in FAMILIES else _text_of(state.model, format)
+    ours: Any = state.model
+    values = _values_of(ours)
+    text = values if format in FAMILIES else None
+    if text is None and ours.config.model_type == format:
+        # A model of more parts, as one that sees images, is written as itself: its language model has the experts
+        inner = ours.config.get_text_config().to_dict()
+        text = inner if inner["model_type"] in FAMILIES else None
     if text is None:
         raise CheckpointError(
             f"format must be one of {', '.join(FAMILIES)}, gguf, or the model's own type, but got {format!r}"
@@ -155,42 +166,29 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         if getattr(config, key, None):
             setattr(config, key, 0)  # layers that Transformers leaves in the files it reads
     if text is not values:
-        config = _around(state.model.config, config)
+        language, config = config, copy.deepcopy(ours.config)
+        if hasattr(config, "quantization_config"):  # the tensors are written in floats
+            del config.quantization_config
+        inner_config = config.get_text_config()
+        for name, value in language.to_dict().items():
+            if name not in NOT_COPIED:
+                setattr(inner_config, name, value)
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
     }
-    describe(config, state.model, usual_dtype(shapes.values()))
-    if getattr(state.model, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
+    describe(config, ours, usual_dtype(shapes.values()))
+    if getattr(ours, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
         config.get_text_config().output_router_logits = True
-    tied = _tied(state, config)
-    target = _target(to_huggingface(shapes, family.in_modules), config, state.model, tied)
-    return Plan(state.model, family, target, tied)
-
-
-def _text_of(model: Any, format: str) -> dict[str, Any] | None:
-    """The values of the language model's configuration in a model of more parts, of the type `format`."""
-    config: Any = model.config
-    if config.model_type != format:
-        return None
-    values: dict[str, Any] = config.get_text_config().to_dict()
-    return values if values["model_type"] in FAMILIES else None
-
-
-def _around(config: Any, text: Any) -> Any:
-    """The configuration of a model of more parts with these values for its language model."""
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    inner = config.get_text_config()
-    for name, value in text.to_dict().items():
-        if name not in NOT_COPIED:
-            setattr(inner, name, value)
-    return config
+    tied: frozenset[str] = frozenset()
+    if getattr(config, "tie_word_embeddings", False):
+        tied = frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
+    target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
+    return Plan(ours, family, target, tied)
 
 
 def _values_of(model: Any) -> dict[str, Any]:
-    """The values of a Transformers model's configuration, those of the dense model if it was fmoefied."""
+    """Returns the values of a Transformers model's configuration, the dense one's if it was fmoefied."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         raise CheckpointError(
             f"{type(model).__name__} is no model of Transformers, which these formats are for: "
@@ -202,7 +200,7 @@ def _values_of(model: Any) -> dict[str, Any]:
 
 
 def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
-    """The configuration of a format for a model; values: those of the model's own, as its config.json has them.
+    """Makes the configuration of a format for a model; values: the model's own, as its config.json has them.
 
     CheckpointError for models whose other parts the format does not compute.
     """
@@ -219,13 +217,24 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
             f"or embeddings are others. For {source} there is {way_out}"
         )
     if "num_shared" in family.config:
-        facts = facts | {"num_shared": _num_shared(family, facts)}
-    known = (
-        values if source == family.name else {**AutoConfig.for_model(family.name).to_dict(), "head_dim": None}
-    )
+        # these families say how many shared experts of an expert's width there are, not their width in all
+        number, rest = divmod(facts["shared"], facts["d_hidden"])
+        if rest or number < family.fewest_shared:
+            raise CheckpointError(
+                f"{family.name} has shared experts, in all a multiple of an expert's width, {facts['d_hidden']}, but "
+                f"here shared_expert_hidden is {facts['shared'] or None}"
+            )
+        facts = facts | {"num_shared": number}
+    known = values
+    if source != family.name:  # head_dim: some formats take it and have no default for it
+        known = {**AutoConfig.for_model(family.name).to_dict(), "head_dim": None}
     copied = {k: v for k, v in values.items() if k in known and k not in NOT_COPIED}
     moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
-    dense = tuple(i for i in range(_num_layers(values)) if i not in moe_layers)
+    # Nemotron-H has a list of its layers' kinds instead of their number
+    num_layers = (
+        values["num_hidden_layers"] if "num_hidden_layers" in values else len(values["layers_block_type"])
+    )
+    dense = tuple(i for i in range(num_layers) if i not in moe_layers)
     moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
     theirs = hidden_acts(family).get(facts.get("activation", ""))
     if theirs is not None and family.activation_key:
@@ -238,34 +247,8 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
     return AutoConfig.for_model(family.name, **copied | moe)
 
 
-def _num_layers(values: dict[str, Any]) -> int:
-    """Decoder layers; Nemotron-H has a list of their kinds instead of their number."""
-    found: int = (
-        values["num_hidden_layers"] if "num_hidden_layers" in values else len(values["layers_block_type"])
-    )
-    return found
-
-
-def _num_shared(family: Family, facts: Mapping[str, Any]) -> int:
-    """The number of shared experts of an expert's width."""
-    number, rest = divmod(facts["shared"], facts["d_hidden"])
-    if rest or number < family.fewest_shared:
-        raise CheckpointError(
-            f"{family.name} has shared experts, in all a multiple of an expert's width, {facts['d_hidden']}, but here "
-            f"shared_expert_hidden is {facts['shared'] or None}"
-        )
-    return number
-
-
-def _tied(state: ModelState, config: Any) -> frozenset[str]:
-    """Names of tensors that are others too, if the configuration says so."""
-    if not getattr(config, "tie_word_embeddings", False):
-        return frozenset()
-    return frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
-
-
 def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: frozenset[str]) -> Any:
-    """The model of a configuration; CheckpointError unless it has tensors of just these names and shapes."""
+    """Builds the model of a configuration; CheckpointError unless it has tensors of just these names and shapes."""
     config.architectures = [_class_of(config, model).__name__]
     with torch.device("meta"):
         target = _class_of(config, model)(config)
@@ -287,7 +270,7 @@ def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: 
 
 
 def _class_of(config: Any, model: Any) -> Any:
-    """The class of a format for what the model is: LlamaForCausalLM -> MixtralForCausalLM."""
+    """Finds the class of a format for what the model is: LlamaForCausalLM -> MixtralForCausalLM."""
     import transformers
 
     if type(config) is type(model.config):
@@ -311,16 +294,6 @@ def _check_tokenizer(tokenizer: Any, format: str) -> None:
         return
     if not _tokenizer_files(Path(tokenizer)):
         raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
-
-
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    if tokenizer is None:
-        return
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(folder)
-        return
-    for file in _tokenizer_files(Path(tokenizer)):
-        shutil.copy(file, folder / file.name)
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
