@@ -12,7 +12,7 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint import gguf_keys, huggingface
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Family, Turned
+from fmoe_ext.checkpoint.families.family import Family, TensorTransform
 from fmoe_ext.checkpoint.gguf_config import config_of
 from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import in_transformers, names_outside
@@ -299,7 +299,12 @@ def _turned(
 
 
 def _of_parts(
-    file: Path, number: int, turned: Turned, parts: Mapping[str, Any], config: Any, dtype: torch.dtype
+    file: Path,
+    number: int,
+    turned: TensorTransform,
+    parts: Mapping[str, Any],
+    config: Any,
+    dtype: torch.dtype,
 ) -> StoredTensor:
     for name in turned.parts:
         if name not in parts:
