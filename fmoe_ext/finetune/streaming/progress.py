@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Progress(NamedTuple):
-    """How far a step is, after one of its layers."""
+    """State of a step after one of its layers."""
 
     done: int  # layers, counted once forward and, in training, once more backward
     total: int
