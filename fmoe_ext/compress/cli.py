@@ -20,10 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0: written; 2: could not be done."""
     options = _parser().parse_args(arguments)
     try:
+        if options.tokens:
+            tokens = read_tokens(options.tokens)
+        else:
+            tokens = tokenize(options.text, options.tokenizer or options.path)
         report = prune(
             options.path,
             options.out or "",
-            _tokens(options),
+            tokens,
             keep=options.keep,
             experts=options.experts,
             criterion=options.criterion,
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _as_text(report: dict[str, Any], out: str | None) -> str:
-    """The report as lines: a row a layer, and the losses."""
+    """Formats the report as lines: a row a layer, and the losses."""
     rows = [
         (path, str(len(layer["kept"])), str(len(layer["pruned"])), f"{layer['lost_mass']:.2%}")
         for path, layer in report["layers"].items()
@@ -60,12 +64,6 @@ def _as_text(report: dict[str, Any], out: str | None) -> str:
         f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written"
     )
     return "\n".join(lines)
-
-
-def _tokens(options: argparse.Namespace) -> Any:
-    if options.tokens:
-        return read_tokens(options.tokens)
-    return tokenize(options.text, options.tokenizer or options.path)
 
 
 def _say(line: str) -> None:

@@ -46,7 +46,12 @@ class Cut:
                 raise CheckpointError(
                     f"{base.folder}: {file.name} names single experts, whose numbers would change"
                 )
-        whole, smaller = (_skeleton(model, c) for c in (model.config.to_dict(), self._smaller(model)))
+        given = model.config.to_dict()
+        with torch.device("meta"):  # shapes alone
+            whole, smaller = (
+                type(model)._from_config(type(model.config).from_dict(config))
+                for config in (given, config_with(given, num_experts, number))
+            )
         self.layers = {path: m for path, m in whole.named_modules() if hasattr(m, "is_transposed")}
         sizes = {int(m.num_experts) for m in smaller.modules() if hasattr(m, "is_transposed")}
         if sizes != {number}:
@@ -65,7 +70,7 @@ class Cut:
         self._names = WeightNames(base, whole, names)
         self._of_one, self._stacks = self._of_experts()
         self.left_out = self._unloaded()
-        # Finds what is not known before a text is read.
+        # What is not known how to cut is found now, before a text is read for hours.
         self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in self.layers})
 
     def tensors(self, kept: Mapping[str, Shares]) -> dict[str, StoredTensor]:
@@ -106,9 +111,6 @@ class Cut:
         """True if the model has tables of experts for tokens."""
         return any(name.endswith(f".{TABLE}") for name in self._shapes)
 
-    def _smaller(self, model: Any) -> dict[str, Any]:
-        return config_with(model.config.to_dict(), self.num_experts, self.number)
-
     def _changed(self, after: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """{parameter: dimension} of what has another size with fewer experts."""
         dims = {}
@@ -143,8 +145,10 @@ class Cut:
         found: dict[str, list[StoredTensor]] = {name: [self.base.tensors[name]] for name in stacks}
         for stem, (of_path, e) in self._of_one.items():
             if of_path == path:
-                leaf = stem.rpartition(f".{e}.")[2]
-                found.setdefault(leaf, []).append(self.base.tensors.get(f"{stem}weight") or _absent(stem))
+                stored = self.base.tensors.get(f"{stem}weight")
+                if stored is None:
+                    raise CheckpointError(f"{stem}weight is packed: prune without merging")
+                found.setdefault(stem.rpartition(f".{e}.")[2], []).append(stored)
         for name, tensors in found.items():
             if any(tensor.dtype not in FLOATS for tensor in tensors):
                 raise CheckpointError(
@@ -184,7 +188,7 @@ class Cut:
         return path, expert, f"{before}.", f".{after}{name.removeprefix(stem)}"
 
     def _layer_of(self, parameter: str) -> str:
-        """The path of the experts that a router's parameter belongs to."""
+        """The path of the experts that a router's parameter belongs to: the one that shares most of its begin."""
 
         def shared(path: str) -> int:
             pairs = zip(path.split("."), parameter.split("."), strict=False)
@@ -196,6 +200,7 @@ class Cut:
         """Tensors of layers that predict further tokens: their experts cannot be measured, so they are left out."""
         stems = {path.partition("layers.")[0] for path in self.layers}
         inside = [re.match(r"(.*?)layers\.(\d+)\.", name) for name in self._shapes]
+        # layers behind those of the loaded model, for Transformers makes none that predict further tokens
         depth = 1 + max((int(m[2]) for m in inside if m and m[1] in stems), default=-1)
         renamed = self._names.renamed
         left = [name for name in self.base.tensors if renamed.get(name) not in self._shapes]
@@ -228,21 +233,13 @@ def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
     return found
 
 
-def _skeleton(model: Any, config: Mapping[str, Any]) -> Any:
-    with torch.device("meta"):
-        return type(model)._from_config(type(model.config).from_dict(config))
-
-
-def _absent(stem: str) -> StoredTensor:
-    raise CheckpointError(f"{stem}weight is packed: prune without merging")
-
-
 def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> StoredTensor:
     """A table of experts [vocabulary, K]: the next expert that stays, and that a token does not have, replaces one."""
 
     def read() -> torch.Tensor:
         place = {old: new for new, old in enumerate(kept)}
         table = stored.read()
+        # -1 marks the experts that go: each token needs K different ones, so another takes the place
         rows = torch.tensor([place.get(e, -1) for e in range(num_experts)], device="cpu")[table.long()]
         for t, k in (rows < 0).nonzero().tolist():
             first = sum(e < int(table[t, k]) for e in kept)

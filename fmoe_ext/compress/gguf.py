@@ -89,7 +89,7 @@ class GgufCut:
         if match is None or path is None:
             return None
         if not _STACKS.fullmatch(match[2]) and match[2] not in ROUTER:
-            if "exps" in match[2] or "exp_" in match[2]:
+            if "exps" in match[2] or "exp_" in match[2]:  # shared experts are "shexp", which stay
                 raise CheckpointError(f"{self.file}: it is not known how to cut experts from {tensor.name}")
             return None
         if int(tensor.shape[-1]) != self.num_experts:

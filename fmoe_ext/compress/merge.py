@@ -24,7 +24,7 @@ def similarities(matrices: Iterable[Tensor]) -> Tensor:
     products: Tensor | None = None
     for matrix in matrices:
         wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-        product = (wide @ wide.T).double()
+        product = (wide @ wide.T).double()  # summed by projection: one is in memory
         products = product if products is None else products + product
     if products is None:
         raise ValueError("there are no weights to compare")
@@ -45,9 +45,11 @@ def choose(
     gone: list[int] = []
     while scores.numel() - len(gone) > number and left.max() >= least:
         one, other = divmod(int(left.argmax()), scores.numel())
-        gone.append(
-            one if scores[one] < scores[other] else max(one, other) if scores[one] == scores[other] else other
-        )
+        if scores[one] == scores[other]:
+            gone.append(max(one, other))
+        else:
+            gone.append(one if scores[one] < scores[other] else other)
+        # -1 is below any cosine: an expert that goes is in no pair any more
         left[gone[-1]] = left[:, gone[-1]] = -1
     for e in torch.argsort(scores, stable=True).tolist():
         if scores.numel() - len(gone) > number and e not in gone:
@@ -58,18 +60,18 @@ def choose(
         nearest = max(stay, key=lambda other: float(cosine[e, other]))
         if cosine[e, nearest] >= least:
             groups[nearest].append(e)
-    return {e: _shares(group, count) for e, group in groups.items()}
-
-
-def _shares(group: Sequence[int], count: Tensor) -> dict[int, float]:
-    total = int(count[group].sum())
-    if total == 0:
-        return {group[0]: 1.0}
-    return {e: int(count[e]) / total for e in group if count[e]}
+    shares = {}
+    for e, group in groups.items():
+        total = int(count[group].sum())
+        # experts that no token chose have no average: the one that stays is kept as it is
+        shares[e] = (
+            {other: int(count[other]) / total for other in group if count[other]} if total else {e: 1.0}
+        )
+    return shares
 
 
 def merged(name: str, parts: Mapping[int, StoredTensor], shares: Mapping[int, float]) -> StoredTensor:
-    """The average of experts' tensors; that of one is its bytes. CheckpointError for packed ones."""
+    """Averages experts' tensors; a single one keeps its bytes. Raises CheckpointError for packed ones."""
     first = next(iter(parts.values()))
     if len(shares) == 1:
         return parts[next(iter(shares))]
@@ -84,7 +86,7 @@ def merged(name: str, parts: Mapping[int, StoredTensor], shares: Mapping[int, fl
 
 
 def mixed(stored: StoredTensor, dim: int, shares: Shares, behind: Sequence[int]) -> StoredTensor:
-    """A router's tensor, or a stack of experts, whose entries along dim are averaged; those behind stay."""
+    """Averages the entries of a router's tensor or of a stack of experts along dim; those behind stay."""
     mixes = [*shares.values(), *({e: 1.0} for e in behind)]
     shape = (*stored.shape[:dim], len(mixes), *stored.shape[dim + 1 :])
     if stored.dtype not in FLOATS and any(len(mix) > 1 for mix in mixes):

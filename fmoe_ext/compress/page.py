@@ -14,7 +14,7 @@ _MOST_CHIPS = 12  # experts of a layer that are named
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The page of a report of prune()."""
+    """Renders the page of a report of prune()."""
     return document("Pruned experts", _head(report) + _scores(report) + _layers(report))
 
 

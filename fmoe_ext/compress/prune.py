@@ -1,4 +1,9 @@
-"""prune(): a folder of Transformers without the experts that a text needs least, in the packing it came in."""
+"""prune(): a folder of Transformers without the experts that a text needs least, in the packing it came in.
+
+The model is streamed over the text once, and hooks count what each expert does (scores). The best of each layer stay
+(choose), or some are merged into others (merge). Their bytes are copied from the files (cut, gguf), so that packed
+experts lose nothing; the result is streamed again over held-out text, which proves that it loads and gives its loss.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,6 @@ from fmoe_ext.checkpoint.huggingface import local_path
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.shards import (
     MAX_SHARD_BYTES,
-    Unfinished,
     check_is_free,
     continued,
     write_model_files,
@@ -131,13 +135,6 @@ class _Job:
         """Groups of experts that the router chooses among."""
         return int(getattr(self.config, "n_group", None) or 1)
 
-    def _stay(self, found: Scores, path: str, scores: Tensor) -> dict[int, dict[int, float]]:
-        if self.least is None or isinstance(self.cut, GgufCut):
-            return {e: {e: 1.0} for e in best(scores, self.number, self.groups)}
-        self.say(f"comparing experts of {path}")
-        cosine = similarities(self.cut.matrices(path))
-        return choose(scores, found.count[path], cosine, self.number, self.least)
-
     def take_text(self, tokens: Tensor, seq_len: int, held_out: float, batch: int) -> None:
         """Splits the text, and notes what belongs to this measurement alone."""
         if batch < 1:
@@ -161,7 +158,13 @@ class _Job:
         with continued(out, "pruning", self.about | choices) as job:
             work = job.folder
             report, kept = self.measured(scores or job.place / SCORES, job.done)
-            _go_on_with(job, kept)
+            chosen = json.loads(json.dumps(kept))  # keys as text, as an earlier call's are read
+            if job.done.setdefault("kept", chosen) != chosen:
+                raise CheckpointError(
+                    f"{job.place} holds files of other experts than these scores choose: remove it, or give another "
+                    "folder"
+                )
+            job.note()
             self.write(work, kept)
             result = work / self.cut.name if isinstance(self.cut, GgufCut) else work
             report["loss_after"] = self.loss(stream(result, self.memory))  # and proves that it loads
@@ -178,7 +181,14 @@ class _Job:
         self.model = None
         gc.collect()  # its modules refer to each other, and its buffers are half of the memory
         by_layer = found.of(self.criterion)
-        kept: dict[str, Shares] = {path: self._stay(found, path, values) for path, values in by_layer.items()}
+        kept: dict[str, Shares] = {}
+        for path, values in by_layer.items():
+            if self.least is None or isinstance(self.cut, GgufCut):
+                kept[path] = {e: {e: 1.0} for e in best(values, self.number, self.groups)}
+            else:
+                self.say(f"comparing experts of {path}")
+                cosine = similarities(self.cut.matrices(path))
+                kept[path] = choose(values, found.count[path], cosine, self.number, self.least)
         report = {
             "base": str(self.folder),
             "criterion": self.criterion,
@@ -240,16 +250,6 @@ class _Job:
             self.say(f"held-out sequence {i} of {len(self.test)}")
             losses.append(model(input_ids=one, labels=one, use_cache=False).loss.double())
         return torch.stack(losses).mean().item() if losses else None
-
-
-def _go_on_with(job: Unfinished, kept: Mapping[str, Shares]) -> None:
-    """Notes which experts the files are made of; CheckpointError where some are there that are made of others."""
-    chosen = json.loads(json.dumps(kept))
-    if job.done.setdefault("kept", chosen) != chosen:
-        raise CheckpointError(
-            f"{job.place} holds files of other experts than these scores choose: remove it, or give another folder"
-        )
-    job.note()
 
 
 def _layer_report(found: Scores, path: str, scores: Tensor, kept: Shares) -> dict[str, Any]:

@@ -19,16 +19,14 @@ CRITERIA = ("reap", "mass", "frequency")
 
 @dataclass(frozen=True)
 class Scores:
-    """Counts of one pass over a text, for each layer of experts by its path.
+    """Counts of one pass over a text, for each layer of experts by its path."""
 
-    count [E] int64: tokens that chose an expert. mass [E] float64: sum of their weights. saliency [E] float64: sum of
-    weight times norm of the expert's output, empty unless it was measured. tokens: of the text.
-    """
-
-    tokens: int
-    count: dict[str, Tensor]
-    mass: dict[str, Tensor]
-    saliency: dict[str, Tensor]
+    tokens: int  # of the text
+    count: dict[str, Tensor]  # [E] int64: tokens that chose an expert
+    mass: dict[str, Tensor]  # [E] float64: sum of their weights
+    saliency: dict[
+        str, Tensor
+    ]  # [E] float64: sum of weight times norm of the output; {} unless it was measured
 
     def of(self, criterion: str) -> dict[str, Tensor]:
         """{path: score [E] of each expert, the higher the more it is needed}.
@@ -147,6 +145,7 @@ class _Meter:
             return
         order = ("hidden_states", "top_k_index", "top_k_weights")
         x, topk_idx, weights = (named[name] if name in named else given[i] for i, name in enumerate(order))
+        # routers with choices of no expert give numbers behind those of experts, which count for nothing
         is_here = topk_idx < self.count.numel()
         idx, w = topk_idx.clamp(max=self.count.numel() - 1).cpu(), (weights * is_here).double().cpu()
         self.count += torch.bincount(idx[is_here.cpu()], minlength=self.count.numel())
@@ -155,7 +154,9 @@ class _Meter:
             return
         self.is_busy = True
         try:
-            for k in range(topk_idx.shape[1]):
+            for k in range(
+                topk_idx.shape[1]
+            ):  # one choice at a time: the output of K together has no norm of each
                 one = torch.ones_like(weights[:, :1])
                 y = experts(x, topk_idx[:, k : k + 1], one)
                 self.saliency.index_add_(0, idx[:, k], w[:, k] * y.double().norm(dim=-1).cpu())

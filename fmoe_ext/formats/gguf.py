@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, Turned
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, TensorTransform
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.gguf_facts import facts, first_layer, rope_of
 from fmoe_ext.checkpoint.gguf_names import names_inside, names_outside
@@ -226,7 +226,7 @@ def _renamed(names: Mapping[str, str], name: str, tensor: StoredTensor) -> Itera
     raise CheckpointError(f"{name} has no name in GGUF")
 
 
-def _parts(turned: Turned, tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
+def _parts(turned: TensorTransform, tensor: StoredTensor, config: Any) -> Iterator[tuple[str, StoredTensor]]:
     shapes = turned.write(config, torch.empty(tensor.shape, device="meta"))
     for i, name in enumerate(turned.parts):
         # each part reads the tensor again: kept, it would stay in memory until the last part is written

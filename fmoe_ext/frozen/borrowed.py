@@ -1,4 +1,8 @@
-"""frozen_mlp over weights that are borrowed for a forward, and once more for its backward."""
+"""frozen_mlp over weights that are borrowed for a forward, and once more for its backward.
+
+Weights that are read from files for a while have no place to stay until the backward: autograd would keep the whole
+buffer. So the autograd function saves rows and adapters alone, and asks for the weights again when the backward comes.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,16 +19,13 @@ from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
 
 @dataclass(frozen=True)
 class Borrowed:
-    """The weights of one call. forward, backward: give (w1, w2), float or Quantized, which nothing keeps afterwards.
+    """The weights of one call."""
 
-    offs [E]: ends of the experts' rows. activation: of frozen_mlp. scales: of the adapters of w1 and w2.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[], Any]
-    offs: Tensor
-    activation: str
-    scales: tuple[float, float]
+    forward: Callable[[], Any]  # -> (w1, w2), float or Quantized, which nothing keeps afterwards
+    backward: Callable[[], Any]  # the same, for the backward
+    offs: Tensor  # [E]: ends of the experts' rows
+    activation: str  # of frozen_mlp
+    scales: tuple[float, float]  # of the adapters of w1 and w2
 
 
 def frozen_mlp_borrowing(
@@ -75,8 +76,8 @@ class _Rows(torch.autograd.Function):
         with batch_invariant() if ctx.is_batch_invariant else nullcontext():
             dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(*arguments, options, needs)
         is_interleaved = options[4]
-        if is_interleaved and of_adapters[1]:
-            found[1] = _alternating(found[1])
+        if is_interleaved and of_adapters[1]:  # of b of w1, whose rows went in with gates first
+            found[1] = torch.stack(found[1].chunk(2, 1), 2).flatten(1, 2)
         results = (g if w else None for g, w in zip((dx, dweights, *found), wanted, strict=True))
         return None, None, *results, None, None
 
@@ -92,6 +93,7 @@ def _arguments(
     if interleaved:
         b1 = None if b1 is None else gates_first(b1)
         low[1] = None if low[1] is None else gates_first(low[1])
+    # rows are in the experts' order already: the operator's permutation is the identity, with one choice a row
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     routing = [rows, rows[:, None], call.offs]
     options = [activation_number(call.activation), 0, int(save), format1, int(interleaved), format2]
@@ -102,9 +104,3 @@ def _of(weight: Any) -> tuple[Any, ...]:
     if isinstance(weight, Quantized):
         return weight.rows(), *weight.packing()
     return weight, None, None, 0, False
-
-
-def _alternating(rows: Tensor) -> Tensor:
-    """The inverse of gates_first."""
-    gates, ups = rows.chunk(2, 1)
-    return torch.stack((gates, ups), 2).flatten(1, 2)

@@ -55,7 +55,12 @@ def frozen_mlp(
     w2, b2, lora2, packing2 = _parts(w2, b2, lora2)
     if packing2[-1]:
         raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
-    _check_frozen(w1=w1, b1=b1, w2=w2, b2=b2)
+    for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
+                f"{name}.requires_grad_(False), or train it with expert_mlp"
+            )
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
     tensors = (x, w1, b1, w2, b2, a1, lb1, a2, lb2)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
@@ -85,15 +90,6 @@ def _parts(
         bias = None if bias is None else gates_first(bias)
         lora = None if lora is None else lora._replace(b=gates_first(lora.b))
     return weight.rows(), bias, lora, weight.packing()
-
-
-def _check_frozen(**weights: torch.Tensor | None) -> None:
-    for name, weight in weights.items():
-        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
-                f"{name}.requires_grad_(False), or train it with expert_mlp"
-            )
 
 
 def frozen_mlp_ref(
@@ -278,8 +274,10 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     def none() -> torch.Tensor:
         return a.x.new_empty(0)
 
+    # before the weights scale dhidden: <grad_y, y> of an unweighted row is <dhidden, hidden>, so y is not kept
     dtopk_weights = _grad_of_weights(a, dhidden, hidden.detach(), dout) if needs_weights else none()
 
+    # y is linear in w2, so a row's weight may scale dhidden and what the adapter's gradients need instead of dout
     u2, scaled = a.u2, hidden.detach()
     if a.topk_weights is not None:
         weights = _weights_of_rows(a)

@@ -17,8 +17,8 @@ from fmoe_ext.frozen.formats.base import Grid
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
 COLUMNS = 64  # that are rounded one after the other before the rest of a row is corrected
-_SWEEPS = 3
-_DAMPING = 0.01  # of the mean of the diagonal
+_SWEEPS = 3  # of single columns after Babai's point
+_DAMPING = 0.01  # of the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
 
 ROUNDED = tuple(name for name, kind in FORMATS.items() if kind.grid is not None)
 
@@ -129,6 +129,7 @@ class _Descent:
     """Finds lattice points near a target in the metric of a Hessian: Babai's point by GPTQ, then column by column."""
 
     def __init__(self, target: torch.Tensor, hessian: torch.Tensor) -> None:
+        # columns of large inputs first, while others are left that take their error up
         self.order = hessian.diag().argsort(descending=True)
         self.back = self.order.argsort()
         self.target = target[:, self.order]
@@ -174,6 +175,7 @@ class _Descent:
         slope = (self.target - point) @ self.hessian
         for begin in range(0, point.shape[1], COLUMNS):
             end = min(begin + COLUMNS, point.shape[1])
+            # within a block each move corrects the slope of the block alone; one product corrects the rest of the row
             here, moves = slope[:, begin:end].clone(), torch.empty_like(slope[:, begin:end])
             for j in range(begin, end):
                 new = value(point[:, j] + here[:, j - begin] / self.hessian[j, j], j)

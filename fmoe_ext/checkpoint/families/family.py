@@ -63,7 +63,7 @@ class Layout:
         return self.interleaved or self.transposed
 
 
-class Turned(NamedTuple):
+class TensorTransform(NamedTuple):
     """A tensor of a layer that is others in a file.
 
     name: in Transformers, inside of the layer. parts: names in a block of GGUF. read: (configuration, parts) -> tensor;
@@ -120,7 +120,7 @@ class Gguf:
     window_period: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rounds_yarn: bool = True
-    turned: tuple[Turned, ...] = ()
+    turned: tuple[TensorTransform, ...] = ()
     added: tuple[str, ...] = ()
     kinds: Callable[[Values, int], list[str]] | None = None
     facts: Callable[[Any], dict[str, Any]] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Gguf, Turned, Values
+from fmoe_ext.checkpoint.families.family import Gguf, TensorTransform, Values
 from fmoe_ext.checkpoint.families.gguf_recurrent import convolution, exp, log, one
 
 ADDED = tuple(
@@ -77,7 +77,7 @@ def _behind_keys(turn: Any) -> Any:
 
 
 OF_NEXT = (
-    Turned(
+    TensorTransform(
         "linear_attn.in_proj_qkvz.weight",
         ("attn_qkv.weight", "attn_gate.weight"),
         _read_joined,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.families import gguf_recurrent
-from fmoe_ext.checkpoint.families.family import DEEPSEEK2, Turned, Values
+from fmoe_ext.checkpoint.families.family import DEEPSEEK2, TensorTransform, Values
 
 UNUSED = ("rope.freq_base", "attention.value_length")  # rotary embeddings; values without latent attention
 KEYS = MappingProxyType({"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"})
@@ -54,7 +54,7 @@ KIMI_LINEAR = replace(
     needs=(*DEEPSEEK2.needs[1:], *KEYS, gguf_recurrent.HEADS),
     fixed={"moe_renormalize": True, "tie_word_embeddings": False},
     turned=(
-        Turned(
+        TensorTransform(
             "self_attn.conv1d.weight",
             tuple(f"ssm_conv1d_{part}.weight" for part in "qkv"),
             _read_convolutions,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Turned, Values
+from fmoe_ext.checkpoint.families.family import TensorTransform, Values
 
 HEADS = "attention.head_count_kv"
 
@@ -37,7 +37,7 @@ def complete_heads(values: dict[str, Any]) -> None:
     values["num_key_value_heads"] = different[0] if different else values["num_attention_heads"]
 
 
-def of_mamba(prefix: str, groups: Callable[[Any], int]) -> tuple[Turned, ...]:
+def of_mamba(prefix: str, groups: Callable[[Any], int]) -> tuple[TensorTransform, ...]:
     """Tensors of Mamba-2 layers; groups: of a configuration, each with a norm of its own."""
     return (
         convolution(f"{prefix}conv1d.weight", "ssm_conv1d.weight"),
@@ -62,11 +62,11 @@ def exp(a: Tensor) -> Tensor:
     return -a.double().exp().to(a.dtype)
 
 
-def one(theirs: str, ours: str, read: Any, write: Any, has_rows: bool = False) -> Turned:
+def one(theirs: str, ours: str, read: Any, write: Any, has_rows: bool = False) -> TensorTransform:
     """A tensor that is one tensor in the file."""
-    return Turned(theirs, (ours,), read, lambda config, w: (write(config, w),), has_rows)
+    return TensorTransform(theirs, (ours,), read, lambda config, w: (write(config, w),), has_rows)
 
 
-def convolution(theirs: str, ours: str) -> Turned:
+def convolution(theirs: str, ours: str) -> TensorTransform:
     """Weights [channels, 1, taps] that are [channels, taps] in the file."""
     return one(theirs, ours, lambda config, w: w[:, None], lambda config, w: w[:, 0])

@@ -9,7 +9,7 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import gguf_recurrent
-from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, Turned, Values
+from fmoe_ext.checkpoint.families.family import Family, Gguf, Layout, TensorTransform, Values
 
 GGUF = Gguf(
     "granitemoe",
@@ -39,7 +39,7 @@ SHARED = replace(
     marks=(WIDTH,),
     facts=_shared_facts,
     turned=(
-        Turned(
+        TensorTransform(
             "shared_mlp.input_linear.weight",
             ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
             lambda config, *parts: torch.cat(parts),

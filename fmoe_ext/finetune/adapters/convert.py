@@ -1,9 +1,15 @@
-"""Write an adapter in another layout: the same delta of every expert, or an error that names the reason."""
+"""Write an adapter in another layout: the same delta of every expert, or an error that names the reason.
+
+Layouts differ in four ways: a tensor for all experts (flat, stacked) or for each (numbered); gate and up as one
+parameter or two; whether lora_A reads the input of the projection (out_in) or PEFT before 0.19 turned it around
+(in_out); and in flat tensors, whether columns of lora_B lie by rank or by expert. Joining gate and up doubles the rank
+unless they share lora_A, with zeros in the blocks of lora_B that belong to the other one.
+"""
 
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,11 +29,11 @@ from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGH
 
 
 class _Layout(NamedTuple):
-    form: str
-    in_out: bool = False
-    packing: str = RANK_MAJOR
-    needs_both: bool = False
-    one_rank: bool = False
+    form: str  # of Adapter
+    in_out: bool = False  # lora_A and lora_B have each other's sizes
+    packing: str = RANK_MAJOR  # of the columns of lora_B
+    needs_both: bool = False  # down_proj and gate_up_proj of each layer
+    one_rank: bool = False  # and one lora_alpha, for all modules
 
 
 LAYOUTS = MappingProxyType(
@@ -182,25 +188,24 @@ def _flat(
             f"{layer}: vLLM's stacked names need gate_up and down, here is {', '.join(parts)}"
         )
     in_out = layout.in_out and not _turned(adapter, of_base)
+
+    def oriented(value: torch.Tensor) -> torch.Tensor:
+        return value.transpose(1, 2) if in_out else value
+
     tensors = {}
     for role, factors in parts.items():
+        # PEFT wraps the experts once a parameter: the wrapper of down_proj is the outer one
         inner = ".base_layer" if role != "down" and "down" in parts else ""
         count = factors.num_experts * factors.rank
         first, second = (1, 0) if in_out else (0, 1)
         widths = (factors.d_out, factors.d_in) if in_out else (factors.d_in, factors.d_out)
-        rows = partial(_rows_of_a, turned=in_out)
-        columns = partial(_columns_of_b, turned=in_out, packing=layout.packing)
-        tensors[f"{PREFIX}{layer}{inner}.lora_A.weight"] = _lazy(factors, first, (count, widths[0]), rows)
-        tensors[f"{PREFIX}{layer}{inner}.lora_B.weight"] = _lazy(factors, second, (widths[1], count), columns)
+        tensors[f"{PREFIX}{layer}{inner}.lora_A.weight"] = _lazy(
+            factors, first, (count, widths[0]), lambda a: oriented(a).flatten(0, 1)
+        )
+        tensors[f"{PREFIX}{layer}{inner}.lora_B.weight"] = _lazy(
+            factors, second, (widths[1], count), lambda b: packed(oriented(b), layout.packing)
+        )
     return tensors
-
-
-def _rows_of_a(value: torch.Tensor, turned: bool) -> torch.Tensor:
-    return (value.transpose(1, 2) if turned else value).flatten(0, 1)
-
-
-def _columns_of_b(value: torch.Tensor, turned: bool, packing: str) -> torch.Tensor:
-    return packed(value.transpose(1, 2) if turned else value, packing)
 
 
 def _turned(adapter: Adapter, of_base: BaseExperts | None) -> bool:
@@ -223,14 +228,10 @@ def _numbered(
     for role, factors in parts.items():
         for e in range(factors.num_experts):
             name = f"{PREFIX}{layer}.{e}.{leaves[role]}"
-            take = partial(_expert, e=e)
+            take = itemgetter(e)
             tensors[f"{name}.lora_A.weight"] = _lazy(factors, 0, (factors.rank, factors.d_in), take)
             tensors[f"{name}.lora_B.weight"] = _lazy(factors, 1, (factors.d_out, factors.rank), take)
     return tensors
-
-
-def _expert(value: torch.Tensor, e: int) -> torch.Tensor:
-    return value[e]
 
 
 def _leaves(adapter: Adapter, of_base: BaseExperts | None) -> dict[str, str]:
@@ -286,7 +287,11 @@ def _config(
     ranks: dict[str, set[tuple[int, float]]] = {}
     for parts in layers.values():
         for role, factors in parts.items():
-            ranks.setdefault(leaves[role], set()).add((factors.rank, _alpha(adapter, factors)))
+            alpha = factors.scaling * (factors.rank**0.5 if config.get("use_rslora") else factors.rank)
+            given = float(config["lora_alpha"])  # which rounding of the scaling would change by a bit
+            if math.isclose(alpha, given, rel_tol=1e-12):
+                alpha = given
+            ranks.setdefault(leaves[role], set()).add((factors.rank, alpha))
     _write_ranks(config, ranks, layout, to)
     if to in VERSIONS:
         config["peft_version"] = VERSIONS[to]
@@ -310,12 +315,6 @@ def _write_ranks(
             config["rank_pattern"] = {rf".*\.experts\..*{leaf}": rank, **config["rank_pattern"]}
         if alpha != config["lora_alpha"] or config["alpha_pattern"]:
             config["alpha_pattern"] = {rf".*\.experts\..*{leaf}": alpha, **config["alpha_pattern"]}
-
-
-def _alpha(adapter: Adapter, factors: Factors) -> float:
-    given = float(adapter.config["lora_alpha"])
-    alpha = factors.scaling * (factors.rank**0.5 if adapter.config.get("use_rslora") else factors.rank)
-    return given if math.isclose(alpha, given, rel_tol=1e-12) else alpha
 
 
 def _modules(adapter: Adapter, leaves: set[str]) -> list[str]:

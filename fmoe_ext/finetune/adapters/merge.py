@@ -5,7 +5,7 @@ A merge that was ended goes on after the last shard that it noted as complete.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,7 +45,16 @@ class _Merge:
         self.changes: dict[str, Callable[[StoredTensor, torch.dtype], StoredTensor]] = {}
         self.owners: dict[str, str] = {}
         for layer in adapter.layers:
-            self._plan_layer(layer)
+            experts = self.of_base.at(layer)
+            if experts is None:
+                raise CheckpointError(f"{base.folder} has no experts at {layer}")
+            for role, names in experts.names.items():
+                for name in set(names):
+                    self._claim(name, layer)
+                if experts.is_stack:
+                    self.changes[names[0]] = self._all(layer, experts, role)
+                else:
+                    self.changes |= {n: self._one(layer, experts, role, e) for e, n in enumerate(names)}
         converted, plain = converted_changes(self.of_base, plain_pairs(adapter))
         for group in converted:
             for name in group.names:
@@ -71,18 +80,6 @@ class _Merge:
         if dtype == stored.dtype:
             return stored
         return StoredTensor(stored.shape, dtype, lambda: stored.read().to(dtype))
-
-    def _plan_layer(self, layer: str) -> None:
-        experts = self.of_base.at(layer)
-        if experts is None:
-            raise CheckpointError(f"{self.base.folder} has no experts at {layer}")
-        for role, names in experts.names.items():
-            for name in set(names):
-                self._claim(name, layer)
-            if experts.is_stack:
-                self.changes[names[0]] = self._all(layer, experts, role)
-            else:
-                self.changes |= {name: self._one(layer, experts, role, e) for e, name in enumerate(names)}
 
     def _claim(self, name: str, module: str) -> None:
         """CheckpointError for a tensor of two modules: merged, both would have the change of one."""
@@ -172,12 +169,23 @@ def merge(
     out = Path(out).absolute()
     check_is_free(out)
     plan = _Merge(adapter, base, dtype)
-    with continued(out, "merging", _about(plan)) as job:
+    config = base.folder / "config.json"
+    files = [adapter.folder / CONFIG, adapter.folder / WEIGHTS, *base.files, config]
+    about = {  # a merge of other inputs or choices does not go on with these files
+        "files": [fingerprint(file) for file in files if file.exists()],
+        "choices": [str(plan.dtype), adapter.packing, adapter.orientation],
+    }
+    with continued(out, "merging", about) as job:
         losses = job.done.setdefault("losses", {})  # of the shards that are complete
         left = {
             f: n for f, n in base.files.items() if f.name not in losses or not (job.folder / f.name).exists()
         }
-        _check_room(plan, job.folder, [name for names in left.values() for name in names])
+        needed = sum(plan.tensor(name).num_bytes for names in left.values() for name in names)
+        free = shutil.disk_usage(job.folder).free
+        if needed > free:  # now, rather than after hours of merging
+            raise CheckpointError(
+                f"{job.folder}: {needed:,} bytes needed, {free:,} are free: make room and run the same command again"
+            )
         for file, names in base.files.items():
             if file in left:
                 plan.losses = {}
@@ -187,44 +195,20 @@ def merge(
                 job.note()
             elif progress is not None:
                 progress(sum(plan.tensor(name).num_bytes for name in names))
-        report = _report(
-            plan, {name: loss for file in base.files for name, loss in losses[file.name].items()}
-        )
+        lost = {name: loss for file in base.files for name, loss in losses[file.name].items()}
+        values = sorted(lost.values())
+        report = {
+            "adapter": str(adapter.folder),
+            "base": str(base.folder),
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "decoded_from": base.packed or None,
+            "changed": len(plan.changes),
+            "lost_share_median": values[len(values) // 2] if values else 0.0,
+            "lost_share_worst": values[-1] if values else 0.0,
+            "lost_share": lost,
+        }
         _write_rest(plan, job.folder, report)
     return report
-
-
-def _about(plan: _Merge) -> dict[str, Any]:
-    """The inputs and choices of a merge: one of others does not go on with its files."""
-    config = plan.base.folder / "config.json"
-    files = [plan.adapter.folder / CONFIG, plan.adapter.folder / WEIGHTS, *plan.base.files, config]
-    return {
-        "files": [fingerprint(file) for file in files if file.exists()],
-        "choices": [str(plan.dtype), plan.adapter.packing, plan.adapter.orientation],
-    }
-
-
-def _check_room(plan: _Merge, folder: Path, names: Sequence[str]) -> None:
-    needed = sum(plan.tensor(name).num_bytes for name in names)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CheckpointError(
-            f"{folder}: {needed:,} bytes needed, {free:,} are free: make room and run the same command again"
-        )
-
-
-def _report(plan: _Merge, losses: Losses) -> dict[str, Any]:
-    values = sorted(losses.values())
-    return {
-        "adapter": str(plan.adapter.folder),
-        "base": str(plan.base.folder),
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "decoded_from": plan.base.packed or None,
-        "changed": len(plan.changes),
-        "lost_share_median": values[len(values) // 2] if values else 0.0,
-        "lost_share_worst": values[-1] if values else 0.0,
-        "lost_share": losses,
-    }
 
 
 def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:

@@ -46,20 +46,23 @@ def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
         if ours is None:
             if theirs.any():
                 return f"PEFT {peft.__version__} changes {name} too"
-        elif theirs.shape not in (ours.shape, ours.mT.shape) or not _same(theirs, ours):
-            return f"PEFT {peft.__version__} reads another change of {name}"
+        else:
+            is_same = theirs.shape in (ours.shape, ours.mT.shape)
+            ours = ours if theirs.shape == ours.shape else ours.mT  # of a model that stores [in, out]
+            if not is_same or (theirs - ours).norm() > 1e-6 * ours.norm():
+                return f"PEFT {peft.__version__} reads another change of {name}"
+    kept: dict[str, Tensor] = {}  # parameters of modules that are saved whole
+    for path, module in loaded.named_modules():
+        whole = getattr(module, "modules_to_save", None)
+        if isinstance(whole, nn.ModuleDict) and "default" in whole:
+            of_module = whole["default"].named_parameters()
+            kept |= {f"{path.removeprefix(PREFIX)}.{leaf}": parameter for leaf, parameter in of_module}
     saved = {name: value for name, value in adapter.others.items() if ".lora_" not in name}
-    kept = dict(_saved(loaded))
     for name, value in saved.items():
         leaf = name.removeprefix(PREFIX)
         if leaf not in kept or not torch.equal(kept[leaf], value.read().to(kept[leaf].dtype)):
             return f"PEFT {peft.__version__} leaves {leaf} out"
     return ""
-
-
-def _same(theirs: Tensor, ours: Tensor) -> bool:
-    ours = ours if theirs.shape == ours.shape else ours.mT
-    return bool((theirs - ours).norm() <= 1e-6 * ours.norm())
 
 
 def _architecture(base: Base) -> nn.Module:
@@ -117,12 +120,3 @@ def _known(name: str, found: Mapping[str, Tensor]) -> str:
     """The name that the model has for a weight, whose block files may call otherwise."""
     names = [name, *(name.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS)]
     return next((other for other in names if other in found), name)
-
-
-def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of the modules that are saved whole."""
-    for path, module in model.named_modules():
-        whole = getattr(module, "modules_to_save", None)
-        if isinstance(whole, nn.ModuleDict) and "default" in whole:
-            for name, value in whole["default"].named_parameters():
-                yield f"{path.removeprefix(PREFIX)}.{name}", value

@@ -59,23 +59,25 @@ class Factors:
 
 @dataclass
 class Adapter:
-    """An adapter: layers {module of experts: {projection: Factors}}, others {name: tensor} under the names of the file.
+    """An adapter in a folder.
 
-    form: flat (PEFT's target_parameters), numbered (a module an expert) or stacked (3-d tensors). orientation: "out_in"
-    (PEFT 0.19 and later) or "in_out" (earlier); packing: of the columns of lora_B. Both are "" where a form has none
-    and "undecidable" where the file does not say it.
+    orientation and packing are "" where a form has none and "undecidable" where the file does not say it.
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: dict[str, Any]  # adapter_config.json
     tensors: dict[str, StoredTensor]
-    form: str = "none"
-    orientation: str = ""
-    packing: str = ""
+    form: str = (
+        "none"  # flat (PEFT's target_parameters), numbered (a module an expert) or stacked (3-d tensors)
+    )
+    orientation: str = ""  # "out_in" (PEFT 0.19 and later) or "in_out" (earlier)
+    packing: str = ""  # of the columns of lora_B
     evidence: Evidence | None = None
-    layers: dict[str, dict[str, Factors]] = field(default_factory=dict)
-    others: dict[str, StoredTensor] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    layers: dict[str, dict[str, Factors]] = field(
+        default_factory=dict
+    )  # {module of experts: {projection: ...}}
+    others: dict[str, StoredTensor] = field(default_factory=dict)  # under the names of the file
+    problems: list[str] = field(default_factory=list)  # what check() reports
     refused: list[str] = field(default_factory=list)  # why its factors are not all that changes the base
 
     def require_whole(self) -> None:
@@ -175,7 +177,7 @@ def _is_number(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-@functools.lru_cache(2**16)
+@functools.lru_cache(2**16)  # re keeps 512 patterns: each may be tried on the module of each tensor
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
@@ -366,8 +368,13 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
             raise CheckpointError(
                 f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
             )
-        scaling = _one_scaling(adapter, layer, role, num_experts, a_shape[0])
-        said = {_from_pattern(adapter.config, "rank", m) for m in _modules(adapter, layer, role, num_experts)}
+        leaves = [leaf for leaf, its_role in ROLE.items() if its_role == role]
+        names = (f"{layer}.{e}.{leaf}" for e in range(num_experts) for leaf in leaves)
+        modules = [name for name in names if f"{PREFIX}{name}.lora_A.weight" in adapter.tensors]
+        scalings = {scaling_of(adapter.config, module, a_shape[0]) for module in modules}
+        if len(scalings) != 1:
+            raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
+        said = {_from_pattern(adapter.config, "rank", module) for module in modules}
         if said != {a_shape[0]}:
             adapter.problems.append(
                 f"{layer}: {role} has rank {a_shape[0]}, but {CONFIG} says {', '.join(map(str, sorted(said)))}"
@@ -377,23 +384,8 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
             return torch.stack([a.read() for a, _ in pairs]), torch.stack([b.read() for _, b in pairs])
 
         adapter.layers.setdefault(layer, {})[role] = Factors(
-            num_experts, a_shape[0], a_shape[1], b_shape[0], scaling, dtype, read
+            num_experts, a_shape[0], a_shape[1], b_shape[0], scalings.pop(), dtype, read
         )
-
-
-def _modules(adapter: Adapter, layer: str, role: str, num_experts: int) -> list[str]:
-    """The modules of one projection of all experts, as the file names them."""
-    leaves = [leaf for leaf, its_role in ROLE.items() if its_role == role]
-    names = (f"{layer}.{e}.{leaf}" for e in range(num_experts) for leaf in leaves)
-    return [name for name in names if f"{PREFIX}{name}.lora_A.weight" in adapter.tensors]
-
-
-def _one_scaling(adapter: Adapter, layer: str, role: str, num_experts: int, rank: int) -> float:
-    modules = _modules(adapter, layer, role, num_experts)
-    scalings = {scaling_of(adapter.config, module, rank) for module in modules}
-    if len(scalings) != 1:
-        raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
-    return scalings.pop()
 
 
 def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:

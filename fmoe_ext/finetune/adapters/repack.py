@@ -69,25 +69,21 @@ def repack(
     plan = _Repack(adapter, source, memory, say)
     if tokens is not None:
         plan.take_text(tokens, seq_len, held_out)
-    with continued(out, "merging", plan.about(_digest(tokens), [seq_len, held_out])) as job:
+    text = "" if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    with continued(out, "merging", plan.about(text, [seq_len, held_out])) as job:
         certificate = plan.run(job)
-        _check_better(out, certificate, force)
+        beside = out.with_name(f"{out.name}.certificate.json")
+        worse = certificate["not_better"]
+        if worse and not force:
+            _write(beside, certificate)
+            raise CheckpointError(
+                f"{as_text(certificate)}\nthe result is not nearer to the merged weights than the model without the "
+                f"adapter ({', '.join(worse[:3])}): train with lora.fuse(quantize=), give more text, or merge into "
+                f"bfloat16. --force writes it. The certificate is {beside}"
+            )
+        beside.unlink(missing_ok=True)  # of an earlier call
         _write(job.folder / CERTIFICATE, certificate)
     return certificate
-
-
-def _check_better(out: Path, certificate: dict[str, Any], force: bool) -> None:
-    """CheckpointError if what is to become `out` is not better than no adapter, unless force."""
-    beside = out.with_name(f"{out.name}.certificate.json")
-    worse = certificate["not_better"]
-    if worse and not force:
-        _write(beside, certificate)
-        raise CheckpointError(
-            f"{as_text(certificate)}\nthe result is not nearer to the merged weights than the model without the "
-            f"adapter ({', '.join(worse[:3])}): train with lora.fuse(quantize=), give more text, or merge into "
-            f"bfloat16. --force writes it. The certificate is {beside}"
-        )
-    beside.unlink(missing_ok=True)
 
 
 def as_text(certificate: Mapping[str, Any]) -> str:
@@ -173,7 +169,13 @@ class _Repack:
                     self.model.base_model(input_ids=self.ids, use_cache=False)
         for file in job.folder.glob("*.safetensors"):
             renew_checksum(file)
-        return _certificate(job.done["layers"], self.ids is not None)
+        layers = job.done["layers"]
+        changed = {f"{p}.{name}": w for p, ws in layers.items() for name, w in ws.items() if w["ways"]}
+        total = _ratio([pair for w in changed.values() for pair in w["experts"]])
+        not_better = []
+        if self.ids is not None:
+            not_better = [p for p, w in changed.items() if w["ratio"] is None or w["ratio"] >= 1]
+        return {"ratio": total, "not_better": not_better, "layers": layers}
 
     def _copy(self, job: Unfinished) -> None:
         """Copies the weights, unless an earlier call has, and what tells programs how to read them."""
@@ -234,10 +236,17 @@ class _Repack:
                 if not target.isfinite().all():
                     raise CheckpointError(f"{path}.{e}.{role}: the merged weight is not finite")
                 if change is not None and change.any():
-                    done = self._round(lies, target, rows, num, prior if name == "w1" else None)
-                    sums[name].add(e, done[0], weight, target, rows, num, done[1])
-                    _put(job.folder, layer, name, e, done[0])
-                if name == "w1" and rows is not None:
+                    if rows is None:
+                        rounded, ways = to_nearest(lies, target), {"nearest": target.shape[0]}
+                    else:
+                        # few tokens choose some experts: their moments are drawn to those of the layer's inputs
+                        moments = shrunk_moments(rows[:num], prior if name == "w1" else None)
+                        rounded, ways = round_packed(lies, target, moments)
+                    sums[name].add(e, rounded, weight, target, rows, num, ways)
+                    _put(job.folder, layer, name, e, rounded)
+                if (
+                    name == "w1" and rows is not None
+                ):  # inputs of w2, of the merged w1 as it is before rounding
                     rows = _hidden(module, rows, target, e)
         for file in {
             span.path.name for part in layer.parts.values() for spans in part.spans for span in spans
@@ -245,18 +254,6 @@ class _Repack:
             sync_file(job.folder / file)  # before the note that says that they have the layer
         job.done["layers"][path] = {name: sums[name].report() for name in _ROLES}
         job.note()
-
-    @staticmethod
-    def _round(
-        packed: Quantized,
-        target: torch.Tensor,
-        rows: torch.Tensor | None,
-        num: int,
-        prior: torch.Tensor | None,
-    ) -> tuple[Quantized, dict[str, int]]:
-        if rows is None:
-            return to_nearest(packed, target), {"nearest": target.shape[0]}
-        return round_packed(packed, target, shrunk_moments(rows[:num], prior))
 
     def _merge_plain(self, work: Path) -> None:
         """Adds the adapters of layers outside of the experts, whose weights are floats in the files."""
@@ -325,13 +322,6 @@ def _ratio(errors: Sequence[Sequence[float] | None]) -> float | None:
     return (ours / without) ** 0.5 if without else None
 
 
-def _certificate(layers: Mapping[str, Any], is_measured: bool) -> dict[str, Any]:
-    changed = {f"{p}.{name}": w for p, ws in layers.items() for name, w in ws.items() if w["ways"]}
-    not_better = [p for p, w in changed.items() if is_measured and (w["ratio"] is None or w["ratio"] >= 1)]
-    total = _ratio([pair for w in changed.values() for pair in w["experts"]])
-    return {"ratio": total, "not_better": not_better, "layers": layers}
-
-
 def _experts(module: Any, layer: Layer) -> Experts:
     """The places of gate and up in the packed rows."""
     (E, _, d), (_, _, h) = layer.shapes
@@ -393,10 +383,6 @@ def _hidden(module: Any, rows: torch.Tensor, weight: torch.Tensor, e: int) -> to
         h = h + bias[e].float()
     activated: torch.Tensor = apply_gate(module, h) if module.has_gate else module.act_fn(h)
     return activated
-
-
-def _digest(tokens: torch.Tensor | None) -> str:
-    return "" if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

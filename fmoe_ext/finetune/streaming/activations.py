@@ -10,7 +10,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,61 +43,52 @@ class ActivationFile:
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         size = -(-values.size // BLOCK) * BLOCK
         with self._lock:
-            return self._put(tensor, values, size)
-
-    def _put(self, tensor: Tensor, values: np.ndarray[Any, Any], size: int) -> _Stored:
-        free = self._free[size]
-        offset = free.pop() if free else self._end
-        stored = _Stored(offset, tensor.dtype, tensor.shape)
-        self.num_bytes += size
-        self._end = max(self._end, offset + size)
-        weakref.finalize(stored, self._release, offset, size)
-        try:
-            self._write(values, offset)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{self.folder} has no room for the inputs of layers: {self.num_bytes:,} bytes are needed so far. Give "
-                f"stream() another folder for activations, or train with fewer tokens a step ({error.strerror})",
-            ) from error
-        self.bytes_written += values.size
-        return stored
+            free = self._free[size]  # a step has a few sizes alone, so a fit is exact and nothing fragments
+            offset = free.pop() if free else self._end
+            stored = _Stored(offset, tensor.dtype, tensor.shape)
+            self.num_bytes += size
+            self._end = max(self._end, offset + size)
+            weakref.finalize(stored, self._release, offset, size)
+            try:
+                for begin in range(0, values.size, CHUNK):
+                    part = values[begin : begin + CHUNK]
+                    wanted = -(-part.size // BLOCK) * BLOCK
+                    self._bounce[: part.size] = part
+                    done = 0
+                    while done < wanted:
+                        done += os.pwrite(self._file, self._bounce[done:wanted].data, offset + begin + done)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{self.folder} has no room for the inputs of layers: {self.num_bytes:,} bytes are needed so far. "
+                    "Give stream() another folder for activations, or train with fewer tokens a step "
+                    f"({error.strerror})",
+                ) from error
+            self.bytes_written += values.size
+            return stored
 
     def get(self, stored: _Stored) -> Tensor:
-        """The tensor as it was."""
+        """Reads the tensor as it was."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         values = tensor.view(-1).view(torch.uint8).numpy()
         with self._lock:
-            self._read(values, stored.offset)
+            for begin in range(0, values.size, CHUNK):
+                part = values[begin : begin + CHUNK]
+                wanted = -(-part.size // BLOCK) * BLOCK  # O_DIRECT reads whole blocks
+                done = 0
+                while done < part.size:
+                    into, at = self._bounce[done:wanted].data, stored.offset + begin + done
+                    done += (count := os.preadv(self._file, [into], at))
+                    if count == 0:
+                        raise OSError(f"the file for activations in {self.folder} ends too early")
+                part[:] = self._bounce[: part.size]
         return tensor
-
-    def _read(self, values: np.ndarray[Any, Any], offset: int) -> None:
-        for begin in range(0, values.size, CHUNK):
-            part = values[begin : begin + CHUNK]
-            wanted = -(-part.size // BLOCK) * BLOCK
-            done = 0
-            while done < part.size:
-                done += (
-                    count := os.preadv(self._file, [self._bounce[done:wanted].data], offset + begin + done)
-                )
-                if count == 0:
-                    raise OSError(f"the file for activations in {self.folder} ends too early")
-            part[:] = self._bounce[: part.size]
-
-    def _write(self, values: np.ndarray[Any, Any], offset: int) -> None:
-        for begin in range(0, values.size, CHUNK):
-            part = values[begin : begin + CHUNK]
-            wanted = -(-part.size // BLOCK) * BLOCK
-            self._bounce[: part.size] = part
-            done = 0
-            while done < wanted:
-                done += os.pwrite(self._file, self._bounce[done:wanted].data, offset + begin + done)
 
     def _release(self, offset: int, size: int) -> None:
         with self._lock:
             self.num_bytes -= size
             self._free[size].append(offset)
-            if self.num_bytes == 0:
+            if self.num_bytes == 0:  # between steps: the disk gets its space back, and other sizes may come
                 self._end = 0
                 self._free.clear()
                 os.ftruncate(self._file, 0)
@@ -128,7 +118,7 @@ class SavedOnDisk:
         return self
 
     def _enter(self, *_: Any) -> None:
-        tensors = self.stream.resident_tensors()
+        tensors = self.stream.resident_tensors()  # anew: an adapter may have come since the last step
         self._resident = frozenset(t.untyped_storage().data_ptr() for t in tensors)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()

@@ -1,4 +1,10 @@
-"""The memory of a streamed model: weights that stay, what is trained with its state, and buffers for experts."""
+"""The memory of a streamed model: weights that stay, what is trained with its state, and buffers for experts.
+
+Before the first step the budget is arithmetic: memory, less a quarter for activations and the program, less weights,
+adapters, gradients and the state that an optimizer will have; buffers for experts get the rest. A quarter is a guess,
+so each step is measured (before), and the next one's buffers shrink by what a step like the largest would exceed the
+limits (_measure). They never shrink between a forward and its backward, which reads the same parts again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,17 +28,16 @@ from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
-# Of Adam, each in the dtype of the weight: what an optimizer is taken to keep before its first step.
-MOMENTS = 2
+MOMENTS = 2  # of Adam, in the dtype of the weight: what an optimizer is taken to keep before its first step
 MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
 
 
 class _Seen(NamedTuple):
-    """Most bytes of the process in a forward and backward, with the bytes of buffers and of states that it had then."""
+    """The largest forward and backward so far, in bytes."""
 
-    most: int
-    buffers: int
-    state: int
+    most: int  # of the process
+    buffers: int  # for experts, at that time
+    state: int  # of optimizers, at that time
 
 
 class ExpertStream:
@@ -91,7 +96,13 @@ class ExpertStream:
     def resident_tensors(self) -> list[Tensor]:
         """Parameters and buffers of the model that are in memory, tied ones once."""
         model = self._model()
-        return [] if model is None else [t for t in _unique(model) if not isinstance(t, StreamedWeight)]
+        if model is None:
+            return []
+        found: dict[int, Tensor] = {}  # by address, the first of tied ones
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, StreamedWeight):
+                found.setdefault(tensor.data_ptr(), tensor)
+        return list(found.values())
 
     def before(self, optimizer: Optimizer) -> None:
         """Notes the most memory that the process had, and empties the buffers if the step needs their memory."""
@@ -119,25 +130,28 @@ class ExpertStream:
     def before_step(self, is_training: bool) -> None:
         """Makes room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
         with self._counting:  # a thread that steps after another one counts as it does
-            self._before_step(is_training)
-
-    def _before_step(self, is_training: bool) -> None:
-        if is_training or self._has_stepped:
-            trained = self._trained()
-            self._gradients = sum(map(_bytes_of, trained))
-            self._state = bytes_of_state(self._optimizers) if self._optimizers else self._expected(trained)
-            if self._has_stepped:
-                self._most_buffers = self._measure()
-            self._has_stepped = False
-        self.is_counted = True
-        adapters = sum(map(_bytes_of, self.resident_tensors())) - self._dense
-        left = self._left(adapters)
-        if left < self._least:
-            raise ValueError(self._arithmetic(adapters))
-        if self._most_buffers is not None:
-            left = min(left, self._most_buffers)
-        if left < self.pool.num_bytes or self.pool.would_grow(left):
-            self.pool.resize(left)
+            if is_training or self._has_stepped:
+                trained = self._trained()
+                self._gradients = sum(map(_bytes_of, trained))
+                if self._optimizers:
+                    self._state = bytes_of_state(self._optimizers)
+                elif self._optimizer_bytes is None:  # before the first step, what an optimizer will have
+                    self._state = MOMENTS * sum(map(_bytes_of, trained))
+                else:
+                    self._state = math.ceil(self._optimizer_bytes * sum(t.numel() for t in trained))
+                if self._has_stepped:
+                    self._most_buffers = self._measure()
+                self._has_stepped = False
+            self.is_counted = True
+            adapters = sum(map(_bytes_of, self.resident_tensors())) - self._dense
+            left = self._left(adapters)
+            if left < self._least:
+                raise ValueError(self._arithmetic(adapters))
+            if self._most_buffers is not None:
+                left = min(left, self._most_buffers)
+            # a change forgets what was read, so growing waits until it adds a buffer
+            if left < self.pool.num_bytes or self.pool.would_grow(left):
+                self.pool.resize(left)
 
     def _measure(self) -> int | None:
         """Bytes that buffers may have in a step like the largest so far, beside the states that came after it."""
@@ -145,6 +159,7 @@ class ExpertStream:
         room = None if memory is None else _room(memory)
         if room is None or not self._seen.most:
             return None
+        # the largest step may have come before the optimizer made its state, which stays from now on
         excess = self._seen.most + max(0, self._state - self._seen.state) - room
         if excess <= 0:
             return None
@@ -164,12 +179,6 @@ class ExpertStream:
     def _trained(self) -> list[nn.Parameter]:
         return [t for t in self.resident_tensors() if isinstance(t, nn.Parameter) and t.requires_grad]
 
-    def _expected(self, trained: Sequence[nn.Parameter]) -> int:
-        """Bytes of state that an optimizer will have."""
-        if self._optimizer_bytes is None:
-            return MOMENTS * sum(map(_bytes_of, trained))
-        return math.ceil(self._optimizer_bytes * sum(t.numel() for t in trained))
-
     def _left(self, adapters: int) -> int:
         """Bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
         others = self._dense + adapters + self._gradients + self._state
@@ -187,7 +196,13 @@ class ExpertStream:
             more = "; take a smaller rank, or adapt fewer layers"
         if self._gradients:
             rows.append(("gradients of trained weights", self._gradients))
-            rows.append((self._name_of_state(), self._state))
+            if self._optimizers:
+                state = "state of " + ", ".join(sorted({type(o).__name__ for o in self._optimizers}))
+            elif self._optimizer_bytes is None:
+                state = "two moments of Adam"
+            else:
+                state = f"state of the optimizer, optimizer_bytes={self._optimizer_bytes:g}"
+            rows.append((state, self._state))
             more += (
                 ", or an optimizer with less state: docs/finetune.md lists some, "
                 "and stream(..., optimizer_bytes=2.1) plans for 8-bit moments"
@@ -195,13 +210,6 @@ class ExpertStream:
         text = " + ".join(f"{value:,} ({name})" for name, value in rows)
         total = sum(value for _, value in rows)
         return f"memory={self.memory:,} bytes{self._source} is too little: {text} = {total:,}{more}"
-
-    def _name_of_state(self) -> str:
-        if self._optimizers:
-            return "state of " + ", ".join(sorted({type(o).__name__ for o in self._optimizers}))
-        if self._optimizer_bytes is None:
-            return "two moments of Adam"
-        return f"state of the optimizer, optimizer_bytes={self._optimizer_bytes:g}"
 
     def _warn_of(self, memory: Memory) -> None:
         """Warns if the model would hold more than a limit of this process allows."""
@@ -231,6 +239,7 @@ def _room(memory: Process) -> int | None:
 def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:
     """Bytes of the tensors in the state of optimizers, shared ones once, packed ones as they are packed."""
     found: dict[int, int] = {}
+    # a state may nest: 8-bit optimizers have dicts of blocks, and others tensors that wrap packed ones
     waiting: list[Any] = [optimizer.state for optimizer in optimizers]
     while waiting:
         value = waiting.pop()
@@ -244,15 +253,6 @@ def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:
             storage = value.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
-
-
-def _unique(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, tied ones once."""
-    seen = set()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            yield tensor
 
 
 def _bytes_of(tensor: Tensor) -> int:

@@ -24,7 +24,7 @@ from fmoe_ext.routing import widen
 class Streamed:
     """The experts of one layer of a stream. index: of the layer among those with experts.
 
-    int8_activations: that of Quantized, for the weights whose formats have it.
+    int8_activations: as in Quantized, for the weights whose formats have it.
     """
 
     def __init__(
@@ -45,30 +45,25 @@ class Streamed:
         if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
             self.stream.before_step(experts.training)
         with self.stream.pool.used():
-            return self._reported(experts, hidden_states, top_k_index, top_k_weights)
-
-    def _reported(
-        self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
-        """_forward(), and a report of it to those who asked for progress."""
-        steps = self.stream.steps
-        if steps is None:
-            return self._forward(experts, hidden_states, top_k_index, top_k_weights)
-        is_backward = is_repeated()
-        if self.index == 0 and not is_backward:
-            steps.begin()
-        try:
-            return self._forward(experts, hidden_states, top_k_index, top_k_weights)
-        finally:  # torch ends a recomputation by an exception when it has all that the backward needs
-            num_tokens = top_k_index.shape[0]
-            steps.after(self.index, num_tokens, is_backward=is_backward, is_training=experts.training)
+            steps = self.stream.steps
+            if steps is None:
+                return self._forward(experts, hidden_states, top_k_index, top_k_weights)
+            is_backward = is_repeated()
+            if self.index == 0 and not is_backward:
+                steps.begin()
+            try:
+                return self._forward(experts, hidden_states, top_k_index, top_k_weights)
+            finally:  # torch ends a recomputation by an exception when it has all that the backward needs
+                num_tokens = top_k_index.shape[0]
+                steps.after(self.index, num_tokens, is_backward=is_backward, is_training=experts.training)
 
     def _forward(
         self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
-        num_experts = self.stream.pool.layers[self.index].num_experts
+        pool = self.stream.pool
+        num_experts = pool.layers[self.index].num_experts
         taken = take(experts)
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         adapters = taken.get(up), taken.get("down_proj")
@@ -78,34 +73,28 @@ class Streamed:
         x = hidden_states.to(self.dtype)
         topk_weights = widen(top_k_weights, x.dtype)
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
-        with self.stream.pool.turn:
+        with pool.turn:  # until the product is done: another thread's choices would replace the slots
             few = None if experts.training else self._chosen(topk_idx)
             if few is not None:
-                return self._few(experts, few, biases, (x, topk_weights), adapters).to(hidden_states.dtype)
-        pool = self.stream.pool
+                weights, slots, order = few
+                w1, w2 = self._multiplied(weights)
+                adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
+                b1, b2 = (None if b is None else b[order] for b in biases)
+                out = compute(experts, (w1, b1, w2, b2), x, slots, topk_weights, adapters)
+                return out.to(hidden_states.dtype)
         if len(pool.parts.of_layer[self.index]) > 1:
             rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
             return rows.to(hidden_states.dtype)
-        w1, w2 = self._whole(is_backward=is_repeated(), is_training=experts.training)
-        with self._hooks(experts.training):
+        found = pool.whole(self.index, is_backward=is_repeated(), is_training=experts.training)
+        w1, w2 = self._multiplied(found)
+        # autograd would keep the weights, and with them the buffer: it keeps their places in it instead
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if torch.is_grad_enabled() and not can_be_repeated(False):  # a checkpoint drops what it keeps anyway
+            unpack = functools.partial(_unpack, self, pool.graph())
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        with hooks:
             out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
         return out.to(hidden_states.dtype)
-
-    def _few(
-        self,
-        experts: Any,
-        few: tuple[Any, Tensor, Tensor],
-        biases: tuple[Tensor | None, Tensor | None],
-        given: tuple[Tensor, Tensor],
-        adapters: tuple[Lora | None, Lora | None],
-    ) -> Tensor:
-        """The output of x with its weights, in given, from the slots of _chosen()."""
-        weights, topk_idx, order = few
-        x, topk_weights = given
-        w1, w2 = self._multiplied(weights)
-        adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
-        b1, b2 = (None if b is None else b[order] for b in biases)
-        return compute(experts, (w1, b1, w2, b2), x, topk_idx, topk_weights, adapters)
 
     def format_of(self, parameter: str) -> str:
         """Format in the files of the weight that a parameter of the experts is, one of frozen.FORMATS or "floats"."""
@@ -114,10 +103,6 @@ class Streamed:
             return "floats"
         weights = layer.weights(np.zeros(layer.num_bytes(1), np.uint8), 1)
         return str(weights[parameter == "down_proj"].format)
-
-    def _whole(self, is_backward: bool, is_training: bool) -> Any:
-        weights = self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
-        return self._multiplied(weights)
 
     def _in_parts(self, experts: Any, biases: Any, given: tuple[Any, ...]) -> Tensor:
         pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
@@ -137,7 +122,7 @@ class Streamed:
         )
 
     def _multiplied(self, weights: Any) -> Any:
-        """w1, w2 as they are multiplied."""
+        """w1, w2 as they are multiplied: rounding the rows to 8 bits has no gradient."""
         if not self.int8_activations or torch.is_grad_enabled():
             return weights
         return tuple(w.in_int8 if isinstance(w, Quantized) else w for w in weights)
@@ -156,13 +141,6 @@ class Streamed:
         if self.index == 0:
             pool.statistics.tokens += topk_idx.shape[0]
         return cache.weights, cache.place[topk_idx], cache.order
-
-    def _hooks(self, is_training: bool) -> AbstractContextManager[Any]:
-        """Lets autograd keep the numbers of layers instead of weights, unless a checkpoint drops all it keeps."""
-        if not torch.is_grad_enabled() or can_be_repeated(False):
-            return nullcontext()
-        graph = self.stream.pool.graph()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, functools.partial(_unpack, self, graph))
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.numel() == 0 or not self.stream.pool.contains(tensor.data_ptr()):

@@ -12,7 +12,7 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint import gguf_keys, huggingface
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import Family, Turned
+from fmoe_ext.checkpoint.families.family import Family, TensorTransform
 from fmoe_ext.checkpoint.gguf_config import config_of
 from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import in_transformers, names_outside
@@ -80,6 +80,7 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
         )
     assert family.gguf is not None
     scales = _scales(file, reader, family)
+    # blocks behind the last layer are heads for the tokens after the next
     last = config.num_hidden_layers if gguf_keys.num_heads(fields, family) else None
     found = {}
     groups: dict[str, dict[int, dict[str, Any]]] = {"biases": {}, "latent": {}, "turned": {}}
@@ -94,12 +95,18 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
         if family.gguf.added and name.endswith(family.gguf.added):
             found[name] = _less_one(file, tensor, wide)
         else:
-            heads = _heads_of(tensor.name, family, config)
+            heads = None
+            if family.gguf.turns_pairs and (rotated := ROTATED.fullmatch(tensor.name)):
+                is_query = rotated[1] == "q"
+                heads = int(config.num_attention_heads if is_query else config.num_key_value_heads)
             found[name] = _stored(file, tensor, heads, dtype, family, scales.get(tensor.name))
     for number, parts in groups["biases"].items():
         found |= _biases(file, number, parts, family, wide)
     for number, parts in groups["turned"].items():
-        found |= _turned(file, number, parts, family, config, dtype)
+        for transform in family.gguf.turned:
+            if any(name in parts for name in transform.parts):
+                name = f"model.layers.{number}.{transform.name}"
+                found[name] = _of_parts(file, number, transform, parts, config, dtype)
     for number, halves in groups["latent"].items():
         name = f"model.layers.{number}.self_attn.kv_b_proj.weight"
         found[name] = _joined(file, number, [halves.get(half) for half in LATENT], wide)
@@ -173,15 +180,6 @@ def _group_of(name: str, family: Family, is_scaled: bool) -> str | None:
         return "latent"
     is_turned = any(name in tensor.parts for tensor in family.gguf.turned)
     return "turned" if is_turned and not is_scaled else None
-
-
-def _heads_of(name: str, family: Family, config: Any) -> int | None:
-    """Heads whose rows the file has with neighbours rotated; None for other tensors."""
-    assert family.gguf is not None
-    rotated = ROTATED.fullmatch(name) if family.gguf.turns_pairs else None
-    if rotated is None:
-        return None
-    return int(config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads)
 
 
 def _name(file: Path, name: str, family: Family) -> str:
@@ -286,31 +284,26 @@ def _less_one(file: Path, tensor: Any, dtype: torch.dtype) -> StoredTensor:
     return StoredTensor(tuple(int(n) for n in reversed(tensor.shape)), dtype, read)
 
 
-def _turned(
-    file: Path, number: int, parts: Mapping[str, Any], family: Family, config: Any, dtype: torch.dtype
-) -> dict[str, StoredTensor]:
-    """{name in Transformers: tensor} of a layer's tensors that differ from those of the file by more than names."""
-    assert family.gguf is not None
-    return {
-        f"model.layers.{number}.{turned.name}": _of_parts(file, number, turned, parts, config, dtype)
-        for turned in family.gguf.turned
-        if any(name in parts for name in turned.parts)
-    }
-
-
 def _of_parts(
-    file: Path, number: int, turned: Turned, parts: Mapping[str, Any], config: Any, dtype: torch.dtype
+    file: Path,
+    number: int,
+    transform: TensorTransform,
+    parts: Mapping[str, Any],
+    config: Any,
+    dtype: torch.dtype,
 ) -> StoredTensor:
-    for name in turned.parts:
+    """Computes a layer's tensor from its parts in the file."""
+    for name in transform.parts:
         if name not in parts:
             raise CheckpointError(f"{file} lacks blk.{number}.{name}")
-    tensors = [parts[name] for name in turned.parts]
+    tensors = [parts[name] for name in transform.parts]
     try:
         shapes = [tuple(int(n) for n in reversed(tensor.shape)) for tensor in tensors]
-        shape = tuple(turned.read(config, *(torch.empty(s, device="meta") for s in shapes)).shape)
+        # on the meta device: parts that do not fit are found before values are read
+        shape = tuple(transform.read(config, *(torch.empty(s, device="meta") for s in shapes)).shape)
     except (RuntimeError, IndexError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: {', '.join(turned.parts)} of layer {number} do not fit the metadata: {error}"
+            f"{file}: {', '.join(transform.parts)} of layer {number} do not fit the metadata: {error}"
         ) from error
     kinds = {tensor.tensor_type.name.lower() for tensor in tensors}
     kind = next(iter(kinds))
@@ -318,13 +311,13 @@ def _of_parts(
     wide = torch.promote_types(dtype, torch.float32)
 
     def read() -> torch.Tensor:
-        return turned.read(config, *(_decoded(file, tensor, torch.float32) for tensor in tensors)).to(wide)
+        return transform.read(config, *(_decoded(file, tensor, torch.float32) for tensor in tensors)).to(wide)
 
     def packed() -> frozen.Quantized:
         rows = (torch.from_numpy(tensor.data.copy()) for tensor in tensors)
-        return quantized(kind, turned.read(config, *rows), None)
+        return quantized(kind, transform.read(config, *rows), None)
 
-    if turned.has_rows and len(kinds) == 1 and kind in PIECES:
+    if transform.has_rows and len(kinds) == 1 and kind in PIECES:
         return PackedTensor(shape, dtype, packed)
     return StoredTensor(shape, wide, read)
 

@@ -1,4 +1,10 @@
-"""stream(): a model of Transformers whose experts stay in the files of its folder."""
+"""stream(): a model of Transformers whose experts stay in the files of its folder.
+
+A skeleton on the meta device says what parameters the model has. Transformers' own loader then fills it from a state
+dict that is ours: placeholders without values for experts (StreamedWeight) and for packed linear layers (PackedWeight),
+for the rest tensors that are read when the loader asks for them. So its renaming, tying and casting apply as to any
+other model.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +93,14 @@ def stream(
         )
     source = open_source(local_path(folder), [Path(other) for other in folders])
     config = source.config
-    _check_num_layers(source)
+    count = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(count, int) and count > source.num_tensors:  # before so many are made
+        raise CheckpointError(
+            f"{source.path}: config.json has {count} layers, but there are only {source.num_tensors} tensors"
+        )
     with errors_of_transformers(source.path), torch.device("meta"):
-        dtype = dtype or _dtype_of(config) or source.dtype
+        said = getattr(config, "dtype", None)  # a torch.dtype, or its name
+        dtype = dtype or (getattr(torch, said) if isinstance(said, str) else said) or source.dtype
         skeleton = _class_of(config).from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     packed = _take_packed(source, skeleton, state, dtype)
@@ -111,15 +122,6 @@ def stream(
     return huggingface.use(model).eval()
 
 
-def _check_num_layers(source: Source) -> None:
-    """Refuses a number of layers that the files cannot hold, before so many are made."""
-    count = getattr(source.config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(count, int) and count > source.num_tensors:
-        raise CheckpointError(
-            f"{source.path}: config.json has {count} layers, but there are only {source.num_tensors} tensors"
-        )
-
-
 def _class_of(config: Any) -> Any:
     """The class of Transformers that makes a language model of a configuration, with towers for images if it must."""
     import transformers
@@ -128,11 +130,6 @@ def _class_of(config: Any) -> Any:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModelForImageTextToText
-
-
-def _dtype_of(config: Any) -> torch.dtype | None:
-    value = getattr(config, "dtype", None)
-    return getattr(torch, value) if isinstance(value, str) else value
 
 
 def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list[Layer], dict[str, Any]]:
@@ -147,7 +144,7 @@ def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list
         layer = source.layer(path, module).cast(dtype)
         for name, shape in zip((up_of(module), "down_proj"), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
-            if layer.is_packed and module.is_transposed:
+            if layer.is_packed and module.is_transposed:  # packed rows are outputs, whatever the module says
                 shape = (shape[0], shape[2], shape[1])
             if shape != expected:
                 raise CheckpointError(

@@ -58,9 +58,8 @@ class Statistics:
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
-PATIENCE = (
-    60.0  # seconds without a lease that ends, after which those of other threads count as kept by autograd
-)
+# Seconds without a lease that ends, after which those of other threads count as kept by autograd.
+PATIENCE = 60.0
 
 
 class Lease:
@@ -72,11 +71,11 @@ class Lease:
 
 @dataclass(eq=False)
 class _Slot:
-    """A buffer for one part of a layer. part: its number among those of all layers."""
+    """A buffer for one part of a layer."""
 
-    begin: int
-    part: int | None = None
-    done: Future[None] | None = None
+    begin: int  # byte in the memory of the pool
+    part: int | None = None  # its number among those of all layers
+    done: Future[None] | None = None  # the read of it
     leases: set[Lease] = field(default_factory=set)
 
 
@@ -145,9 +144,8 @@ class Pool:
         self.turn = RLock()  # of a thread that computes with chosen experts, which other reads would replace
         self._inside: Counter[int] = Counter()  # {thread: its calls that compute now}
         self._graphs: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._waiting: list[
-            SimpleQueue[None]
-        ] = []  # of threads that need a buffer: an entry for each that is free
+        # Of threads that need a buffer: an entry for each that is free. Queues, for _end() may take no lock.
+        self._waiting: list[SimpleQueue[None]] = []
         self._slots: list[_Slot] = []
         self._size = 0  # experts of a part, 0 for all of a layer
         self._caches: list[_Cache] = []
@@ -248,9 +246,8 @@ class Pool:
         Raises RuntimeError if tensors that autograd keeps have all buffers.
         """
         layer = self.layers[index]
-        is_short = (
-            self.holds_all and not torch.is_grad_enabled()
-        )  # nothing outlives the call, nothing gives way
+        # Nothing outlives the call and nothing gives way, so generation needs no lease for each layer of each token.
+        is_short = self.holds_all and not torch.is_grad_enabled()
         if is_short and index in self._described:
             return self._described[index]
         phase = Phase.REPEATED if is_backward else Phase.FORWARD
@@ -263,7 +260,7 @@ class Pool:
 
     def part(self, number: int, phase: Phase, is_training: bool) -> Weights:
         """The weights of a part, as whole() gives those of a layer."""
-        part = self.parts[number]
+        part = self.parts[number]  # parts of one layer differ in size where its experts are no multiple
         return self.layers[part.layer].weights(self._lease(number, phase, is_training), part.end - part.begin)
 
     def again(
@@ -276,14 +273,20 @@ class Pool:
 
     def _lease(self, number: int, phase: Phase, is_training: bool) -> "np.ndarray[Any, Any]":
         """The buffer of a part once it is read."""
-        next_use: dict[int, int] = {}
+        next_use: dict[
+            int, int
+        ] = {}  # {part: distance}, by which Belady's rule chooses the buffer to read over
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
+        # The lease is taken under the lock that finds the buffer, or another thread might read over it.
         lease, slot = Lease(), None
         while slot is None:
             released: SimpleQueue[None] = SimpleQueue()
             with self.turn, self._lock:
-                self._use_slots()
+                if not self._slots:  # forgotten, or chosen experts had the memory
+                    self._caches = []
+                    count = min(self._most_slots, len(self.parts))
+                    self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
                 slot = self._find(number)
                 if slot is None and (victim := self._victim(next_use)) is not None:
                     slot = self._begin_read(number, victim)
@@ -381,25 +384,23 @@ class Pool:
     def _note_buffers(self, num_bytes: int) -> None:
         self.statistics.buffer_bytes = max(self.statistics.buffer_bytes, num_bytes)
 
-    def _use_slots(self) -> None:
-        if not self._slots:
-            self._caches = []
-            count = min(self._most_slots, len(self.parts))
-            self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
-
     def _use_caches(self, needed: int) -> bool:
         if not self._caches:
             if any(slot.leases for slot in self._slots):
                 return False
             region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
-            counts = [_fitting(layer, region) for layer in self.layers]
-            if min(counts) < needed:
+            count = min(
+                layer.num_experts for layer in self.layers
+            )  # those of every layer that fit into a region
+            while count and any(layer.num_bytes(count) > region for layer in self.layers):
+                count -= 1
+            if count < needed:
                 return False
             self._settle()
             self._slots = []
             begins = range(0, region * len(self.layers), region)
             self._caches = [
-                _Cache(layer, self._bytes[begin : begin + layer.num_bytes(min(counts))], min(counts))
+                _Cache(layer, self._bytes[begin : begin + layer.num_bytes(count)], count)
                 for begin, layer in zip(begins, self.layers, strict=True)
             ]
             self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
@@ -421,7 +422,7 @@ class Pool:
 
     def _victim(self, next_use: dict[int, int]) -> _Slot | None:
         """The buffer to read a part into: an empty one, or the one used last; None if all are leased."""
-        for _ in range(3):
+        for _ in range(3):  # now, after the reads under way, and after the garbage collector has run
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
                 return max(free, key=lambda s: _when(s, next_use))
@@ -459,7 +460,7 @@ class Pool:
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             victim = max(free, key=lambda s: _when(s, next_use), default=None)
             if victim is None or _when(victim, next_use) <= next_use[part]:
-                return
+                return  # all later parts are needed later still
             self._begin_read(part, victim)
 
 
@@ -478,14 +479,7 @@ _PRIVATE: Mapping[str, Any] = MappingProxyType(
 
 
 def _when(slot: _Slot, next_use: dict[int, int]) -> float:
+    """Distance to the next use of a buffer: empty ones first, then parts that no use is known of."""
     if slot.part is None:
         return float("inf")
     return next_use.get(slot.part, 1e9)
-
-
-def _fitting(layer: Layer, num_bytes: int) -> int:
-    """Experts that fit into a buffer."""
-    count = layer.num_experts
-    while count and layer.num_bytes(count) > num_bytes:
-        count -= 1
-    return count

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeAlias
 
 
 class Progress(NamedTuple):
-    """After a layer of a step. done, total: layers, counted once forward and, in training, once more backward."""
+    """State of a step after one of its layers."""
 
-    done: int
+    done: int  # layers, counted once forward and, in training, once more backward
     total: int
     seconds: float  # since the step began
     tokens: int  # of the step

@@ -8,7 +8,7 @@ spans, the cache keeps them: the second read of a span is a copy.
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from mmap import mmap
 from pathlib import Path
@@ -39,11 +39,11 @@ class _Chunk(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """An open file; is_direct: past the page cache; changed: time of the last change, in nanoseconds."""
+    """An open file."""
 
     handle: int
-    is_direct: bool
-    changed: int
+    is_direct: bool  # past the page cache
+    changed: int  # time of the last change in nanoseconds, to notice another one while it is streamed
 
 
 class Reader:
@@ -73,17 +73,18 @@ class Reader:
                 if source not in moved:
                     moved[source] = Span(*source, end)
                     end += -(-source[2] // ALIGNED) * ALIGNED
-            places = [[_place(moved[part[:3]]) for part in (span, *span.beside)] for span in group]
             raw = np.empty(end, dtype=np.uint8)
             num_bytes += self._fetch([*moved.values()], raw)
-            self._all(functools.partial(_turn, into, raw), group, places)
+            self._all(functools.partial(_turn, into, raw, moved), group)
         return num_bytes
 
     def _fetch(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
         chunks = list(_chunks(spans))
         for path in {chunk.path for chunk in chunks}:
             self._open(path)
-        self._all(functools.partial(self._read, into), _shares(chunks))
+        # neighbours go to different threads, so that the disk sees its file in order
+        shares = [chunks[first::THREADS] for first in range(min(THREADS, len(chunks)))]
+        self._all(functools.partial(self._read, into), shares)
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
     def _all(self, function: Callable[..., None], *arguments: Sequence[Any]) -> None:
@@ -100,7 +101,7 @@ class Reader:
             direct = 0 if self.through_cache else getattr(os, "O_DIRECT", 0)
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
-            except OSError:
+            except OSError:  # of a file system without O_DIRECT
                 direct = 0
                 try:
                     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -129,7 +130,7 @@ class Reader:
             for span in chunk.spans:
                 first = span.begin - begin
                 into[span.at : span.at + span.num_bytes] = bounce[first : first + span.num_bytes]
-            if not is_direct:
+            if not is_direct:  # drop the range, which the cgroup would charge
                 os.posix_fadvise(handle, begin, size, os.POSIX_FADV_DONTNEED)
 
 
@@ -140,7 +141,7 @@ def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
 
 def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
     done = 0
-    while done < size:
+    while done < size:  # preadv may return less than it was asked for
         try:
             count = os.preadv(handle, [into[done:].data], begin + done)
         except OSError as error:
@@ -150,15 +151,13 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
         done += count
 
 
-def _place(span: Span) -> slice:
-    return slice(span.at, span.at + span.num_bytes)
-
-
 def _turn(
-    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", span: Span, places: Sequence[slice]
+    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[Source, Span], span: Span
 ) -> None:
+    """Transforms a span and those beside it, which lie in `raw` where `moved` says, into its place."""
     assert span.turn is not None
-    turned = span.turn(*(raw[place] for place in places)).reshape(-1).view(np.uint8)
+    lie = (moved[part[:3]] for part in (span, *span.beside))
+    turned = span.turn(*(raw[m.at : m.at + m.num_bytes] for m in lie)).reshape(-1).view(np.uint8)
     into[span.at : span.at + turned.size] = turned
 
 
@@ -199,11 +198,6 @@ def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
             begin, left, at = begin + size, left - size, at + size
     if current is not None:
         yield current
-
-
-def _shares(chunks: Sequence[_Chunk]) -> list[Sequence[_Chunk]]:
-    """Chunks for each thread, neighbours to different ones."""
-    return [chunks[first::THREADS] for first in range(min(THREADS, len(chunks)))]
 
 
 def _close(handles: dict[Path, _Open], threads: ThreadPoolExecutor) -> None:

@@ -1,4 +1,8 @@
-"""GGUF's Q4_0, Q8_0, Q4_K, Q5_K and Q6_K: a row is blocks of bytes that hold their scales."""
+"""GGUF's Q4_0, Q8_0, Q4_K, Q5_K and Q6_K: a row is blocks of bytes that hold their scales.
+
+Q4_0 and Q8_0 have 32 columns a block and a scale in float16. The K formats have 256 and a scale in float16 that small
+integers multiply, one for each 32 columns (16 in Q6_K). Q4_K and Q5_K subtract a minimum, which is made the same way.
+"""
 
 from __future__ import annotations
 
