@@ -102,7 +102,10 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
             optimizer.load_state_dict(state["optimizer"])
         if lr_scheduler is not None:
             lr_scheduler.load_state_dict(state["lr_scheduler"])
-    _take_consumed_samples(args, state.get("args"))
+    if (saved := state.get("args")) is not None:  # the samplers go on where the data of the saved run ended
+        args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+        args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+        _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
     dist.barrier()  # the one in Megatron's load_checkpoint
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
 
@@ -121,7 +124,7 @@ def _read(file: str) -> dict[str, Any]:
 def merge_state_dict(
     state_dict_rank0: dict[str, Any], state_dict_local: dict[str, Any], fp16: bool
 ) -> dict[str, Any]:
-    """The state of a rank: that of rank 0, which is changed, with the experts of the rank and their optimizer state."""
+    """Put a rank's experts and their optimizer state into rank 0's state, which is changed."""
     _update_nested(state_dict_rank0["model"], state_dict_local["model"])
     if "optimizer" not in state_dict_local:
         return state_dict_rank0
@@ -183,14 +186,6 @@ def _only_chunk(model: Any) -> Any:
     while hasattr(module, "module"):
         module = module.module
     return module
-
-
-def _take_consumed_samples(args: Any, saved: Any) -> None:
-    if saved is None:
-        return
-    args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
-    args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
-    _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
 
 
 def _megatron(name: str) -> Any:
