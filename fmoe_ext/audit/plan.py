@@ -60,7 +60,7 @@ class Parallel:
         return None if grad is None else grad.detach()
 
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which this rank has x; every rank calls it for the same names in one order."""
+        """Make a tensor whole of this rank's part x; every rank calls it for the same names in one order."""
         return x.full_tensor() if isinstance(x, DTensor) else x
 
     def close(self) -> None:

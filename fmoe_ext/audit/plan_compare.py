@@ -1,4 +1,10 @@
-"""Compares a rank's step under a plan with one process, and finds the module where a forward first differs."""
+"""Compare a rank's step under a plan with one process, and find the module where a forward first differs.
+
+Every tensor is made whole (Parallel.whole) before it is compared, so that sharding is no difference. The first tensor
+over the bound, in the order of a step, is where things went wrong; what follows is its consequence. So only that one is
+examined: a wrong output is traced to the first block that differs, a wrong gradient to the factor it is off by (a
+factor of the number of ranks is a mean taken for a sum).
+"""
 
 from __future__ import annotations
 
@@ -112,7 +118,7 @@ def _error(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _ratio(x: torch.Tensor, expected: torch.Tensor) -> str:
-    """Says by which factor a tensor differs, if by one factor everywhere."""
+    """Say by which factor a tensor differs, if by one factor everywhere."""
     if x.shape != expected.shape:
         return f"shape {list(x.shape)}, expected {list(expected.shape)}"
     if not x.isfinite().all():

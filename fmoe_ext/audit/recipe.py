@@ -47,12 +47,12 @@ def count_tokens(batch: Batch) -> int:
 
 
 def _weight_by_tokens(part: Part) -> float:
-    """Makes the sum over microbatches, averaged over ranks, of mean losses the mean over the whole batch."""
+    """Weight mean losses so that their sum over microbatches, averaged over ranks, is the whole batch's mean."""
     return part.num_ranks * count_tokens(part.batch) / max(count_tokens(part.whole), 1)
 
 
 def _weight_by_samples(part: Part) -> float:
-    """Makes the sum over the microbatches of a rank, of a loss that all ranks share, that loss once."""
+    """Weight a loss that all ranks share so that its sum over a rank's microbatches counts it once."""
     return num_samples(part.batch) / max(num_samples(part.of_rank), 1)
 
 
@@ -100,7 +100,7 @@ def _reduce_gradients(model: nn.Module) -> None:
 
 
 def _clip_gradients(model: nn.Module, max_norm: float = 0.1) -> torch.Tensor:
-    """Clips by the norm of all gradients of the job -> that norm; max_norm is small, so that clipping acts."""
+    """Clip by the norm of all gradients of the job -> that norm; max_norm is small, so that clipping acts."""
     if isinstance(model, DistributedGroupedDataParallel):
         return clip_grad_norm_(model, max_norm)
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)

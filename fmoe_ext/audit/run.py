@@ -1,4 +1,9 @@
-"""audit(): every case on processes that are started once, against one process on the whole batch."""
+"""audit(): every case on processes that are started once, against one process on the whole batch.
+
+One process in float64 makes the initial parameters, a file that all runs begin with; in every dtype of the cases it
+writes all tensors of all steps as the truth. Each rank of each case loads both and compares its own tensors, so that
+nothing has to be gathered. The truth of a float32 case is computed in float32 too: rounding is not a difference.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,7 @@ def audit(
     pool: DistributedPool | None = None,
     **parts: Any,
 ) -> AuditReport:
-    """Trains a model in every layout and compares it with one process on the whole batch.
+    """Train a model in every layout and compare it with one process on the whole batch.
 
     model: a Recipe; a function layout -> model with batch= and loss=; an nn.Module (of Transformers: audited with a
     small configuration; others: as they are, with batch= and loss=, their FMoE layers spread over ranks); or

@@ -126,7 +126,7 @@ class _Recorder:
             block.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
 
     def begin(self, first: int, end: int, num_padded: int) -> None:
-        """The samples [first, end) come next, with so many columns more than the whole batch has."""
+        """Expect the samples [first, end) next, padded by num_padded columns."""
         self._first, self._end, self._num_padded = first, end, num_padded
 
     def take(self) -> Values:

@@ -54,7 +54,7 @@ class ModelView:
 
     @torch.no_grad()
     def load(self, whole: dict[str, torch.Tensor]) -> None:
-        """Gives every tensor its rows of the whole model's."""
+        """Give every tensor its rows of the whole model's."""
         for name, x in self.state.tensors.items():
             if name not in whole:
                 raise AuditError(

@@ -15,7 +15,7 @@ from fmoe_ext.ep.process_groups import Group
 
 
 def ensure_comm(t: torch.Tensor, comm: Group) -> None:
-    """Makes comm (None: the default group) the group of the functions in this module; t is not used."""
+    """Make comm (None: the default group) the group of the functions in this module; t is not used."""
     _ranks.set_group(comm)
 
 
@@ -78,7 +78,7 @@ def _local_gather(
 
 
 class MOEScatter(Function):
-    """Copies rows inp[pos] and sends them to their experts."""
+    """Copy rows inp[pos] and send them to their experts."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class MOEScatter(Function):
 
 
 class MOEGather(Function):
-    """Brings rows back from their experts and adds them at pos of local_batch_size rows of zeros."""
+    """Bring rows back from their experts and add them at pos of local_batch_size rows of zeros."""
 
     @staticmethod
     def forward(

@@ -193,7 +193,7 @@ def read_shape(model: str) -> Shape:
 
 
 def left_out(model: str) -> list[str]:
-    """The fields of a config.json of which a Shape knows nothing, as "first_k_dense_replace 3"."""
+    """List the fields of a config.json that a Shape does not have, as "first_k_dense_replace 3"."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     config = _config(path) if path.suffix == ".json" else {}
     return [

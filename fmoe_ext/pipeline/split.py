@@ -1,4 +1,9 @@
-"""split(): a model cut into stages of equal cost."""
+"""split(): a model cut into stages of equal cost.
+
+Each layer is run once, on a copy, on what the layer before returned: that gives its cost and the shapes at every cut.
+balance_cost() then finds the cut whose greatest stage is least, since a pipeline is as fast as its slowest stage.
+Measured times differ between ranks, so that the first rank's cut is everybody's.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

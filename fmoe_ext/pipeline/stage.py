@@ -147,13 +147,13 @@ class Stage(nn.Module):
         return values, losses
 
     def begin(self, batch: Microbatches) -> None:
-        """Takes the batch of a step. Looks for modules once a step: a search visits every module of a layer."""
+        """Take the batch of a step. Looks for modules once a step: a search visits every module of a layer."""
         self.batch = batch
         self._gates = [gates_of(layer) for layer in self.layers]
         self._norms = [batch_norms_of(layer) if self.is_checkpointed else [] for layer in self.layers]
 
     def forget(self) -> None:
-        """Lets go of the batch, and of losses that a repeated forward left in gates."""
+        """Let go of the batch, and of losses that a repeated forward left in gates."""
         self.batch = None
         self.balance_losses = []
         for gates in self._gates:
@@ -174,7 +174,7 @@ def cut(x: Tensor, rows: int) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """x as a view; its gradient is contiguous, as what is sent must be."""
+    """Return x as a view; its gradient is contiguous, as what is sent must be."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

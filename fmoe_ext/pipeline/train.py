@@ -1,4 +1,10 @@
-"""Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining."""
+"""Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining.
+
+torch's schedule decides what runs when and sends tensors between ranks. What it would get wrong is done here: it takes
+the mean of microbatches' losses, and ours are sums over tokens, divided once by the count of the whole batch, so that
+unequal microbatches and ranks change nothing; it needs equal shapes, and our stages pad what they send and cut what
+they get; it sees one loss at the last stage, and gates' losses of inner stages enter the gradient where they arise.
+"""
 
 import math
 import time

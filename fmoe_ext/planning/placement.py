@@ -81,7 +81,7 @@ def rebalance(
 
 @torch.no_grad()
 def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Brings the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
+    """Bring the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
     parallel = layer.expert_parallel
     if optimizer is not None and is_zero_redundancy(optimizer):
         raise ValueError(

@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _refuse_without_effect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends with an error that names an option whose value nothing would read."""
+    """End with an error that names an option whose value nothing would read."""
     unread = {
         "--loads gives the loads": (
             options.loads is not None,

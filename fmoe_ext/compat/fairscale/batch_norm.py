@@ -30,7 +30,7 @@ class DeferredBatchNorm(nn.Module):
         self._begin()
 
     def begin_batch(self, chunks: int) -> None:
-        """Says how many microbatches come; what an unfinished batch has left is forgotten."""
+        """Begin a batch of `chunks` microbatches; what an unfinished batch has left is forgotten."""
         self.expected = chunks
         self._begin()
 

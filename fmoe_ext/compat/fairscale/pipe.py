@@ -1,4 +1,9 @@
-"""Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process."""
+"""Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process.
+
+GPipe: while partition 1 computes microbatch 0, partition 0 computes microbatch 1. No threads are needed for that: work
+on CUDA devices is only queued, so that starting it in the order of clock cycles keeps all devices busy, and autograd
+runs the backward in the reverse order by itself. On a CPU it gives the same numbers, without the gain.
+"""
 
 import inspect
 from collections import OrderedDict

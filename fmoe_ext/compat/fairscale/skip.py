@@ -67,7 +67,7 @@ class Skippable(nn.Module):
         self._namespaces: dict[str, Namespace] = {}
 
     def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> "Skippable":
-        """Lets this layer's names, or those of only, mean tensors of that namespace -> itself."""
+        """Put this layer's names, or only those given, into a namespace -> itself."""
         for name in self.stashes | self.pops if only is None else only:
             self._namespaces[name] = namespace
         return self

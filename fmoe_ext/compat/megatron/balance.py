@@ -102,7 +102,7 @@ def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Calla
 
 
 def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
-    """Writes the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empties it.
+    """Write the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empty it.
 
     writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
     """

@@ -22,7 +22,7 @@ from fmoe_ext.compat.megatron.runtime import EXPERTS_TAG, get_args, get_mpu
 def get_fmoe_checkpoint_name(
     checkpoints_path: str, iteration: int, release: bool = False, data_parallel_rank: int = -1
 ) -> str:
-    """The file of a data-parallel rank, -1 for this one; that of rank 0 is Megatron's own."""
+    """Name the file of a data-parallel rank, -1 for this one; rank 0 has Megatron's own."""
     mpu = get_mpu()
     if data_parallel_rank == -1:
         data_parallel_rank = mpu.get_data_parallel_rank()
@@ -38,7 +38,7 @@ def get_fmoe_checkpoint_name(
 
 
 def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
-    """Saves the model of all ranks to args.save; all ranks call it.
+    """Save the model of all ranks to args.save; all ranks call it.
 
     model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline.
     """
@@ -58,7 +58,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Writes a file in place of an older one, which stays where that fails; the error names the path."""
+    """Write a file in place of an older one, which stays where that fails; the error names the path."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
@@ -72,7 +72,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:
-    """Loads what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
+    """Load what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
 
     Random number generators continue from rank 0's. Raises FileNotFoundError where this rank's file is missing.
     """
