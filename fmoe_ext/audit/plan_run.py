@@ -1,4 +1,8 @@
-"""audit_plan(): a model under a parallel plan on gloo processes, against one process."""
+"""audit_plan(): a model under a parallel plan on gloo processes, against one process.
+
+One process trains first and writes its initial parameters and the tensors of every step to files; then each rank loads
+both, applies the plan and compares as it trains. A rank that fails is part of the report: plans often fail on one.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class NaiveGate(ModelDtype, gates.NaiveGate):
 
     @property
     def weighs_while_choosing(self) -> bool:
-        return False
+        return False  # the kernel's weights may differ from torch's softmax in the last bit
 
     def topk(
         self,

@@ -122,6 +122,7 @@ def _partition(module: nn.Sequential) -> tuple[nn.Sequential, list[int], list[to
                 )
             device = found.pop() if found else torch.device("cpu")
         inner = list(child) if isinstance(child, nn.Sequential) else [child]
+        # On the CPU one partition would be no pipeline: there each child is its own.
         if not (devices and devices[-1] == device and device.type != "cpu"):
             balance.append(0)
             devices.append(device)

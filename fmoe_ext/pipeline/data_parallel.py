@@ -110,6 +110,7 @@ def wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) 
         return DistributedDataParallel(stage, process_group=groups.data)
     if name == "fsdp":
         mesh = DeviceMesh.from_group(groups.data, device.type)
+        # parameters stay gathered after a forward: the next microbatch's comes before this one's backward
         fully_shard(stage, mesh=mesh, reshard_after_forward=False)
     return stage
 

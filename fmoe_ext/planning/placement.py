@@ -1,4 +1,9 @@
-"""Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load."""
+"""Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load.
+
+plan() finds an order of the experts for a recorded load, move_experts() brings weights, gradients and the optimizer's
+rows there by one exchange each, and rebalance() does both where it pays. Results do not change, as the layer sends
+tokens to wherever an expert lives; only the busiest rank, which all others wait for, has less to do.
+"""
 
 import logging
 from collections.abc import Sequence
