@@ -20,14 +20,11 @@ class AuditError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """dp copies of the model, each with its experts over ep ranks; each of the dp * ep has tokens of its own.
-
-    groups: the process groups of a running rank, None in one process.
-    """
+    """dp copies of the model, each with its experts over ep ranks; each of the dp * ep has tokens of its own."""
 
     dp: int = 1
     ep: int = 1
-    groups: ParallelGroups | None = None
+    groups: ParallelGroups | None = None  # of a running rank; None in one process
 
     @property
     def num_ranks(self) -> int:
@@ -113,7 +110,9 @@ def make_cases(
     every = list(
         itertools.starmap(Case, itertools.product(layouts, accumulation, recomputation, padding, dtypes))
     )
-    known_names = _every_name(layouts)
+    # Also names that this audit does not use: one recipe's leave_out serves every choice of axes.
+    settings = itertools.product({*LAYOUTS, *layouts}, ACCUMULATION, RECOMPUTATION, PADDING, DTYPES)
+    known_names = set().union(*(case.names() for case in itertools.starmap(Case, settings)))
     if unknown := [name for name in leave_out if name not in known_names]:
         raise AuditError(
             f"leave_out names {', '.join(map(repr, unknown))}, but what can be left out is "
@@ -124,9 +123,3 @@ def make_cases(
         raise AuditError("no case is left to run: leave_out, or empty lists of settings, exclude them all")
     order = {layout: (layout.num_ranks, i) for i, layout in enumerate(layouts)}
     return sorted(kept, key=lambda case: (order[case.layout], len(case.unusual()), case.dtype != "float64"))
-
-
-def _every_name(layouts: Sequence[Layout]) -> set[str]:
-    """Names that leave_out accepts, also those that this audit does not use."""
-    settings = itertools.product({*LAYOUTS, *layouts}, ACCUMULATION, RECOMPUTATION, PADDING, DTYPES)
-    return set().union(*(case.names() for case in itertools.starmap(Case, settings)))

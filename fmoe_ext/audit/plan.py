@@ -47,11 +47,11 @@ class Parallel:
         self.optimizer.step()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters or modules of this rank under the names of the model that was given."""
+        """Parameters of this rank under the names of the model that was given."""
         return {_plain_name(name): p for name, p in self.model.named_parameters()}
 
     def modules(self) -> dict[str, nn.Module]:
-        """Parameters or modules of this rank under the names of the model that was given."""
+        """Modules of this rank under the names of the model that was given."""
         return {_plain_name(name): module for name, module in self.model.named_modules()}
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
@@ -60,43 +60,35 @@ class Parallel:
         return None if grad is None else grad.detach()
 
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which this rank has x; every rank calls it for the same names in one order."""
+        """Make a tensor whole of this rank's part x; every rank calls it for the same names in one order."""
         return x.full_tensor() if isinstance(x, DTensor) else x
 
     def close(self) -> None:
         """Undo what the plan left in this process, after the last step."""
 
 
-def _mean_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Loss that a model of Transformers returns."""
-    return loss_of_transformers(model, batch)
-
-
 @dataclass(frozen=True)
 class PlanRecipe:
     """A training and its parallel plan; of all functions, only model and parallelize have no default.
 
-    model(): the model in one process, seeded by the audit.
-    parallelize(model, rank, world): the same model under the plan on one rank, or a Parallel of it. Its parameters are
-      those of one process already; the default process group is gloo's.
-    batch(step), loss(model, batch): as of Recipe; for a model of Transformers, random tokens and its own loss.
-    optimizer(model): SGD with momentum by default.
-    world: ranks. dtype: float64, or float32 for what has no float64. steps: of the optimizer. tolerance: largest error
-      over the largest number of a quantity; None: 1e-12 in float64 (1e-5 for models of Transformers, which compute
-      norms and routers in float32), 1e-5 in float32.
-    noise: standard deviation of what is added to the initial parameters, so that no bias is zero.
+    parallelize(model, rank, world) returns the model under the plan on one rank, or a Parallel of it. Its parameters
+    are those of one process already; the default process group is gloo's.
+    tolerance None: 1e-12 in float64 (1e-5 for models of Transformers, which compute norms and routers in float32),
+    1e-5 in float32.
     """
 
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module]  # the model in one process, seeded by the audit
     parallelize: Callable[[nn.Module, int, int], Any]
-    batch: Callable[[int], Batch] | None = None
-    loss: Callable[[Any, Batch], torch.Tensor] = _mean_loss
-    optimizer: Callable[[Any], Optimizer] = make_optimizer
-    world: int = 2
-    dtype: str = "float64"
-    steps: int = 2
-    tolerance: float | None = None
-    noise: float = 0.05
+    batch: Callable[[int], Batch] | None = (
+        None  # batch(step); None: random tokens for a model of Transformers
+    )
+    loss: Callable[[Any, Batch], torch.Tensor] = loss_of_transformers  # loss(model, batch), a mean
+    optimizer: Callable[[Any], Optimizer] = make_optimizer  # SGD with momentum
+    world: int = 2  # ranks
+    dtype: str = "float64"  # or float32, for what has no float64
+    steps: int = 2  # of the optimizer
+    tolerance: float | None = None  # largest error over the largest number of a quantity
+    noise: float = 0.05  # standard deviation, added to the initial parameters so that no bias is zero
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -1,4 +1,10 @@
-"""Compares a rank's step under a plan with one process, and finds the module where a forward first differs."""
+"""Compare a rank's step under a plan with one process, and find the module where a forward first differs.
+
+Every tensor is made whole (Parallel.whole) before it is compared, so that sharding is no difference. The first tensor
+over the bound, in the order of a step, is where things went wrong; what follows is its consequence. So only that one is
+examined: a wrong output is traced to the first block that differs, a wrong gradient to the factor it is off by (a
+factor of the number of ranks is a mean taken for a sum).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +34,19 @@ def compare_step(
     bound: float,
 ) -> list[Difference]:
     """Errors of all tensors of a step in the order of a step; the first over the bound says more about itself."""
-    ours, theirs = _step(computed, truth, parallel, parameters), _truth(truth, parallel.share)
+    ours = _step(computed, truth, parallel, parameters)
+    theirs: Step = {"parameter": {name: Value(x) for name, x in truth.parameter.items()}}
+    if truth.loss is not None:  # step 0 has parameters alone
+        theirs["loss"] = {"": Value(truth.loss.double())}
+        theirs["gradient"] = {name: Value(x) for name, x in truth.gradient.items()}
+        if "" in truth.outputs:
+            theirs["output"] = {"": Value(_rows(truth.outputs[""], parallel.share))}
     found = compare(number, ours, theirs, rank)
     at = next((i for i, d in enumerate(found) if not d.error <= bound), None)
     if at is None:
         return found
     first = found[at]
+    # A wrong forward is found by its module; for a gradient or a parameter the factor tells more (a missed mean).
     if first.quantity in ("output", "loss") and computed.outputs:
         found.insert(at, _locate(first, computed.outputs, truth.outputs, parallel.share, bound))
     else:
@@ -56,30 +69,20 @@ def _step(
             continue
         if truth.gradient:
             grad = computed.gradient.get(name)
+            # whole() may be a collective: a rank without a gradient has to call it too.
             grad = torch.zeros_like(parameters[name]).detach() if grad is None else grad
             step["gradient"][name] = Value(parallel.whole(name, grad))
         step["parameter"][name] = Value(parallel.whole(name, computed.parameter[name]))
     if truth.loss is not None:
         loss = mean_over_parts(computed.loss, parallel.share)
         step["loss"] = {} if loss is None else {"": Value(loss)}
-        outputs = {name: _local(x) for name, x in computed.outputs.items() if name in truth.outputs}
-        computed.outputs = outputs
+        computed.outputs = outputs = {
+            name: x.full_tensor() if isinstance(x, DTensor) else x
+            for name, x in computed.outputs.items()
+            if name in truth.outputs
+        }
         step["output"] = {"": Value(outputs[""])} if "" in outputs else {}
     return step
-
-
-def _truth(truth: Computed, share: tuple[int, int]) -> Step:
-    step: Step = {"parameter": {name: Value(x) for name, x in truth.parameter.items()}}
-    if truth.loss is not None:
-        step["loss"] = {"": Value(truth.loss.double())}
-        step["gradient"] = {name: Value(x) for name, x in truth.gradient.items()}
-        if "" in truth.outputs:
-            step["output"] = {"": Value(_rows(truth.outputs[""], share))}
-    return step
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _rows(whole: torch.Tensor, share: tuple[int, int]) -> torch.Tensor:
@@ -115,7 +118,7 @@ def _error(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _ratio(x: torch.Tensor, expected: torch.Tensor) -> str:
-    """Says by which factor a tensor differs, if by one factor everywhere."""
+    """Say by which factor a tensor differs, if by one factor everywhere."""
     if x.shape != expected.shape:
         return f"shape {list(x.shape)}, expected {list(expected.shape)}"
     if not x.isfinite().all():
@@ -123,6 +126,7 @@ def _ratio(x: torch.Tensor, expected: torch.Tensor) -> str:
     if not x.any():
         return "zero here"
     x, expected = x.double().flatten(), expected.double().flatten()
+    # least squares: the factor c of x = c * expected
     factor = (x @ expected / (expected @ expected)).item() if expected.any() else 0.0
     if factor and abs(factor - 1) > 1e-3 and (x - factor * expected).abs().max() < 1e-4 * x.abs().max():
         return f"{factor:.3g} times that of one process"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,18 +11,18 @@ from fmoe_ext.audit.values import QUANTITIES, Difference
 
 @dataclass
 class Rank:
-    """Errors of one rank: the largest in each quantity, the first over the bound, and what it raised."""
+    """Errors of one rank."""
 
-    worst: dict[str, float] = field(default_factory=dict)
-    first: Difference | None = None
-    names: set[str] = field(default_factory=set)
-    error: str | None = None
+    worst: dict[str, float] = field(default_factory=dict)  # largest error in each quantity
+    first: Difference | None = None  # first one over the bound
+    names: set[str] = field(default_factory=set)  # parameters of this rank
+    error: str | None = None  # what it raised
 
     def add(self, found: Sequence[Difference], bound: float) -> None:
         """Join the errors of a step."""
         for difference in found:
             self.worst[difference.quantity] = max(self.worst.get(difference.quantity, 0.0), difference.error)
-            if self.first is None and not difference.error <= bound:
+            if self.first is None and not difference.error <= bound:  # not >: a NaN is over every bound
                 self.first = difference
 
 
@@ -76,15 +76,13 @@ class PlanReport:
         return {q: max((rank.worst.get(q, 0.0) for rank in self.ranks), default=0.0) for q in QUANTITIES}
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield f"one process: losses {', '.join(f'{loss:.12g}' for loss in self.losses)}"
+        lines = [f"one process: losses {', '.join(f'{loss:.12g}' for loss in self.losses)}"]
         worst = ", ".join(f"{quantity} {error:.0e}" for quantity, error in self._worst().items() if error)
-        yield f"largest errors on {self.world} ranks: {worst or '0'}"
+        lines.append(f"largest errors on {self.world} ranks: {worst or '0'}")
         if self.error is not None:
-            yield f"FAILED     {self.error.strip()}"
+            lines.append(f"FAILED     {self.error.strip()}")
         elif self.first is not None:
-            yield f"DIFFERENT  {self.first}"
+            lines.append(f"DIFFERENT  {self.first}")
         verdict = "equal" if self.ok else "failed" if self.error is not None else "different"
-        yield f"{self.steps} steps on {self.world} ranks in {self.seconds:.0f} s: {verdict}"
+        lines.append(f"{self.steps} steps on {self.world} ranks in {self.seconds:.0f} s: {verdict}")
+        return "\n".join(lines)

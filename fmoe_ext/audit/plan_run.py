@@ -1,4 +1,8 @@
-"""audit_plan(): a model under a parallel plan on gloo processes, against one process."""
+"""audit_plan(): a model under a parallel plan on gloo processes, against one process.
+
+One process trains first and writes its initial parameters and the tensors of every step to files; then each rank loads
+both, applies the plan and compares as it trains. A rank that fails is part of the report: plans often fail on one.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,10 @@ from fmoe_ext.testing import DistributedError, DistributedPool
 
 @dataclass(frozen=True)
 class _PlanSource:
-    """A recipe that every process makes for itself: of a file or module, of a function in it, or one that was given."""
+    """A recipe that every process makes for itself, since models and plans cannot be sent to one."""
 
-    place: str = ""
-    recipe: PlanRecipe | None = None
+    place: str = ""  # a file or module, or a function in it
+    recipe: PlanRecipe | None = None  # or the one that was given
     changes: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self) -> PlanRecipe:
@@ -57,7 +61,8 @@ def audit_plan(
         try:
             ((names, losses),) = pool.run(_run_reference, source, folder, world_size=1, timeout=timeout)
         except DistributedError as error:
-            raise AuditError(f"the training fails in one process:\n{_last_line(error)}") from None
+            last_line = str(error).strip().splitlines()[-1]
+            raise AuditError(f"the training fails in one process:\n{last_line}") from None
         try:
             ranks = pool.run(_run_rank, source, folder, world_size=world, timeout=timeout)
         except DistributedError as error:
@@ -79,7 +84,14 @@ def _run_reference(source: _PlanSource, folder: str) -> tuple[list[str], list[fl
             name: computed.gradient.get(name, torch.zeros_like(computed.parameter[name]))
             for name in (order if computed.loss is not None else ())
         }
-    _check_finite(history)
+    for step, computed in enumerate(history):
+        for quantity in ("gradient", "parameter"):
+            for name, x in getattr(computed, quantity).items():
+                if not x.isfinite().all():
+                    raise AuditError(
+                        f"step {step}: {quantity} of {name} has NaN or infinity in one process already: mend the "
+                        "training first"
+                    )
     torch.save(history, Path(folder, "truth"))
     return order, [computed.loss.item() for computed in history if computed.loss is not None]
 
@@ -87,39 +99,38 @@ def _run_reference(source: _PlanSource, folder: str) -> tuple[list[str], list[fl
 def _run_rank(source: _PlanSource, folder: str) -> Rank:
     """On every rank: the errors of all tensors of this rank."""
     recipe, rank, world = source(), dist.get_rank(), dist.get_world_size()
+    # Libraries read their place in the job from what torchrun sets.
     number = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     number |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world)}
     before = _env.everything()
     _env.replace(before | number)
     found = Rank()
     try:
-        _train_rank(recipe, folder, rank, world, found)
+        truth: list[Computed] = torch.load(Path(folder, "truth"), weights_only=False)
+        model = make_model(recipe)
+        model.load_state_dict(torch.load(Path(folder, "initial")))
+        bound = recipe.bound(model)
+        # Batches before parallelize(): they are made from the model's configuration, which a plan may wrap.
+        batches = [whole_batch(recipe, model, step) for step in range(recipe.steps)]
+        made = recipe.parallelize(model, rank, world)
+        parallel = Parallel(made) if isinstance(made, nn.Module) else made
+        if not isinstance(parallel, Parallel):
+            raise AuditError(
+                f"parallelize(model, rank, world) must return a model or a Parallel, but returned {type(made).__name__}"
+            )
+        try:
+            for step, computed, parameters in train(recipe, parallel, batches):
+                found.names |= parameters.keys()
+                errors = compare_step(step, computed, truth[step], parallel, parameters, rank, bound)
+                found.add(errors, bound)
+        finally:
+            parallel.close()
     except Exception as error:
         dist.barrier()  # lets a rank that is ahead fail by itself
         found.error = f"rank {rank}: {type(error).__name__}: {error}"
     finally:
         _env.replace(before)
     return found
-
-
-def _train_rank(recipe: PlanRecipe, folder: str, rank: int, world: int, found: Rank) -> None:
-    truth: list[Computed] = torch.load(Path(folder, "truth"), weights_only=False)
-    model = make_model(recipe)
-    model.load_state_dict(torch.load(Path(folder, "initial")))
-    bound = recipe.bound(model)
-    batches = [whole_batch(recipe, model, number) for number in range(recipe.steps)]
-    made = recipe.parallelize(model, rank, world)
-    parallel = Parallel(made) if isinstance(made, nn.Module) else made
-    if not isinstance(parallel, Parallel):
-        raise AuditError(
-            f"parallelize(model, rank, world) must return a model or a Parallel, but returned {type(made).__name__}"
-        )
-    try:
-        for number, computed, parameters in train(recipe, parallel, batches):
-            found.names |= parameters.keys()
-            found.add(compare_step(number, computed, truth[number], parallel, parameters, rank, bound), bound)
-    finally:
-        parallel.close()
 
 
 def _order(model: nn.Module, first: Computed) -> list[str]:
@@ -135,18 +146,3 @@ def _order(model: nn.Module, first: Computed) -> list[str]:
         return len(place)
 
     return sorted((name for name, _ in model.named_parameters()), key=of)
-
-
-def _check_finite(history: list[Computed]) -> None:
-    for step, computed in enumerate(history):
-        for quantity in ("gradient", "parameter"):
-            for name, x in getattr(computed, quantity).items():
-                if not x.isfinite().all():
-                    raise AuditError(
-                        f"step {step}: {quantity} of {name} has NaN or infinity in one process already: mend the "
-                        "training first"
-                    )
-
-
-def _last_line(error: DistributedError) -> str:
-    return str(error).strip().splitlines()[-1]

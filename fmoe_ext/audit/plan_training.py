@@ -22,9 +22,9 @@ OF_EXPERTS = "_experts_implementation"  # in a configuration of Transformers
 
 @dataclass
 class Computed:
-    """Tensors of one step; outputs {module: its first output} in the order in which the forward computed them."""
+    """Tensors of one step."""
 
-    outputs: Tensors = field(default_factory=dict)
+    outputs: Tensors = field(default_factory=dict)  # {module: its first output}, as the forward computed them
     loss: torch.Tensor | None = None
     gradient: Tensors = field(default_factory=dict)
     parameter: Tensors = field(default_factory=dict)
@@ -42,6 +42,7 @@ def make_model(recipe: PlanRecipe) -> nn.Module:
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
+                # biases start at zero, where a fault in them would not show
                 p.add_(recipe.noise * torch.randn(p.shape, dtype=p.dtype, device=p.device))
     return model
 
@@ -64,7 +65,12 @@ def train(
     for number, batch in enumerate(batches, 1):
         torch.manual_seed(SEED + number)
         part = share_of(batch, parallel.share)
-        _check_tokens(part, batch, parallel.share[1])
+        if count_tokens(part) * parallel.share[1] != count_tokens(batch):
+            # The mean of means is the mean only for parts with equally many tokens.
+            raise AuditError(
+                f"a part of the batch has {count_tokens(part)} of {count_tokens(batch)} tokens, and there are "
+                f"{parallel.share[1]} parts: let batch(step) return samples with equally many"
+            )
         with recorder:
             loss = parallel.backward(recipe, part)
         gradients = {name: parallel.gradient(name, p) for name, p in parallel.parameters().items()}
@@ -130,12 +136,3 @@ def _first_tensor(out: Any) -> torch.Tensor | None:
 
 def _copies(parameters: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: p.detach().clone() for name, p in parameters.items()}
-
-
-def _check_tokens(part: Batch, whole: Batch, number: int) -> None:
-    """The mean of means is the mean only for parts with equally many tokens."""
-    if count_tokens(part) * number != count_tokens(whole):
-        raise AuditError(
-            f"a part of the batch has {count_tokens(part)} of {count_tokens(whole)} tokens, and there are {number} "
-            "parts: let batch(step) return samples with equally many"
-        )

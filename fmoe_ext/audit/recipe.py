@@ -25,11 +25,11 @@ NUM_PADDED = 3  # columns that _pad() adds
 
 @dataclass(frozen=True)
 class Part:
-    """A microbatch of one rank, and what it is a part of: all that this rank has, and the whole batch of the step."""
+    """A microbatch of one rank, and what it is a part of."""
 
     batch: Batch
-    of_rank: Batch
-    whole: Batch
+    of_rank: Batch  # all that this rank has
+    whole: Batch  # the batch of the step, on all ranks
     num_ranks: int
     num_microbatches: int
 
@@ -47,12 +47,12 @@ def count_tokens(batch: Batch) -> int:
 
 
 def _weight_by_tokens(part: Part) -> float:
-    """Makes the sum over microbatches, averaged over ranks, of mean losses the mean over the whole batch."""
+    """Weight mean losses so that their sum over microbatches, averaged over ranks, is the whole batch's mean."""
     return part.num_ranks * count_tokens(part.batch) / max(count_tokens(part.whole), 1)
 
 
 def _weight_by_samples(part: Part) -> float:
-    """Makes the sum over the microbatches of a rank, of a loss that all ranks share, that loss once."""
+    """Weight a loss that all ranks share so that its sum over a rank's microbatches counts it once."""
     return num_samples(part.batch) / max(num_samples(part.of_rank), 1)
 
 
@@ -64,7 +64,7 @@ def _data_parallel(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def spread_experts(model: nn.Module, layout: Layout) -> nn.Module:
-    """Leaves on this rank its share of the experts of every FMoE layer -> the model, changed in place.
+    """Leave on this rank its share of the experts of every FMoE layer -> the model, changed in place.
 
     Raises AuditError for layers that are spread already, or whose experts do not divide.
     """
@@ -77,25 +77,20 @@ def spread_experts(model: nn.Module, layout: Layout) -> nn.Module:
             'function that builds it for a layout, or leave_out={"ep": reason}'
         )
     for name, layer in layers.items():
-        _spread(name, layer, layout)
+        if layer.expert_parallel is not None:
+            raise AuditError(
+                f"{name} is spread over ranks already: audit() takes a model that was made for one process"
+            )
+        if layer.num_experts % layout.ep:
+            raise AuditError(
+                f"{name} has {layer.num_experts} experts, which {layout.ep} ranks cannot share evenly"
+            )
+        if layout.ep > 1:
+            layer.spread(layout.groups.ep, gate_group=layout.groups.world)
+        else:
+            layer.share_gate(layout.groups.world)
+        layer.mark_parallel_comm("moe")
     return model
-
-
-def _spread(name: str, layer: FMoE, layout: Layout) -> None:
-    assert layout.groups is not None
-    if layer.expert_parallel is not None:
-        raise AuditError(
-            f"{name} is spread over ranks already: audit() takes a model that was made for one process"
-        )
-    if layer.num_experts % layout.ep:
-        raise AuditError(
-            f"{name} has {layer.num_experts} experts, which {layout.ep} ranks cannot share evenly"
-        )
-    if layout.ep > 1:
-        layer.spread(layout.groups.ep, gate_group=layout.groups.world)
-    else:
-        layer.share_gate(layout.groups.world)
-    layer.mark_parallel_comm("moe")
 
 
 def _reduce_gradients(model: nn.Module) -> None:
@@ -105,7 +100,7 @@ def _reduce_gradients(model: nn.Module) -> None:
 
 
 def _clip_gradients(model: nn.Module, max_norm: float = 0.1) -> torch.Tensor:
-    """Clips by the norm of all gradients of the job -> that norm; max_norm is small, so that clipping acts."""
+    """Clip by the norm of all gradients of the job -> that norm; max_norm is small, so that clipping acts."""
     if isinstance(model, DistributedGroupedDataParallel):
         return clip_grad_norm_(model, max_norm)
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -170,35 +165,33 @@ def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractCo
 class Recipe:
     """A training as functions of a module, which other processes can import; all but three have defaults.
 
-    build(layout): the model for Layout(dp, ep, groups); parameters are overwritten with those of one process. Modules
-      of Transformers, or any other with its experts where the layout says.
-    batch(step): the whole batch of a step, {name: tensor [B, ...]}, the same on every rank.
-    loss(model, batch): the mean loss of (a part of) a batch; or the pair of it and a loss that all ranks share and
-      compute together, as the gates' balance losses are.
-    weight(part), shared_weight(part): the factors of the two. The job's loss is the sum over microbatches,
-      averaged over ranks.
-    accumulate(model, microbatches): a context manager around the forwards and backwards of a step; it may run
-      forwards of the microbatches before (gates.WholeBatch).
-    wrap, reduce, clip, optimizer: data parallelism, what comes after the last backward, clipping (it may return the
-      norm), the optimizer of the wrapped model. recompute(model, "reentrant" | "non-reentrant") turns it on.
-    pad(batch, "left" | "right"): the same samples with tokens that must not matter.
-    leave_out: {setting: reason} of what this training does not offer: dp, ep, accumulation, 2, uneven, recomputation,
-      reentrant, non-reentrant, padding, left, right, float32. The report says so.
+    build(layout) makes the model for Layout(dp, ep, groups), of Transformers or any other with its experts where the
+    layout says; its parameters are overwritten with those of one process.
+    loss(model, batch) returns the mean loss of (a part of) a batch; or the pair of it and a loss that all ranks share
+    and compute together, as the gates' balance losses are. The job's loss is the sum over microbatches of both, times
+    weight(part) and shared_weight(part), averaged over ranks.
+    leave_out may name dp, ep, accumulation, 2, uneven, recomputation, reentrant, non-reentrant, padding, left, right,
+    float32. The report says so.
     """
 
     build: Callable[[Layout], nn.Module]
-    batch: Callable[[int], Batch]
+    batch: Callable[[int], Batch]  # batch(step): the whole {name: tensor [B, ...]}, the same on every rank
     loss: Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     weight: Callable[[Part], float] = _weight_by_tokens
     shared_weight: Callable[[Part], float] = _weight_by_samples
+    # around all forwards and backwards of a step; may run forwards of the microbatches before (gates.WholeBatch)
     accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager[Any]] = _accumulate_nothing
     wrap: Callable[[nn.Module, Layout], nn.Module] = _data_parallel
-    reduce: Callable[[Any], None] = _reduce_gradients
-    clip: Callable[[Any], torch.Tensor | None] = _clip_gradients
-    optimizer: Callable[[Any], Optimizer] = make_optimizer
-    recompute: Callable[[Any, str], None] = _recompute_blocks
-    pad: Callable[[Batch, str], Batch] = _pad
-    leave_out: Mapping[str, str] = field(default_factory=dict)
+    reduce: Callable[[Any], None] = _reduce_gradients  # after the last backward
+    clip: Callable[[Any], torch.Tensor | None] = _clip_gradients  # may return the norm
+    optimizer: Callable[[Any], Optimizer] = make_optimizer  # of the wrapped model
+    recompute: Callable[[Any, str], None] = _recompute_blocks  # turns on "reentrant" or "non-reentrant"
+    pad: Callable[[Batch, str], Batch] = (
+        _pad  # the same samples, "left" or "right" of tokens that must not matter
+    )
+    leave_out: Mapping[str, str] = field(
+        default_factory=dict
+    )  # {setting: why this training does not offer it}
 
 
 def num_samples(batch: Batch) -> int:
@@ -235,4 +228,5 @@ def sizes_of_microbatches(num: int, accumulation: str) -> list[int]:
             f"accumulation {accumulation} needs {least} samples on every rank, but one has {num}: let batch(step) "
             "return more"
         )
+    # 1 and the rest: as uneven as can be, so that a mean of microbatches' means shows
     return [num // 2, num - num // 2] if accumulation == "2" else [1, num - 1]

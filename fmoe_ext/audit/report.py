@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,48 +98,43 @@ class AuditReport:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
         losses = ", ".join(f"{loss:.12g}" for loss in self.losses)
-        yield f"one process, whole batch, float64: losses {losses}"
-        yield from _table(self._rows())
-        for name, reason in self.left_out.items():
-            yield f"left out: {name} ({reason})"
-        for remark in self.remarks():
-            yield f"DIFFERENT  every layout: {remark}"
-        for text, failures in self._reasons().items():
-            more = f", and {len(failures) - 1} more cases" if len(failures) > 1 else ""
-            yield f"{failures[0].label:9}  {failures[0].case}{more}: {text}"
-        if self.failures and self.facts.drawing:
-            yield (
-                f"random numbers are drawn by {_some(self.facts.drawing)}: no two layouts draw the same, which is a "
-                "difference by itself; build(layout) must turn it off (dropout, jitter, noise, random choices)"
-            )
-        yield f"{len(self.results)} cases of {self.steps} steps in {self.seconds:.0f} s: {self._verdict()}"
+        lines = [f"one process, whole batch, float64: losses {losses}"]
+        groups: dict[tuple[str, str], list[Result]] = {}
+        for result in self.results:
+            groups.setdefault((str(result.case.layout), result.case.dtype), []).append(result)
+        rows: list[Sequence[str]] = [("layout", "dtype", "cases", *HEADINGS, "verdict")]
+        for key, results in groups.items():
+            verdict = _count(results, "DIFFERENT", "FAILED") or "equal"
+            rows.append((*key, str(len(results)), *_worst(results), verdict))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
 
-    def _verdict(self) -> str:
-        if self.failures:
-            return _count(self.failures, "differ", "failed")
-        return "equal to one process, which is wrong itself" if self.remarks() else "all equal"
-
-    def _reasons(self) -> dict[str, list[Result]]:
-        """{what went wrong: the cases where it did}; cases that first differ in the same tensor are one."""
+        lines += [f"left out: {name} ({reason})" for name, reason in self.left_out.items()]
+        lines += [f"DIFFERENT  every layout: {remark}" for remark in self.remarks()]
+        # Cases that first differ in the same tensor have one cause: one line for all of them.
         reasons: dict[str, list[Result]] = {}
         texts: dict[tuple[str, ...], str] = {}
         for result in self.failures:
             first = result.first
-            key = (result.why(),) if first is None else (str(first.step), first.quantity, first.name)
-            reasons.setdefault(texts.setdefault(key, result.why()), []).append(result)
-        return reasons
-
-    def _rows(self) -> Iterator[Sequence[str]]:
-        yield "layout", "dtype", "cases", *HEADINGS, "verdict"
-        groups: dict[tuple[str, str], list[Result]] = {}
-        for result in self.results:
-            groups.setdefault((str(result.case.layout), result.case.dtype), []).append(result)
-        for key, results in groups.items():
-            yield *key, str(len(results)), *_worst(results), _verdict(results)
+            where = (result.why(),) if first is None else (str(first.step), first.quantity, first.name)
+            reasons.setdefault(texts.setdefault(where, result.why()), []).append(result)
+        for text, failures in reasons.items():
+            more = f", and {len(failures) - 1} more cases" if len(failures) > 1 else ""
+            lines.append(f"{failures[0].label:9}  {failures[0].case}{more}: {text}")
+        if self.failures and self.facts.drawing:
+            lines.append(
+                f"random numbers are drawn by {_some(self.facts.drawing)}: no two layouts draw the same, which is a "
+                "difference by itself; build(layout) must turn it off (dropout, jitter, noise, random choices)"
+            )
+        if self.failures:
+            verdict = _count(self.failures, "differ", "failed")
+        else:
+            verdict = "equal to one process, which is wrong itself" if self.remarks() else "all equal"
+        lines.append(f"{len(self.results)} cases of {self.steps} steps in {self.seconds:.0f} s: {verdict}")
+        return "\n".join(lines)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -154,20 +149,9 @@ def _worst(results: Sequence[Result]) -> list[str]:
     return [f"{max(worst[quantity] for worst in computed):.0e}" for quantity in QUANTITIES]
 
 
-def _verdict(results: Sequence[Result]) -> str:
-    return _count(results, "DIFFERENT", "FAILED") or "equal"
-
-
 def _count(results: Sequence[Result], differ: str, failed: str) -> str:
     counts = {
         word: sum(r.label == label for r in results)
         for word, label in ((differ, "DIFFERENT"), (failed, "FAILED"))
     }
     return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-
-
-def _table(rows: Iterator[Sequence[str]]) -> Iterator[str]:
-    every = list(rows)
-    widths = [max(len(row[i]) for row in every) for i in range(len(every[0]))]
-    for row in every:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

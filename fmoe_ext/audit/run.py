@@ -1,4 +1,9 @@
-"""audit(): every case on processes that are started once, against one process on the whole batch."""
+"""audit(): every case on processes that are started once, against one process on the whole batch.
+
+One process in float64 makes the initial parameters, a file that all runs begin with; in every dtype of the cases it
+writes all tensors of all steps as the truth. Each rank of each case loads both and compares its own tensors, so that
+nothing has to be gathered. The truth of a float32 case is computed in float32 too: rounding is not a difference.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +56,7 @@ def audit(
     pool: DistributedPool | None = None,
     **parts: Any,
 ) -> AuditReport:
-    """Trains a model in every layout and compares it with one process on the whole batch.
+    """Train a model in every layout and compare it with one process on the whole batch.
 
     model: a Recipe; a function layout -> model with batch= and loss=; an nn.Module (of Transformers: audited with a
     small configuration; others: as they are, with batch= and loss=, their FMoE layers spread over ranks); or
@@ -77,27 +82,21 @@ def audit(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if pool is None:
             pool = stack.enter_context(DistributedPool(max(case.layout.num_ranks for case in cases)))
-        facts, losses = _run_references(pool, source, cases, steps, folder, timeout)
+        truths: list[tuple[Facts, list[float]]] = []
+        # float64 first: its initial parameters are the file that all other runs begin with.
+        for dtype in sorted({"float64", *(case.dtype for case in cases)}, reverse=True):
+            try:
+                truths += pool.run(
+                    _run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout
+                )
+            except DistributedError as error:
+                raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
+        facts, losses = truths[0]
         for case in cases:
             results.append(_run(pool, source, case, steps, folder, bounds[case.dtype], timeout))
             if progress is not None:
                 progress(results[-1])
     return AuditReport(results, facts, losses, left_out, steps, time.monotonic() - began)
-
-
-def _run_references(
-    pool: DistributedPool, source: Source, cases: Sequence[Case], steps: int, folder: str, timeout: float
-) -> tuple[Facts, list[float]]:
-    """Train on one process in every dtype of the cases -> its facts and losses in the first of them."""
-    dtypes = sorted({"float64", *(case.dtype for case in cases)}, reverse=True)
-    found = []
-    for dtype in dtypes:
-        try:
-            (outcome,) = pool.run(_run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout)
-        except DistributedError as error:
-            raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
-        found.append(outcome)
-    return found[0]
 
 
 def _run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[Facts, list[float]]:
@@ -111,7 +110,10 @@ def _run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple
     with watch_draws(training.bare) as drawing:
         history = [training.step(number) for number in range(steps)]
     check_finite(history)
-    torch.save([_plain(step) for step in history], Path(folder, dtype))
+    plain = [{q: {name: v.tensor for name, v in values.items()} for q, values in s.items()} for s in history]
+    torch.save(
+        plain, Path(folder, dtype)
+    )  # tensors alone, which torch.load() takes without unpickling classes
     return look_closely(start, history[0], drawing), [step["loss"][""].tensor.item() for step in history]
 
 
@@ -132,16 +134,13 @@ def _run(
         text = str(error)  # unless a rank has said more
     texts = [f"rank {rank}: {path.read_text()}" for rank, path in enumerate(errors) if path.exists()]
     if texts or text:  # the first to fail knows why; the others may have waited for it
-        text = min(zip(_times(errors), texts, strict=True))[1] if texts else text
+        times = [path.stat().st_mtime for path in errors if path.exists()]
+        text = min(zip(times, texts, strict=True))[1] if texts else text
         return Result(case, bound, {}, None, text, time.monotonic() - began)
     found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
     first = next((d for d in found if d.error > bound), None)
     worst = {q: max((d.error for d in found if d.quantity == q), default=0.0) for q in QUANTITIES}
     return Result(case, bound, worst, first, None, time.monotonic() - began)
-
-
-def _times(paths: Sequence[Path]) -> list[float]:
-    return [path.stat().st_mtime for path in paths if path.exists()]
 
 
 def _run_case(source: Source, case: Case, steps: int, folder: str) -> list[Difference]:
@@ -152,18 +151,10 @@ def _run_case(source: Source, case: Case, steps: int, folder: str) -> list[Diffe
         truth = torch.load(Path(folder, case.dtype))
         training = Training(source(), case, torch.load(Path(folder, "initial")))
         for number in range(steps):
-            found += compare(number + 1, training.step(number), _valued(truth[number]), rank)
+            ours = training.step(number)
+            expected: Step = {q: {name: Value(x) for name, x in v.items()} for q, v in truth[number].items()}
+            found += compare(number + 1, ours, expected, rank)
     except Exception as error:
         Path(folder, f"error {rank}").write_text(f"{type(error).__name__}: {error}")
         raise  # or ranks that wait for this one would wait for the whole timeout
     return found
-
-
-def _plain(step: Step) -> dict[str, dict[str, torch.Tensor]]:
-    return {
-        quantity: {name: value.tensor for name, value in values.items()} for quantity, values in step.items()
-    }
-
-
-def _valued(step: Mapping[str, Mapping[str, torch.Tensor]]) -> Step:
-    return {quantity: {name: Value(x) for name, x in values.items()} for quantity, values in step.items()}

@@ -71,6 +71,7 @@ def shrunk_config(config: Any) -> Any:
     overrides = _overrides(config)
     if overrides:
         small.per_layer_config = None
+    # Models with as many keys as queries may not take fewer: SIZES has 2 and 4.
     shares_no_heads = all(
         _of(small, layer, "num_key_value_heads", 0) == _of(small, layer, "num_attention_heads", None)
         for layer in (overrides or [{}])
@@ -134,7 +135,7 @@ def _keep_layers(small: Any, overrides: list[dict[str, Any]]) -> list[dict[str, 
     first: dict[str, int] = {}
     for i in layers:
         first.setdefault(repr([value[i] for value in marks.values()]), i)
-    kept = set(first.values())
+    kept = set(first.values())  # the first layer of each kind
     if len(kept) > MOST_LAYERS:
         raise AuditError(
             f"{type(small).__name__} has {len(kept)} kinds of layers, which differ in {', '.join(marks)}; a small "

@@ -73,10 +73,10 @@ class FromConfig:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """batch(step) for a causal language model of Transformers; with_positions, which padding in front must not move."""
+    """batch(step) for a causal language model of Transformers."""
 
     vocabulary: int
-    with_positions: bool = False
+    with_positions: bool = False  # which padding in front must not move
 
     def __call__(self, step: int) -> Batch:
         generator = torch.Generator("cpu").manual_seed(step)
@@ -98,7 +98,7 @@ Source: TypeAlias = _Named | _Given
 
 
 def source_of(what: Any, **parts: Any) -> Source:
-    """A Source for what audit() was given; parts: fields of the Recipe, for a builder or a model."""
+    """Make a Source of what audit() was given; parts: fields of the Recipe, for a builder or a model."""
     if isinstance(what, str):
         if parts:
             raise AuditError(f"{what!r} makes a whole recipe: {', '.join(parts)} belong into it")
@@ -128,13 +128,14 @@ def _parts_of_model(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict") and hasattr(model, "gradient_checkpointing_enable"):
         small = shrunk_config(config)
+        with_positions = "position_ids" in inspect.signature(model.forward).parameters
         left_out = {
             "ep": "Transformers' own experts are on one rank; fmoefy spreads them",
             "left": "in float64 their eager attention has no number for a row that is masked whole",
         }
         return {
             "build": FromConfig(type(model), small),
-            "batch": RandomTokens(smallest_vocabulary(small), _takes_positions(model)),
+            "batch": RandomTokens(smallest_vocabulary(small), with_positions),
             "loss": loss_of_transformers,
             "leave_out": left_out,
         }
@@ -146,10 +147,6 @@ def _parts_of_model(model: nn.Module) -> dict[str, Any]:
             f"{type(model).__name__} cannot be sent to other processes ({error}): give a function that builds it"
         ) from error
     return {"build": _Copies(buffer.getvalue())}
-
-
-def _takes_positions(model: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _picklable(recipe: Recipe) -> Recipe:
@@ -194,7 +191,9 @@ def _load(name: str) -> Any:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), name)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # its neighbours, as `python file.py` would find them
-    if path.stem in sys.modules:
+    if (
+        path.stem in sys.modules
+    ):  # a second copy would have classes of its own, which do not unpickle as the first's
         return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

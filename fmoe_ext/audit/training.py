@@ -50,7 +50,10 @@ class Training:
             layout = replace(layout, groups=init_groups(ep=layout.ep, dp=layout.dp))
         self.layout = layout
         torch.manual_seed(SEED)
-        self.bare = _checked(recipe.build(layout)).to(getattr(torch, case.dtype)).train()
+        model: Any = recipe.build(layout)
+        if not isinstance(model, nn.Module):
+            raise AuditError(f"build(layout) must return an nn.Module, but returned {type(model).__name__}")
+        self.bare = model.to(getattr(torch, case.dtype)).train()
         self.view = ModelView(self.bare)
         if whole is not None:
             self.view.load(dict(whole))
@@ -64,7 +67,8 @@ class Training:
         """One step of the optimizer; everything that it computed on the way."""
         self.optimizer.zero_grad()
         torch.manual_seed(SEED + number)
-        whole = _cast(self.recipe.batch(number), self.case.dtype)
+        dtype = getattr(torch, self.case.dtype)
+        whole = {k: x.to(dtype) if x.is_floating_point() else x for k, x in self.recipe.batch(number).items()}
         loss = self._backward(whole)
         self.recipe.reduce(self.model)
         computed: Step = {"output": self.recorder.take(), "loss": {"": Value(loss)}}
@@ -78,45 +82,37 @@ class Training:
 
     def _backward(self, whole: Batch) -> torch.Tensor:
         """Forward and backward of this rank's microbatches -> the loss of the job."""
-        of_rank, first = self._of_rank(whole)
-        microbatches = cut(of_rank, sizes_of_microbatches(num_samples(of_rank), self.case.accumulation))
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
-        with_padding = [self._padded(batch) for batch in microbatches]
-        with self.recipe.accumulate(self.model, with_padding):
-            for number, (batch, padded) in enumerate(zip(microbatches, with_padding, strict=True)):
-                end = first + num_samples(batch)
-                self.recorder.begin(first, end, _num_columns(padded, batch))
-                first = end
-                part = Part(batch, of_rank, whole, self.layout.num_ranks, len(microbatches))
-                with ExitStack() as stack:
-                    no_sync: Any = getattr(self.model, "no_sync", None)
-                    if number + 1 < len(microbatches) and no_sync is not None:
-                        stack.enter_context(no_sync())
-                    loss = self._loss(padded, part)
-                    loss.backward()
-                total += loss.detach()
-        if self.layout.num_ranks > 1:
-            dist.all_reduce(total)
-        return total / self.layout.num_ranks
-
-    def _padded(self, batch: Batch) -> Batch:
-        return batch if self.case.padding == "none" else self.recipe.pad(batch, self.case.padding)
-
-    def _loss(self, padded: Batch, part: Part) -> torch.Tensor:
-        """Share of a microbatch in the loss of this rank."""
-        mean, shared = _two_losses(self.recipe.loss(self.model, padded))
-        return mean * self.recipe.weight(part) + shared * self.recipe.shared_weight(part)
-
-    def _of_rank(self, whole: Batch) -> tuple[Batch, int]:
-        """(the samples of this rank, the number of the first of them)."""
         num, ranks = num_samples(whole), self.layout.num_ranks
         rank = dist.get_rank() if ranks > 1 else 0
         if num < ranks:
             raise AuditError(
                 f"{self.layout} needs {ranks} samples, but batch(step) returned {num}: let it return more"
             )
-        first, end = (num * r // ranks for r in (rank, rank + 1))
-        return take(whole, first, end), first
+        first = num * rank // ranks  # the parts of ranks may differ by a sample: weight(part) makes up for it
+        of_rank = take(whole, first, num * (rank + 1) // ranks)
+        microbatches = cut(of_rank, sizes_of_microbatches(num_samples(of_rank), self.case.accumulation))
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
+        side = self.case.padding
+        with_padding = [batch if side == "none" else self.recipe.pad(batch, side) for batch in microbatches]
+        with self.recipe.accumulate(self.model, with_padding):
+            for number, (batch, padded) in enumerate(zip(microbatches, with_padding, strict=True)):
+                end = first + num_samples(batch)
+                added = [padded[name].shape[1] - x.shape[1] for name, x in batch.items() if x.dim() > 1]
+                self.recorder.begin(first, end, max(added, default=0))
+                first = end
+                part = Part(batch, of_rank, whole, ranks, len(microbatches))
+                with ExitStack() as stack:
+                    no_sync: Any = getattr(self.model, "no_sync", None)
+                    # Gradients are reduced once, with the last microbatch's backward.
+                    if number + 1 < len(microbatches) and no_sync is not None:
+                        stack.enter_context(no_sync())
+                    mean, shared = _two_losses(self.recipe.loss(self.model, padded))
+                    loss = mean * self.recipe.weight(part) + shared * self.recipe.shared_weight(part)
+                    loss.backward()
+                total += loss.detach()
+        if ranks > 1:
+            dist.all_reduce(total)
+        return total / ranks
 
 
 class _Recorder:
@@ -130,7 +126,7 @@ class _Recorder:
             block.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
 
     def begin(self, first: int, end: int, num_padded: int) -> None:
-        """The samples [first, end) come next, with so many columns more than the whole batch has."""
+        """Expect the samples [first, end) next, padded by num_padded columns."""
         self._first, self._end, self._num_padded = first, end, num_padded
 
     def take(self) -> Values:
@@ -149,16 +145,11 @@ class _Recorder:
             return  # a forward that only looks ahead, or repeats another
         if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[0] != self._end - self._first:
             return  # not the samples of the batch in dimension 0: the other quantities have to do
-        rows = self._first, self._end
-        self._outputs.setdefault(name, {}).setdefault(
-            self._first, Value(self._real(x.detach()).clone(), rows)
-        )
-
-    def _real(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, S, ...] without the columns that were padded."""
-        if not self._num_padded or x.dim() < 3:
-            return x
-        return x[:, self._num_padded :] if self._padding == "left" else x[:, : -self._num_padded]
+        x = x.detach()
+        if self._num_padded and x.dim() > 2:  # [B, S, ...]: padded columns have no equal in the whole batch
+            x = x[:, self._num_padded :] if self._padding == "left" else x[:, : -self._num_padded]
+        # The first forward of a microbatch is the one that its loss comes from; later ones repeat it.
+        self._outputs.setdefault(name, {}).setdefault(self._first, Value(x.clone(), (self._first, self._end)))
 
 
 def look_closely(start: Values, first: Step, drawing: Iterable[str]) -> Facts:
@@ -177,12 +168,6 @@ def look_closely(start: Values, first: Step, drawing: Iterable[str]) -> Facts:
     return Facts(apart, usual, still, list(drawing))
 
 
-def _checked(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise AuditError(f"build(layout) must return an nn.Module, but returned {type(model).__name__}")
-    return model
-
-
 def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
     """(the mean over the tokens, what all ranks share), where a recipe's loss may be the former alone."""
     mean, shared = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, 0.0)
@@ -195,19 +180,9 @@ def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
     return mean, shared
 
 
-def _num_columns(padded: Batch, batch: Batch) -> int:
-    """Number of columns that padding has added to [B, S]."""
-    widths = [(padded[name].shape[1], x.shape[1]) for name, x in batch.items() if x.dim() > 1]
-    return max((wide - narrow for wide, narrow in widths), default=0)
-
-
-def _cast(batch: Batch, dtype: str) -> Batch:
-    return {k: x.to(getattr(torch, dtype)) if x.is_floating_point() else x for k, x in batch.items()}
-
-
 @contextmanager
 def watch_draws(model: nn.Module) -> Iterator[dict[str, None]]:
-    """The names of the innermost modules of a model whose forwards draw from torch's generator of the CPU.
+    """Collect the names of the innermost modules whose forwards draw from torch's generator of the CPU.
 
     No two layouts draw the same numbers, so that they differ without a mistake.
     """

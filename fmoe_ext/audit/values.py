@@ -54,7 +54,7 @@ class ModelView:
 
     @torch.no_grad()
     def load(self, whole: dict[str, torch.Tensor]) -> None:
-        """Gives every tensor its rows of the whole model's."""
+        """Give every tensor its rows of the whole model's."""
         for name, x in self.state.tensors.items():
             if name not in whole:
                 raise AuditError(
@@ -77,16 +77,16 @@ class ModelView:
         return {name: self._value(name, self.state.tensors[name].detach()) for name in self.names}
 
     def gradients(self) -> Values:
-        """None counts as zero; main_grad, where a framework accumulates into that, as the gradient."""
-        return {name: self._value(name, _gradient(self.state.tensors[name])) for name in self.names}
+        """Copy the gradients: zero where there is none, main_grad where a framework accumulates into that."""
+        values = {}
+        for name in self.names:
+            p = self.state.tensors[name]
+            grad = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+            values[name] = self._value(name, torch.zeros_like(p) if grad is None else grad.detach())
+        return values
 
     def _value(self, name: str, x: torch.Tensor) -> Value:
         return Value(self.state.in_order(name, x).clone(), self.state.local_rows(name))
-
-
-def _gradient(p: torch.Tensor) -> torch.Tensor:
-    grad = p.grad if p.grad is not None else getattr(p, "main_grad", None)
-    return torch.zeros_like(p) if grad is None else grad.detach()
 
 
 def check_finite(steps: Sequence[Step]) -> None:

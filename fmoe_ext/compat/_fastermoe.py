@@ -42,14 +42,14 @@ def get_expert_param_size(e: Sequence[nn.Module], idx: int) -> int:
 
 @torch.no_grad()
 def get_expert_params(e: Sequence[nn.Module], out: torch.Tensor, idx: int) -> None:
-    """Copies the parameters of an expert to out."""
+    """Copy the parameters of an expert to out."""
     for parameter, part in _parts(e[idx], out):
         part.copy_(parameter.flatten())
 
 
 @torch.no_grad()
 def stash_expert_params(e: Sequence[nn.Module], params: torch.Tensor, idx: int) -> None:
-    """Puts aside parameters and gradients of an expert, until pop_expert_params, and gives it those in params."""
+    """Put aside parameters and gradients of an expert, until pop_expert_params, and give it those in params."""
     expert: Any = e[idx]
     if not hasattr(expert, "expert_param_stash"):
         expert.expert_param_stash = [
@@ -63,7 +63,7 @@ def stash_expert_params(e: Sequence[nn.Module], params: torch.Tensor, idx: int) 
 
 @torch.no_grad()
 def pop_expert_params(e: Sequence[nn.Module], idx: int) -> None:
-    """Gives an expert back what stash_expert_params put aside; does nothing if that is nothing."""
+    """Give an expert back what stash_expert_params put aside; does nothing if that is nothing."""
     expert = e[idx]
     if not hasattr(expert, "expert_param_stash"):
         return
@@ -76,7 +76,7 @@ def pop_expert_params(e: Sequence[nn.Module], idx: int) -> None:
 
 @torch.no_grad()
 def collect_expert_grads(e: Sequence[nn.Module], grads: torch.Tensor, idx: int) -> None:
-    """Moves the gradients of an expert to grads, zeros where there are none."""
+    """Move the gradients of an expert to grads, zeros where there are none."""
     for parameter, part in _parts(e[idx], grads):
         if parameter.grad is None:
             part.zero_()
@@ -87,7 +87,7 @@ def collect_expert_grads(e: Sequence[nn.Module], grads: torch.Tensor, idx: int) 
 
 @torch.no_grad()
 def set_grads(e: Sequence[nn.Module], grads: torch.Tensor, idx: int) -> None:
-    """Adds grads to the gradients of an expert."""
+    """Add grads to the gradients of an expert."""
     for parameter, part in _parts(e[idx], grads):
         part = part.view_as(parameter)
         parameter.grad = part.clone() if parameter.grad is None else parameter.grad + part

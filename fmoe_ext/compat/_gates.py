@@ -26,14 +26,10 @@ class ModelDtype:
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> Any:
         options = (return_all_scores,) if return_all_scores else ()
         topk_idx, topk_weights, *rest = super().forward(inp, *options)  # type: ignore[misc]
-        return topk_idx, topk_weights.to(_model_dtype(inp)), *rest
-
-
-def _model_dtype(inp: torch.Tensor) -> torch.dtype:
-    device = inp.device.type
-    if device != "meta" and inp.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return inp.dtype
+        device, dtype = inp.device.type, inp.dtype
+        if device != "meta" and dtype != torch.float64 and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        return topk_idx, topk_weights.to(dtype), *rest
 
 
 class NaiveGate(ModelDtype, gates.NaiveGate):
@@ -41,7 +37,7 @@ class NaiveGate(ModelDtype, gates.NaiveGate):
 
     @property
     def weighs_while_choosing(self) -> bool:
-        return False
+        return False  # the kernel's weights may differ from torch's softmax in the last bit
 
     def topk(
         self,
@@ -116,7 +112,7 @@ class SwipeGate(NaiveGate, gates.SwipeGate):
 def limit_by_capacity(
     topk_idx: torch.Tensor, num_expert: int, world_size: int, capacity: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Drops the choices over an expert's capacity, which earlier ranks and, in each, first choices use first.
+    """Drop the choices over an expert's capacity, which earlier ranks and, in each, first choices use first.
 
     topk_idx [T, K] or [T], capacity: a number or one for each of the num_expert experts here
     -> (new_lec, new_gec, topk_idx): the counts of count_by_gate without the dropped choices, which become -1.

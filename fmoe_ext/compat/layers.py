@@ -52,7 +52,7 @@ class FMoE(_FMoE):
 
 
 def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, **kwargs):
-    """Scatters inp to the experts, calls expert_fn(rows, fwd_expert_count) and gathers the results.
+    """Scatter inp to the experts, call expert_fn(rows, fwd_expert_count) and gather the results.
 
     inp [B, *] or a nest of such tensors, gate [B, K] or [B], -1 for dropped choices -> [B * K, *], row b * K + k for
     choice k of token b, zero if it was dropped.

@@ -109,26 +109,26 @@ def _partition(module: nn.Sequential) -> tuple[nn.Sequential, list[int], list[to
     balance: list[int] = []
     devices: list[torch.device] = []
     for name, child in module.named_children():
-        device = child.device if isinstance(child, WithDevice) else _device_of(name, child)
         if isinstance(child, WithDevice):
+            device = child.device
             child = child.module.to(device)
+        else:
+            found = {p.device for p in child.parameters()}
+            if len(found) > 1:
+                places = ", ".join(sorted(map(str, found)))
+                raise ValueError(
+                    f"layer {name!r} has parameters on {places}: move it to one device with .to(), or cut it into "
+                    "layers"
+                )
+            device = found.pop() if found else torch.device("cpu")
         inner = list(child) if isinstance(child, nn.Sequential) else [child]
+        # On the CPU one partition would be no pipeline: there each child is its own.
         if not (devices and devices[-1] == device and device.type != "cpu"):
             balance.append(0)
             devices.append(device)
         balance[-1] += len(inner)
         layers += inner
     return nn.Sequential(*layers), balance, devices
-
-
-def _device_of(name: str, child: nn.Module) -> torch.device:
-    devices = {p.device for p in child.parameters()}
-    if len(devices) > 1:
-        places = ", ".join(sorted(map(str, devices)))
-        raise ValueError(
-            f"layer {name!r} has parameters on {places}: move it to one device with .to(), or cut it into layers"
-        )
-    return devices.pop() if devices else torch.device("cpu")
 
 
 __all__ = ["LocalResult", "NoChunk", "Pipe", "WithDevice", "pop", "skippable", "stash", "verify_skippables"]

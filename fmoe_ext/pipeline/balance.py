@@ -1,12 +1,12 @@
-"""Cuts layers into consecutive parts whose greatest cost is least."""
+"""Cut layers into consecutive parts whose greatest cost is least."""
 
 from collections.abc import Iterable
 
 
 def balance_cost(costs: Iterable[float], partitions: int) -> list[int]:
-    """Cuts a sequence of costs into consecutive parts whose greatest sum is least -> the length of each part.
+    """Cut a sequence of costs into consecutive parts whose greatest sum is least -> the length of each part.
 
-    Equivalent to: the least max(map(sum, parts)) over all ways to cut costs into so many non-empty parts.
+    Equivalent to: the least max(map(sum, parts)) over all ways to cut costs into that many non-empty parts.
     """
     costs = list(costs)
     if not 1 <= partitions <= len(costs):
@@ -14,7 +14,7 @@ def balance_cost(costs: Iterable[float], partitions: int) -> list[int]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[n]: (greatest sum, lengths) of the first n costs in so many parts, from those in one part fewer
+    # Dynamic programming. best[n]: (greatest sum, lengths) of the first n costs in `parts` parts, from one part fewer
     best: list[tuple[float, list[int]]] = [(total[n], [n]) for n in range(len(costs) + 1)]
     for parts in range(2, partitions + 1):
         best = [

@@ -57,7 +57,7 @@ def _line(found: Estimate) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the plan of the command line."""
+    """Print the plan of the command line."""
     options = _build_parser().parse_args(arguments)
     hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:

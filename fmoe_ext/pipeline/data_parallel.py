@@ -53,14 +53,14 @@ class TiedParameters:
         return self._num_ranks.get(param, 1)
 
     def set_aside(self) -> None:
-        """Takes the gradients of earlier steps, which are sums already, until sum_gradients()."""
+        """Take the gradients of earlier steps away until sum_gradients(): they are sums already."""
         self._kept = [p.grad for p, _ in self._shared]
         for p, _ in self._shared:
             p.grad = None
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Makes the gradient of each copy the sum over the stages, added to that of earlier steps.
+        """Sum the gradients of each copy over the stages, and add those of earlier steps.
 
         Without one a copy counts as zero.
         """
@@ -77,7 +77,7 @@ DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")
 
 
 def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGroups) -> None:
-    """Raises ValueError for an unknown name and for what would give other gradients."""
+    """Raise ValueError for an unknown name and for what would give other gradients."""
     if name not in DATA_PARALLEL:
         raise ValueError(
             f"data_parallel must be one of {', '.join(map(repr, DATA_PARALLEL))}, but got {name!r}"
@@ -94,7 +94,7 @@ def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGr
 
 
 def check_tied(name: str, tied: TiedParameters) -> None:
-    """Raises ValueError for parameters that stages share, where they would be cut into shards."""
+    """Raise ValueError for parameters that stages share, where they would be cut into shards."""
     if name == "fsdp" and tied:
         raise ValueError(
             'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
@@ -110,6 +110,7 @@ def wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) 
         return DistributedDataParallel(stage, process_group=groups.data)
     if name == "fsdp":
         mesh = DeviceMesh.from_group(groups.data, device.type)
+        # parameters stay gathered after a forward: the next microbatch's comes before this one's backward
         fully_shard(stage, mesh=mesh, reshard_after_forward=False)
     return stage
 

@@ -36,12 +36,26 @@ class PipelineGroups:
 
 
 def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
-    """Splits the ranks of the job into pp x dp x ep and creates the groups; all ranks call it.
+    """Split the ranks of the job into pp x dp x ep and creates the groups; all ranks call it.
 
     pp: the number of ranks that a model is cut over, or a DeviceMesh with dimensions of the names "pp", "dp", "ep" (any
     of them may lack) that holds all ranks. Raises ValueError if the ranks cannot be divided so.
     """
-    ranks = _ranks_of_mesh(pp) if isinstance(pp, DeviceMesh) else _ranks(pp, ep)
+    world_size = dist.get_world_size()
+    if isinstance(pp, DeviceMesh):
+        names, numbers = pp.mesh_dim_names or (), pp.mesh
+        if not names or not set(names) <= set(MESH_DIMS):
+            raise ValueError(f"a mesh needs dimensions of the names {', '.join(MESH_DIMS)}, but has {names}")
+        if numbers.numel() != world_size:
+            raise ValueError(f"the mesh has {numbers.numel()} ranks, but the job {world_size}")
+        order = [names.index(name) for name in MESH_DIMS if name in names]
+        sizes = [numbers.shape[names.index(name)] if name in names else 1 for name in MESH_DIMS]
+        ranks = numbers.permute(order).reshape(sizes)
+    else:
+        if pp < 1 or ep < 1 or world_size % (pp * ep):
+            raise ValueError(f"pp * ep must divide the number of ranks, {world_size}, but got {pp} * {ep}")
+        ranks = torch.arange(world_size, device="cpu").reshape(pp, -1, ep)
+    # All ranks make all groups in one order, each from a matrix [groups, ranks of a group].
     pp_size, _, ep_size = ranks.shape
     return PipelineGroups(
         pp=group_among(ranks.permute(1, 2, 0).reshape(-1, pp_size)),
@@ -52,13 +66,13 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
 
 
 def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Adds x of all ranks of a group, in place; a group of one rank calls no collective."""
+    """Add x of all ranks of a group, in place; a group of one rank calls no collective."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(x, group=group)
 
 
 def check_layers(part: nn.Module, groups: PipelineGroups) -> None:
-    """Raises ValueError for an MoE layer of a stage that would wait for ranks of other stages, which never come."""
+    """Raise ValueError for an MoE layer of a stage that would wait for ranks of other stages, which never come."""
     members = set(dist.get_process_group_ranks(groups.data))
     for name, moe in part.named_modules():
         if not isinstance(moe, FMoE):
@@ -71,21 +85,3 @@ def check_layers(part: nn.Module, groups: PipelineGroups) -> None:
                 f"{name} spans ranks {sorted(others)}, but its stage is on ranks {sorted(members)}: make it with "
                 "moe_group=groups.ep (gate_group=, if given, within groups.data), groups being init_groups(pp, ep)"
             )
-
-
-def _ranks(pp: int, ep: int) -> torch.Tensor:
-    world_size = dist.get_world_size()
-    if pp < 1 or ep < 1 or world_size % (pp * ep):
-        raise ValueError(f"pp * ep must divide the number of ranks, {world_size}, but got {pp} * {ep}")
-    return torch.arange(world_size, device="cpu").reshape(pp, -1, ep)
-
-
-def _ranks_of_mesh(mesh: DeviceMesh) -> torch.Tensor:
-    names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(MESH_DIMS):
-        raise ValueError(f"a mesh needs dimensions of the names {', '.join(MESH_DIMS)}, but has {names}")
-    if mesh.mesh.numel() != dist.get_world_size():
-        raise ValueError(f"the mesh has {mesh.mesh.numel()} ranks, but the job {dist.get_world_size()}")
-    order = [names.index(name) for name in MESH_DIMS if name in names]
-    sizes = [mesh.mesh.shape[names.index(name)] if name in names else 1 for name in MESH_DIMS]
-    return mesh.mesh.permute(order).reshape(sizes)

@@ -1,4 +1,8 @@
-"""Models that no rank has in memory as a whole: made on the meta device, filled a stage at a time."""
+"""Models that no rank has in memory as a whole: made on the meta device, filled a stage at a time.
+
+A tensor that init() forgets would train as garbage. So each new one is filled with a number that no model has (NaN, or
+the least integer; bool and uint8 have none), and one that still has it after init() is an error that names it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -13,7 +17,7 @@ def on_meta(modules: Iterable[nn.Module]) -> bool:
 
 
 def materialize(modules: Iterable[nn.Module], mine: Iterable[nn.Module], device: torch.device) -> None:
-    """Gives what `mine` has on the meta device memory on a device, and marks it as not filled.
+    """Allocate what `mine` has on the meta device on a device, and mark it as not filled.
 
     Tensors that several of all `modules` share stay one tensor. Tags of parameters, such as those that name their
     data-parallel group, are kept.
@@ -26,7 +30,7 @@ def materialize(modules: Iterable[nn.Module], mine: Iterable[nn.Module], device:
 
 
 def fill(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    """Calls init(module). Raises ValueError for a parameter or buffer that materialize() made and init left unset."""
+    """Call init(module). Raises ValueError for a parameter or buffer that materialize() made and init left unset."""
     if init is None:
         raise ValueError(
             "the model is on the meta device: pass Pipeline(init=), a function that gives every parameter and buffer "

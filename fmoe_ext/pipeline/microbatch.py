@@ -56,10 +56,9 @@ def scatter(batch: Values, chunks: int) -> list[Values]:
     if isinstance(batch, Tensor):
         return list(_cut(batch, chunks))
     tensors = [x for x in batch if isinstance(x, Tensor)]
-    cut = _cut
-    if len({len(_cut(x, chunks)) for x in tensors}) > 1:
-        cut = _cut_as_torch
-    parts = [cut(x, chunks) for x in tensors]
+    parts = [_cut(x, chunks) for x in tensors]
+    if len({len(part) for part in parts}) > 1:  # chunk() may give equally many parts of unequal tensors
+        parts = [x.chunk(chunks) if x.dim() else (x,) for x in tensors]
     counts = [len(part) for part in parts]
     if len(set(counts)) > 1:
         sizes = [list(x.shape) for x in tensors]
@@ -68,20 +67,15 @@ def scatter(batch: Values, chunks: int) -> list[Values]:
             "dimension, or wrap in NoChunk what each microbatch needs whole"
         )
     cut_tensors = iter(parts)
-    columns = [next(cut_tensors) if isinstance(x, Tensor) else (_whole(x),) * counts[0] for x in batch]
+    columns: list[tuple[Any, ...]] = []
+    for x in batch:
+        whole = x.tensor if isinstance(x, NoChunk) else x
+        columns.append(next(cut_tensors) if isinstance(x, Tensor) else (whole,) * counts[0])
     return list(zip(*columns, strict=True))
-
-
-def _whole(value: Any) -> Any:
-    return value.tensor if isinstance(value, NoChunk) else value
 
 
 def _cut(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
     return x.tensor_split(max(1, min(chunks, x.shape[0]))) if x.dim() else (x,)
-
-
-def _cut_as_torch(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    return x.chunk(chunks) if x.dim() else (x,)
 
 
 def gather(outputs: list[Values]) -> Values:

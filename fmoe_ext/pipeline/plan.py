@@ -190,7 +190,7 @@ def memory_of_rank(
 def _seconds(
     layers: list[LayerPlan], layout: Layout, rows: float, hardware: Hardware, repeated: bool
 ) -> tuple[float, float]:
-    """Of one microbatch: compute, and exchanges. repeated: activation checkpointing computes each forward twice."""
+    """Estimate compute and exchanges of one microbatch; repeated: checkpointing computes each forward twice."""
     # a forward is a third of the work, and has two of the four exchanges: there and back, also in the backward
     compute = rows * sum(layer.flops for layer in layers) / hardware.throughput * (4 / 3 if repeated else 1)
     times = 6 if repeated else 4
@@ -242,7 +242,7 @@ def plan(
 
 
 def advice(estimates: Sequence[Estimate], hardware: Hardware) -> str:
-    """In a sentence: which layout, and whether a pipeline is worth it."""
+    """Say in a sentence which layout to use, and whether a pipeline is worth it."""
     first = estimates[0]
     if first.memory > hardware.memory:
         return (

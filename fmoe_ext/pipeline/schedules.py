@@ -32,6 +32,7 @@ def _one_a_stage(chunks: int, ranks: int, stages: int) -> int:
 
 
 def _equal_rounds(chunks: int, ranks: int, stages: int) -> int:
+    # torch runs microbatches in chunks // ranks rounds, which must be equal
     while chunks % max(1, chunks // ranks):
         chunks += 1
     return chunks
@@ -69,7 +70,7 @@ SCHEDULES = MappingProxyType(
 
 
 def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
-    """The schedule of a name. Raises ValueError for an unknown one and for what it cannot run."""
+    """Find the schedule of a name. Raises ValueError for an unknown one and for what it cannot run."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {name!r}")
     if not isinstance(chunks, int) or chunks < 1:
@@ -91,7 +92,7 @@ def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
 
 
 def check_compiled_blocks(error: BaseException) -> None:
-    """Raises RuntimeError that says what to do if error is that of a compiled block whose backward ran in parts."""
+    """Raise RuntimeError that says what to do if error is from a compiled block whose backward ran in parts."""
     cause: BaseException | None = error
     while cause is not None:
         if "donated buffers" in str(cause):

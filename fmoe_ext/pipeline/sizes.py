@@ -167,7 +167,23 @@ def read_shape(model: str) -> Shape:
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
-    given = _from_config(path) if path.suffix == ".json" else _from_text(model)
+    given: dict[str, int]
+    if path.suffix == ".json":
+        config = _config(path)
+        found = {ours: [config[n] for n in theirs if config.get(n)] for ours, theirs in NAMES.items()}
+        if wrong := [name for name, values in found.items() if values and not isinstance(values[0], int)]:
+            # some families give a list here, a size a layer
+            raise ValueError(f"--model: {path} has no one number for {wrong[0]}, but {found[wrong[0]][0]!r}")
+        given = {ours: values[0] for ours, values in found.items() if values}
+    else:
+        parts = model.split(",")
+        pairs = [part.partition("=") for part in parts]
+        if bad := [p for p, (_, _, n) in zip(parts, pairs, strict=True) if not n.strip().isdigit()]:
+            raise ValueError(f"--model takes a config.json or name=number,..., but got {bad[0]!r}")
+        names = [name.strip() for name, _, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"--model has {twice[0]} twice")
+        given = {name: int(value) for name, (_, _, value) in zip(names, pairs, strict=True)}
     known = [field.name for field in fields(Shape)]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--model has no size {unknown[0]!r}: known are {', '.join(known)}")
@@ -177,7 +193,7 @@ def read_shape(model: str) -> Shape:
 
 
 def left_out(model: str) -> list[str]:
-    """The fields of a config.json of which a Shape knows nothing, as "first_k_dense_replace 3"."""
+    """List the fields of a config.json that a Shape does not have, as "first_k_dense_replace 3"."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     config = _config(path) if path.suffix == ".json" else {}
     return [
@@ -192,28 +208,6 @@ def _config(path: Path) -> dict[str, Any]:
         return read_json(path)
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
-
-
-def _from_config(path: Path) -> dict[str, int]:
-    config = _config(path)
-    found = {ours: [config[name] for name in theirs if config.get(name)] for ours, theirs in NAMES.items()}
-    if bad := [name for name, values in found.items() if values and not isinstance(values[0], int)]:
-        raise ValueError(f"--model: {path} has no one number for {bad[0]}, but {found[bad[0]][0]!r}")
-    return {ours: values[0] for ours, values in found.items() if values}
-
-
-def _from_text(text: str) -> dict[str, int]:
-    pairs = [part.partition("=") for part in text.split(",")]
-    if bad := [
-        part
-        for part, (_, _, value) in zip(text.split(","), pairs, strict=True)
-        if not value.strip().isdigit()
-    ]:
-        raise ValueError(f"--model takes a config.json or name=number,..., but got {bad[0]!r}")
-    names = [name.strip() for name, _, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"--model has {twice[0]} twice")
-    return {name: int(value) for name, (_, _, value) in zip(names, pairs, strict=True)}
 
 
 def count(model: str) -> Sizes | None:

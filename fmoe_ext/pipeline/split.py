@@ -1,4 +1,9 @@
-"""split(): a model cut into stages of equal cost."""
+"""split(): a model cut into stages of equal cost.
+
+Each layer is run once, on a copy, on what the layer before returned: that gives its cost and the shapes at every cut.
+balance_cost() then finds the cut whose greatest stage is least, since a pipeline is as fast as its slowest stage.
+Measured times differ between ranks, so that the first rank's cut is everybody's.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +25,11 @@ MEASURES = ("time", "memory", "load")
 
 @dataclass(frozen=True)
 class _LayerCost:
-    """Cost of one layer: seconds of a forward and backward of the sample, bytes of parameters and activations."""
+    """Cost of one layer."""
 
-    seconds: float
+    seconds: float  # of a forward and backward of the sample
     parameter_bytes: int
-    activation_bytes: int
+    activation_bytes: int  # what the backward needs
     seconds_in_experts: list[float]  # of those, in each of its MoE layers
 
 
@@ -38,7 +43,7 @@ def split(
     param_scale: float = 4.0,
     rounds: int = 3,
 ) -> list[Stage]:
-    """Cuts a model into consecutive stages whose greatest cost is least; Pipeline trains them.
+    """Cut a model into consecutive stages whose greatest cost is least; Pipeline trains them.
 
     model: an nn.Sequential, a decoder of Transformers or a module with pipeline_layers() (layers.layers_of); it is not
     changed, stages share its parameters. On the meta device it is measured a layer at a time, with random weights, and
@@ -66,27 +71,15 @@ def split(
         cut = balance_cost(_numbers(costs, layers, by, load or {}, names, param_scale), stages)
     else:
         cut = list(by)
-    return _cut_into(model, layers, boundaries, _of_first_rank(cut))
-
-
-def _of_first_rank(cut: list[int]) -> list[int]:
-    """Ranks measure different times, but must cut alike."""
-    if not dist.is_initialized():
-        return cut
-    given = [cut]
-    dist.broadcast_object_list(given, src=0)
-    return given[0]
-
-
-def _cut_into(
-    model: nn.Module, layers: list[nn.Module], boundaries: list[Boundary], cut: Sequence[int]
-) -> list[Stage]:
-    """Stages with so many layers each."""
+    if dist.is_initialized():
+        shared = [cut]  # ranks measure different times, but must cut alike
+        dist.broadcast_object_list(shared, src=0)
+        cut = shared[0]
     made, first = [], 0
     for index, count in enumerate(cut):
-        ends = boundaries[first], boundaries[first + count]
-        stage = Stage(layers[first : first + count], index, len(cut), *ends)
-        stage.__dict__["parts"] = part_of(model, layers[first : first + count])  # no child: names stay unique
+        own = layers[first : first + count]
+        stage = Stage(own, index, len(cut), boundaries[first], boundaries[first + count])
+        stage.__dict__["parts"] = part_of(model, own)  # no child: names stay unique
         made.append(stage)
         first += count
     return made
@@ -102,23 +95,15 @@ def _measure(
     costs, boundaries, values = [], [Boundary.of(sample)], sample
     for layer in layers:
         copy = trial_copy(layer, as_tuple(sample)[0].device)
-        cost, values = _measure_layer(copy, values, rounds)
-        costs.append(cost)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            result, kept = run_and_weigh(copy, values)
+            runs = [_time(copy, values) for _ in range(rounds)]
+        seconds = median([whole for whole, _ in runs])
+        in_experts = [median(list(times)) for times in zip(*(experts for _, experts in runs), strict=True)]
+        costs.append(_LayerCost(seconds, parameter_bytes(copy), kept, in_experts))
+        values = map_tensors(Tensor.detach, result)
         boundaries.append(Boundary.of(values))
     return costs, boundaries
-
-
-def _measure_layer(copy: nn.Module, values: Tensors, rounds: int) -> tuple[_LayerCost, Tensors]:
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        result, kept = run_and_weigh(copy, values)
-        runs = [_time(copy, values) for _ in range(rounds)]
-    cost = _LayerCost(
-        median([seconds for seconds, _ in runs]),
-        parameter_bytes(copy),
-        kept,
-        [median(list(times)) for times in zip(*(experts for _, experts in runs), strict=True)],
-    )
-    return cost, map_tensors(Tensor.detach, result)
 
 
 def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
@@ -158,14 +143,12 @@ def _numbers(
         for i, (cost, layer) in enumerate(zip(costs, layers, strict=True)):
             for moe, seconds in zip(_moe_layers(layer), cost.seconds_in_experts, strict=True):
                 if (recorded := load.get(names.get(id(moe.gate), ""))) is not None:
-                    numbers[i] += seconds * (_busiest_over_mean(recorded, moe.world_size) - 1)
+                    tokens = torch.tensor(list(recorded), dtype=torch.float64, device="cpu")
+                    of_ranks = tokens.view(moe.world_size, -1).sum(1)
+                    # All wait for the busiest rank; the sample's time is taken for an even load's.
+                    if of_ranks.sum() > 0:
+                        numbers[i] += seconds * (float(of_ranks.max() / of_ranks.mean()) - 1)
     return numbers
-
-
-def _busiest_over_mean(tokens_per_expert: Sequence[int], ranks: int) -> float:
-    """Rows of the rank with most, over the mean of the ranks; 1 for one rank or no rows."""
-    load = torch.tensor(list(tokens_per_expert), dtype=torch.float64, device="cpu").view(ranks, -1).sum(1)
-    return float(load.max() / load.mean()) if load.sum() > 0 else 1.0
 
 
 def _check(

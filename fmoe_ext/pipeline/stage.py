@@ -19,9 +19,9 @@ from fmoe_ext.pipeline.microbatch import Tensors, as_tuple
 
 @dataclass(frozen=True)
 class Boundary:
-    """Values between two layers: for each tensor the shape of a row, and its dtype."""
+    """Values between two layers."""
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of a row of each tensor
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
@@ -39,12 +39,12 @@ class Boundary:
 
 @dataclass
 class Microbatches:
-    """The parts of one batch: their rows, their values and targets, and how much a gate's loss of all counts."""
+    """The parts of one batch."""
 
     values: list[Tensors]
     targets: list[Any]
     rows: list[int]
-    balance_weight: float
+    balance_weight: float  # how much the sum of all gates' losses counts
 
     @property
     def most_rows(self) -> int:
@@ -97,9 +97,11 @@ class Stage(nn.Module):
         assert batch is not None, "Pipeline gives a stage its batch before it runs"
         number = self.number
         rows = batch.rows[number]
-        inputs = (
-            as_tuple(batch.values[number]) if self.is_first else tuple(_received(x, rows) for x in values)
-        )
+        if self.is_first:
+            inputs = as_tuple(batch.values[number])
+        else:
+            # Never a received x itself: torch's stage receives every step into it, and keeps its hooks.
+            inputs = tuple(_Enter.apply(x) if len(x) == rows else x[:rows] for x in values)
         try:
             outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
         except Exception as error:
@@ -109,13 +111,24 @@ class Stage(nn.Module):
                     f"{batch.rows} rows; use as many chunks as the schedule needs, and at least as many rows"
                 ) from error
             raise
-        self._check(outputs)
+        if (found := Boundary.of(outputs)) != self.outputs:
+            raise ValueError(
+                f"stage {self.index} returns rows of shape {_text(found)}, but with split()'s sample they were "
+                f"{_text(self.outputs)}: a pipeline is for batches of the sample's shape, first dimension aside; pad "
+                "the batch, or split() the model with a sample of this shape"
+            )
         injected: Tensor | None = None
         if losses:
             shares = [loss.sum() * loss_share(gate, number, batch.rows) for gate, loss in losses]
             injected = torch.stack(shares).sum() * batch.balance_weight
             self.balance_losses.append(injected.detach())
-        padded = tuple(_leave(x, batch.most_rows, injected) for x in as_tuple(outputs))
+        most = batch.most_rows
+        padded = tuple(
+            _Leave.apply(x, injected, most)
+            if x.is_floating_point() and torch.is_grad_enabled()
+            else _padded(x, most)
+            for x in as_tuple(outputs)
+        )
         return padded[0] if isinstance(outputs, Tensor) else padded
 
     def compute(self, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
@@ -134,28 +147,19 @@ class Stage(nn.Module):
         return values, losses
 
     def begin(self, batch: Microbatches) -> None:
-        """Takes the batch of a step. Looks for modules once a step: a search visits every module of a layer."""
+        """Take the batch of a step. Looks for modules once a step: a search visits every module of a layer."""
         self.batch = batch
         self._gates = [gates_of(layer) for layer in self.layers]
         self._norms = [batch_norms_of(layer) if self.is_checkpointed else [] for layer in self.layers]
 
     def forget(self) -> None:
-        """Lets go of the batch, and of losses that a repeated forward left in gates."""
+        """Let go of the batch, and of losses that a repeated forward left in gates."""
         self.batch = None
         self.balance_losses = []
         for gates in self._gates:
             for gate in gates:
                 gate.set_loss(None)
         self._gates, self._norms = [], []
-
-    def _check(self, outputs: Tensors) -> None:
-        found = Boundary.of(outputs)
-        if found != self.outputs:
-            raise ValueError(
-                f"stage {self.index} returns rows of shape {_text(found)}, but with split()'s sample they were "
-                f"{_text(self.outputs)}: a pipeline is for batches of the sample's shape, first dimension aside; pad "
-                "the batch, or split() the model with a sample of this shape"
-            )
 
 
 def _text(boundary: Boundary) -> str:
@@ -169,13 +173,8 @@ def cut(x: Tensor, rows: int) -> Tensor:
     return x if len(x) == rows else x[:rows]
 
 
-def _received(x: Tensor, rows: int) -> Tensor:
-    """The first rows of a received x, never x itself: torch's stage receives every step into it and keeps its hooks."""
-    return _Enter.apply(x) if len(x) == rows else x[:rows]
-
-
 class _Enter(torch.autograd.Function):
-    """x as a view; its gradient is contiguous, as what is sent must be."""
+    """Return x as a view; its gradient is contiguous, as what is sent must be."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -196,12 +195,6 @@ def _run(
 ) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
     values = layer(values)
     return values, [(gate, loss) for gate in gates if (loss := gate.get_loss()) is not None]
-
-
-def _leave(x: Tensor, rows: int, loss: Tensor | None) -> Tensor:
-    if x.is_floating_point() and torch.is_grad_enabled():
-        return _Leave.apply(x, loss, rows)
-    return _padded(x, rows)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

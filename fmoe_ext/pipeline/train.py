@@ -1,4 +1,10 @@
-"""Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining."""
+"""Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining.
+
+torch's schedule decides what runs when and sends tensors between ranks. What it would get wrong is done here: it takes
+the mean of microbatches' losses, and ours are sums over tokens, divided once by the count of the whole batch, so that
+unequal microbatches and ranks change nothing; it needs equal shapes, and our stages pad what they send and cut what
+they get; it sees one loss at the last stage, and gates' losses of inner stages enter the gradient where they arise.
+"""
 
 import math
 import time
@@ -41,10 +47,7 @@ from fmoe_ext.pipeline.trace import Span, TimedStage
 
 
 class _Run:
-    """A batch on its way through the stages of this rank: by the schedule in training, stage by stage in evaluation.
-
-    loss_sum: of the batch's losses, where the last stage is. spans: what was computed when, None without a trace.
-    """
+    """A batch on its way through the stages of this rank: by the schedule in training, stage by stage in evaluation."""
 
     def __init__(self, pipeline: "Pipeline", wrapped: list[nn.Module], kind: Kind, places: list[list[int]]):
         self._pipeline, self._wrapped, self._kind, self._places = pipeline, wrapped, kind, places
@@ -56,17 +59,22 @@ class _Run:
         self._batch: Microbatches | None = None
         self._factor = 1.0
         self._began = 0.0
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self.spans: list[Span] | None = None
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)  # where the last stage is
+        self.spans: list[Span] | None = None  # what was computed when; None without a trace
 
     def train(self, microbatches: Microbatches, factor: float, trace: bool) -> list[Tensor]:
         """Forward and backward of all microbatches, their losses times factor -> the losses of their gates."""
         self.spans = [] if trace else None
         self._began = time.perf_counter()
         self._begin(microbatches, factor)
-        self._prepare(microbatches)
+        # torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once
+        if microbatches.most_rows != self._rows_of_schedule:
+            check_same("the number of rows of a batch", (sum(microbatches.rows),), self._groups.pp)
+            self._schedule = self._make_schedule(microbatches.most_rows)
+            self._rows_of_schedule = microbatches.most_rows
         for timed in self._timed:
             timed.record = self._record if trace else None
+        # The schedule cuts and passes on only the numbers of microbatches: each stage has the values themselves.
         numbers = torch.arange(self._pipeline.num_microbatches, device="cpu")
         indexes = [stage.index for stage in self._stages]
         given = (numbers,) if 0 in indexes else ()
@@ -82,9 +90,29 @@ class _Run:
                 stage.forget()
 
     def evaluate(self, microbatches: Microbatches) -> None:
+        """Forward of one microbatch after the other; every rank runs its own stages, in their order."""
         self._begin(microbatches, 1.0)
+        mine = {pair[0].index: pair for pair in zip(self._stages, self._wrapped, strict=True)}
+        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
+        pp, me = self._groups.pp, dist.get_rank(self._groups.pp)
         for number in range(self._pipeline.num_microbatches):
-            self._forward(number)
+            index = torch.tensor([number], device="cpu")
+            values: tuple[Tensor, ...] = ()
+            for i in sorted(mine):
+                stage, wrapped = mine[i]
+                if i > 0 and owner[i - 1] != me:
+                    examples = stage.inputs.examples(microbatches.most_rows)
+                    values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in examples)
+                    for x in values:
+                        dist.recv(x, group=pp, group_src=owner[i - 1])
+                stage.number = number
+                result = wrapped(*((index,) if i == 0 else values))
+                values = as_tuple(result)
+                if stage.is_last:
+                    self._loss(result, index)
+                elif owner[i + 1] != me:
+                    for x in values:
+                        dist.send(x.contiguous(), group=pp, group_dst=owner[i + 1])
         for stage, wrapped in zip(self._stages, self._wrapped, strict=True):
             stage.forget()
             if isinstance(wrapped, FSDPModule):
@@ -95,12 +123,6 @@ class _Run:
         self.loss_sum.zero_()
         for stage in self._stages:
             stage.begin(microbatches)
-
-    def _prepare(self, microbatches: Microbatches) -> None:
-        if microbatches.most_rows != self._rows_of_schedule:
-            check_same("the number of rows of a batch", (sum(microbatches.rows),), self._groups.pp)
-            self._schedule = self._make_schedule(microbatches.most_rows)
-            self._rows_of_schedule = microbatches.most_rows
 
     def _make_schedule(self, rows: int) -> Any:
         number = torch.empty(1, dtype=torch.int64, device="meta")
@@ -134,35 +156,6 @@ class _Run:
         assert self.spans is not None
         rank = dist.get_rank(self._groups.pp)
         self.spans.append(Span(rank, stage, microbatch, kind, begin - self._began, end - self._began))
-
-    def _forward(self, number: int) -> None:
-        """One microbatch through all stages; every rank runs its own, in the order of stages."""
-        mine = {pair[0].index: pair for pair in zip(self._stages, self._wrapped, strict=True)}
-        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
-        me, index = dist.get_rank(self._groups.pp), torch.tensor([number], device="cpu")
-        values: tuple[Tensor, ...] = ()
-        for i in range(self._num_stages):
-            if i not in mine:
-                continue
-            stage, wrapped = mine[i]
-            if i > 0 and owner[i - 1] != me:
-                values = self._receive(stage, owner[i - 1])
-            stage.number = number
-            result = wrapped(*((index,) if i == 0 else values))
-            values = as_tuple(result)
-            if stage.is_last:
-                self._loss(result, index)
-            elif owner[i + 1] != me:
-                for x in values:
-                    dist.send(x.contiguous(), group=self._groups.pp, group_dst=owner[i + 1])
-
-    def _receive(self, stage: Stage, source: int) -> tuple[Tensor, ...]:
-        assert stage.batch is not None
-        examples = stage.inputs.examples(stage.batch.most_rows)
-        values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in examples)
-        for x in values:
-            dist.recv(x, group=self._groups.pp, group_src=source)
-        return values
 
 
 class Pipeline:
@@ -220,7 +213,14 @@ class Pipeline:
         cut = [len(stage.layers) for stage in stages]
         check_same("stages, schedule and chunks of Pipeline", (cut, schedule, chunks, data_parallel), None)
         self._places = self._kind.places(ranks, self.num_stages)
-        self.stages, self.module = self._own(stages, init)
+        own = [stages[index] for index in self._places[dist.get_rank(groups.pp)]]
+        unset = on_meta(own)
+        materialize(stages, own, self.device)
+        self.stages = [stage.to(self.device) for stage in own]
+        self.module = joined([stage.parts for stage in self.stages])
+        check_layers(self.module, groups)
+        if unset or init is not None:
+            fill(self.module, init)
         for stage in self.stages:
             stage.is_checkpointed = checkpoint
         self._tied = TiedParameters(stages, self._places, groups.pp)
@@ -254,10 +254,14 @@ class Pipeline:
             wrapped.train()
         microbatches = self._cut(batch, target)
         total = self._total_count(target)
+        # Data parallelism takes the mean of gradients, but total counts the targets of all replicas.
         factor = dist.get_world_size(self.groups.data) / max(total, 1)
         self._tied.set_aside()
         balance_losses = self._run.train(microbatches, factor, trace)
-        self._reduce_gradients()
+        for wrapped in self._wrapped:
+            if isinstance(wrapped, DistributedGroupedDataParallel):
+                wrapped.allreduce_params()
+        self._tied.sum_gradients()
         return self._report(total, balance_losses)
 
     @torch.no_grad()
@@ -291,20 +295,6 @@ class Pipeline:
         dist.all_gather_object(gathered, self._run.spans or [], group=self.groups.pp)
         return [span for spans in gathered for span in spans]
 
-    def _own(
-        self, stages: Sequence[Stage], init: Callable[[nn.Module], object] | None
-    ) -> tuple[list[Stage], nn.Module]:
-        """The stages of this rank on its device, filled, and the parts of the model that they are."""
-        own = [stages[index] for index in self._places[dist.get_rank(self.groups.pp)]]
-        unset = on_meta(own)
-        materialize(stages, own, self.device)
-        own = [stage.to(self.device) for stage in own]
-        module = joined([stage.parts for stage in own])
-        check_layers(module, self.groups)
-        if unset or init is not None:
-            fill(module, init)
-        return own, module
-
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
         check_tensors(target, "the target of a pipeline")
         rows = num_rows(batch)
@@ -320,12 +310,6 @@ class Pipeline:
         counted = torch.tensor(float(self.count(target)), dtype=torch.float64, device=self.device)
         sum_over(counted, self.groups.data)
         return float(counted)
-
-    def _reduce_gradients(self) -> None:
-        for wrapped in self._wrapped:
-            if isinstance(wrapped, DistributedGroupedDataParallel):
-                wrapped.allreduce_params()
-        self._tied.sum_gradients()
 
     def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
         data_size = dist.get_world_size(self.groups.data)

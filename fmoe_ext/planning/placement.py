@@ -1,4 +1,9 @@
-"""Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load."""
+"""Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load.
+
+plan() finds an order of the experts for a recorded load, move_experts() brings weights, gradients and the optimizer's
+rows there by one exchange each, and rebalance() does both where it pays. Results do not change, as the layer sends
+tokens to wherever an expert lives; only the busiest rank, which all others wait for, has less to do.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -31,9 +36,12 @@ def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = No
         rank = min(free, key=lambda r: (total[r], r != home[expert], r))
         held[rank].append(expert)
         total[rank] += load[expert]
-    new = [
-        expert for rank in range(num_ranks) for expert in _keep_places(held[rank], current, rank, num_local)
-    ]
+    new: list[int] = []
+    for rank, experts in enumerate(held):
+        # An expert that stays on its rank keeps its place; the others fill the free places in order.
+        before = current[rank * num_local : (rank + 1) * num_local]
+        arrived = iter([expert for expert in experts if home[expert] != rank])
+        new += [expert if expert in experts else next(arrived) for expert in before]
     return new if imbalance(load, num_ranks, new) < imbalance(load, num_ranks, current) else current
 
 
@@ -47,7 +55,7 @@ def imbalance(load: Sequence[int], num_ranks: int, order: Sequence[int]) -> floa
 def rebalance(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None, threshold: float = 1.1
 ) -> int:
-    """Moves the experts of every expert-parallel layer by the load since the last call; returns how many moved.
+    """Move the experts of every expert-parallel layer by the load since the last call; returns how many moved.
 
     A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
     steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors with a row for each expert
@@ -78,7 +86,7 @@ def rebalance(
 
 @torch.no_grad()
 def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Brings the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
+    """Bring the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
     parallel = layer.expert_parallel
     if optimizer is not None and is_zero_redundancy(optimizer):
         raise ValueError(
@@ -117,7 +125,7 @@ def _rows_of_state(
 
 
 def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel: ExpertParallel) -> None:
-    """Brings rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
+    """Bring rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
     num_local, rank = parallel.num_local_experts, parallel.rank
     place_before = {expert: place for place, expert in enumerate(old)}
     # for each rank: my rows that it will hold, in its order; where its rows go here
@@ -135,17 +143,3 @@ def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel:
         rows, [len(part) for part in sends], [len(part) for part in arrivals], parallel.group
     )
     x[[index for part in arrivals for index in part]] = received
-
-
-def _keep_places(held: list[int], current: Sequence[int], rank: int, num_local: int) -> list[int]:
-    """List a rank's experts; those that were there keep their places."""
-    places: list[int | None] = [None] * num_local
-    new = []
-    for expert in held:
-        place = current.index(expert)
-        if place // num_local == rank:
-            places[place % num_local] = expert
-        else:
-            new.append(expert)
-    waiting = iter(new)
-    return [next(waiting) if expert is None else expert for expert in places]

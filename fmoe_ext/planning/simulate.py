@@ -42,7 +42,7 @@ DEVICES = MappingProxyType({"h100": 400e12, "a100": 150e12, "v100": 11.5e12})
 
 
 def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
-    """Loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
+    """Draw loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
     generator = torch.Generator("cpu").manual_seed(seed)
     weights = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu") ** -skew
     order = torch.randperm(num_experts, generator=generator, device="cpu")
@@ -94,11 +94,9 @@ def simulate(
         moving = 0.0
         if last is not None and step % every == 0:
             order = plan(window, num_ranks, in_place)
-            arriving = [
-                sum(order[p] not in in_place[r * num_local : (r + 1) * num_local] for p in places)
-                for r, places in enumerate(_places(num_ranks, num_local))
-            ]
-            # parameters and two moments of Adam in float32
+            parts = [slice(r * num_local, (r + 1) * num_local) for r in range(num_ranks)]
+            arriving = [sum(e not in in_place[part] for e in order[part]) for part in parts]
+            # all wait for the rank that gets most; parameters move with two moments of Adam in float32
             moving = (
                 max(arriving) * layer.expert_bytes * (1 + 8 / layer.bytes_per_element) / hardware.bandwidth
             )
@@ -121,10 +119,6 @@ def simulate(
         last = load
         window = [a + b for a, b in zip(window, load, strict=True)]
     return {policy: total / len(loads) for policy, total in sums.items()}
-
-
-def _places(num_ranks: int, num_local: int) -> list[range]:
-    return [range(r * num_local, (r + 1) * num_local) for r in range(num_ranks)]
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -195,7 +189,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = num_ranks * options.tokens * options.top_k
         drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
         for network in options.network:
-            hardware = _hardware(options, network)
+            size = options.ranks_per_node
+            share = 1.0 if size is None else (options.cards_per_node or size) / size
+            hardware = Hardware(
+                _NETWORKS[network],
+                DEVICES[options.device],
+                latency=options.latency * 1e-6,
+                ranks_per_node=size,
+                node_bandwidth=share * _NETWORKS[options.node_network],  # ranks of a node share its cards
+                node_latency=options.node_latency * 1e-6,
+            )
             times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
             found.append({"ranks": num_ranks, "network": network, "seconds": times})
             if not options.json:
@@ -205,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _refuse_without_effect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends with an error that names an option whose value nothing would read."""
+    """End with an error that names an option whose value nothing would read."""
     unread = {
         "--loads gives the loads": (
             options.loads is not None,
@@ -221,19 +224,6 @@ def _refuse_without_effect(parser: argparse.ArgumentParser, options: argparse.Na
         for name in names:
             if applies and getattr(options, name) != parser.get_default(name):
                 parser.error(f"--{name.replace('_', '-')} has no effect: {why}")
-
-
-def _hardware(options: argparse.Namespace, network: str) -> Hardware:
-    size = options.ranks_per_node
-    share = 1.0 if size is None else (options.cards_per_node or size) / size
-    return Hardware(
-        _NETWORKS[network],
-        DEVICES[options.device],
-        latency=options.latency * 1e-6,
-        ranks_per_node=size,
-        node_bandwidth=share * _NETWORKS[options.node_network],
-        node_latency=options.node_latency * 1e-6,
-    )
 
 
 def show(title: str, times: dict[str, float]) -> None:

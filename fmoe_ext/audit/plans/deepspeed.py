@@ -35,7 +35,11 @@ class Engine(Parallel):
         if zero.get("stage", 0) > 2 or any(key.startswith("offload") for key in zero):
             raise AuditError("ZeRO 3 and offloading are not audited: use stage 0, 1 or 2 on a CPU")
         self.config = {"zero_allow_untested_optimizer": True, **config}
-        self._number_experts()
+        self.first: dict[str, int] = {}  # {name of a list of experts: number of the first on this rank}
+        for name, module in model.named_modules():
+            if hasattr(module, "num_local_experts") and hasattr(module, "deepspeed_moe"):
+                part = dist.get_rank() % module.ep_size
+                self.first[f"{name}.deepspeed_moe.experts".lstrip(".")] = part * module.num_local_experts
         source = whole.state_dict()
         with torch.no_grad():
             for name, x in model.state_dict().items():
@@ -68,7 +72,7 @@ class Engine(Parallel):
         self.engine.step()
 
     def modules(self) -> dict[str, nn.Module]:
-        """None where they see microbatches."""
+        """Leave modules out where they see microbatches."""
         return {} if self.config.get("gradient_accumulation_steps", 1) > 1 else super().modules()
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -78,14 +82,6 @@ class Engine(Parallel):
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient, whole."""
         return safe_get_full_grad(p)
-
-    def _number_experts(self) -> None:
-        """{name of a list of experts: number of the first on this rank}."""
-        self.first: dict[str, int] = {}
-        for name, module in self.model.named_modules():
-            if hasattr(module, "num_local_experts") and hasattr(module, "deepspeed_moe"):
-                part = dist.get_rank() % module.ep_size
-                self.first[f"{name}.deepspeed_moe.experts".lstrip(".")] = part * module.num_local_experts
 
     def _global(self, name: str) -> str:
         match = LOCAL_EXPERT.fullmatch(name)

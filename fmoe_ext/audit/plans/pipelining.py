@@ -47,7 +47,7 @@ class Staged(Parallel):
         return found
 
     def modules(self) -> dict[str, nn.Module]:
-        """None: stages see microbatches."""
+        """Leave modules out: stages see microbatches, which the whole batch's outputs cannot be compared with."""
         return {}
 
     def backward(self, recipe: PlanRecipe, batch: Batch) -> torch.Tensor | None:

@@ -27,14 +27,29 @@ def from_pretrained(model: Any, **options: Any) -> Parallel:
     options.setdefault("attn_implementation", model.config._attn_implementation)
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
-        dist.broadcast_object_list(shared, 0)
+        dist.broadcast_object_list(shared, 0)  # every rank made a folder: all use the first rank's
         if rank == 0:
             model.save_pretrained(shared[0])
         dist.barrier()
         under_plan = type(model).from_pretrained(shared[0], **options)
         dist.barrier()
-    _check_divided(under_plan, model, options)
-    return _Divided(under_plan.train(), _share(under_plan))
+    config = getattr(under_plan.config, "distributed_config", None)
+    if (getattr(config, "pp_size", None) or 1) > 1:
+        raise AuditError("pipeline stages of Transformers run generate() alone: nothing to train")
+    sizes = {name: p.shape for name, p in model.named_parameters()}
+    divided = (
+        isinstance(p, DTensor) or p.shape != sizes.get(name, p.shape)
+        for name, p in under_plan.named_parameters()
+    )
+    if not any(divided):
+        raise AuditError(
+            f"{type(model).__name__}.from_pretrained(..., {', '.join(options)}) leaves every parameter whole: the "
+            "model has no such plan, or the plan names none of its modules"
+        )
+    # Ranks of one tensor-parallel group see the same tokens; those of FSDP each see their own.
+    size = getattr(under_plan, "_fsdp_size", None) or 1
+    share = (under_plan._device_mesh.get_local_rank("fsdp"), size) if size > 1 else (0, 1)
+    return _Divided(under_plan.train(), share)
 
 
 class _Divided(Parallel):
@@ -53,24 +68,3 @@ class _Divided(Parallel):
             return x
         plan: Any = self.model.tp_plan
         return gather_state_dict_for_save({name: x}, plan, self.model._device_mesh, size)[name]
-
-
-def _share(model: Any) -> tuple[int, int]:
-    """Part of each batch that this rank gets: ranks of one tensor-parallel group see the same tokens."""
-    size = getattr(model, "_fsdp_size", None) or 1
-    return (model._device_mesh.get_local_rank("fsdp"), size) if size > 1 else (0, 1)
-
-
-def _check_divided(under_plan: Any, model: Any, options: dict[str, Any]) -> None:
-    """Refuse a plan that from_pretrained() did not apply, and stages of a pipeline."""
-    config = getattr(under_plan.config, "distributed_config", None)
-    if (getattr(config, "pp_size", None) or 1) > 1:
-        raise AuditError("pipeline stages of Transformers run generate() alone: nothing to train")
-    sizes = {name: p.shape for name, p in model.named_parameters()}
-    for name, p in under_plan.named_parameters():
-        if isinstance(p, DTensor) or p.shape != sizes.get(name, p.shape):
-            return
-    raise AuditError(
-        f"{type(model).__name__}.from_pretrained(..., {', '.join(options)}) leaves every parameter whole: the model "
-        "has no such plan, or the plan names none of its modules"
-    )

@@ -26,7 +26,25 @@ def balance_by_time(
     module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
     which would be copied with it.
     """
-    return balance_cost(_profile_times(module, sample, timeout, device), partitions)
+    check_values(sample, "sample")
+    if any(p.grad is not None for p in module.parameters()):
+        raise ValueError("some parameter already has gradient: call module.zero_grad() first")
+    tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
+    where = tensor.device if device is None else torch.device(device)
+    copy = _trial_copy(module).to(where)
+    runs: list[list[float]] = []
+    start = time.perf_counter()
+    while not runs or time.perf_counter() - start < timeout:
+        values, times = move(sample, where), []
+        with keeping({}):
+            for layer in copy:
+                values = leaves(values)
+                begin = now(where)
+                values = layer(values)
+                backward_of_ones(values, retain_graph=True)  # of what earlier layers stashed, too
+                times.append(now(where) - begin)
+        runs.append(times)
+    return balance_cost([median(list(of_layer)) for of_layer in zip(*runs, strict=True)], partitions)
 
 
 def balance_by_size(
@@ -38,47 +56,13 @@ def balance_by_size(
     and chunks times what its forward of sample, a microbatch, keeps for backward. Works on any device; nothing is
     changed. Raises ValueError for fewer layers than partitions.
     """
-    return balance_cost(_profile_sizes(module, sample, chunks, param_scale), partitions)
-
-
-def _profile_times(
-    module: nn.Sequential, sample: Values, timeout: float, device: torch.device | str | None = None
-) -> list[float]:
-    """Seconds of each layer's forward and backward, the median over as many runs as the timeout allows."""
-    check_values(sample, "sample")
-    if any(p.grad is not None for p in module.parameters()):
-        raise ValueError("some parameter already has gradient: call module.zero_grad() first")
-    tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
-    where = tensor.device if device is None else torch.device(device)
-    copy = _trial_copy(module).to(where)
-    runs: list[list[float]] = []
-    begin = time.perf_counter()
-    while not runs or time.perf_counter() - begin < timeout:
-        runs.append(_time_layers(copy, move(sample, where), where))
-    return [median(list(times)) for times in zip(*runs, strict=True)]
-
-
-def _time_layers(module: nn.Sequential, values: Values, device: torch.device) -> list[float]:
-    times = []
-    with keeping({}):
-        for layer in module:
-            values = leaves(values)
-            begin = now(device)
-            values = layer(values)
-            backward_of_ones(values, retain_graph=True)  # of what earlier layers stashed, too
-            times.append(now(device) - begin)
-    return times
-
-
-def _profile_sizes(module: nn.Sequential, sample: Values, chunks: int, param_scale: float) -> list[float]:
-    """Bytes of each layer: its parameters, scaled, and what its forward keeps for backward, times chunks."""
     check_values(sample, "sample")
     values, sizes = sample, []
     with keeping({}):
         for layer in _trial_copy(module):
             values, kept = run_and_weigh(layer, values)
             sizes.append(parameter_bytes(layer) * param_scale + kept * chunks)
-    return sizes
+    return balance_cost(sizes, partitions)
 
 
 def _trial_copy(module: nn.Sequential) -> nn.Sequential:

@@ -30,7 +30,7 @@ class DeferredBatchNorm(nn.Module):
         self._begin()
 
     def begin_batch(self, chunks: int) -> None:
-        """Says how many microbatches come; what an unfinished batch has left is forgotten."""
+        """Begin a batch of `chunks` microbatches; what an unfinished batch has left is forgotten."""
         self.expected = chunks
         self._begin()
 
@@ -56,17 +56,13 @@ class DeferredBatchNorm(nn.Module):
     @torch.no_grad()
     def _count(self, x: Tensor) -> None:
         dims = [0, *range(2, x.dim())]
-        wide = x.double()
+        wide = x.double()  # the variance is a difference of sums, which float32 would cancel
         self._sum = self._sum + wide.sum(dims)
         self._sum_squares = self._sum_squares + wide.square().sum(dims)
         self._num_rows += x.numel() // x.shape[1]
         self._num_counted += 1
-        if self._num_counted == self.expected:
-            self._commit()
-            self._begin()
-
-    def _commit(self) -> None:
-        assert isinstance(self._sum, Tensor) and isinstance(self._sum_squares, Tensor)
+        if self._num_counted != self.expected:
+            return
         self.num_batches_tracked.add_(1)
         mean = self._sum / self._num_rows
         var = self._sum_squares / self._num_rows - mean.square()
@@ -74,12 +70,13 @@ class DeferredBatchNorm(nn.Module):
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(var.to(self.running_var.dtype), factor)
+        self._begin()
 
 
 def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
-    """module with a DeferredBatchNorm in the place of each batch norm that keeps running statistics.
+    """Replace each batch norm that keeps running statistics by a DeferredBatchNorm.
 
-    Those that it has already count as many microbatches from now on.
+    Those that the module has already count as many microbatches from now on.
     """
     if isinstance(module, DeferredBatchNorm):
         module.chunks = chunks

@@ -26,6 +26,7 @@ SkipKey: TypeAlias = tuple[Namespace | None, str]
 Skips: TypeAlias = dict[SkipKey, Tensor | None]
 
 _skips: ContextVar[Skips | None] = ContextVar("skips of the microbatch that is computed", default=None)
+_outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", default=None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Skippable(nn.Module):
         self._namespaces: dict[str, Namespace] = {}
 
     def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> "Skippable":
-        """Lets this layer's names, or those of only, mean tensors of that namespace -> itself."""
+        """Put this layer's names, or only those given, into a namespace -> itself."""
         for name in self.stashes | self.pops if only is None else only:
             self._namespaces[name] = namespace
         return self
@@ -86,36 +87,37 @@ class Skippable(nn.Module):
     def forward(self, inp: Values) -> Values:
         """As the layer's own forward; RuntimeError for a name that is not declared, not stashed or left over."""
         skips = _skips.get()
+        if skips is None:  # in a plain nn.Sequential: one dict a thread, which the pops empty
+            skips = _outside_skips.get()
         if skips is None:
-            skips = _outside(self)
+            skips = {}
+            _outside_skips.set(skips)
         commands = self.module(inp)
         if not isinstance(commands, Generator):
             _check_all_used(self, set())
             return commands
         used: set[str] = set()
-        answer = None
+        answer: Tensor | None = None
         while True:
             try:
                 command = commands.send(answer)
             except StopIteration as stop:
                 _check_all_used(self, used)
                 return stop.value
-            answer = self._obey(command, skips)
+            if isinstance(command, stash):
+                if command.name not in self.stashes:
+                    raise RuntimeError(f"'{command.name}' has not been declared as stashable")
+                skips[self.key(command.name)] = command.tensor
+                answer = None
+            elif isinstance(command, pop):
+                if command.name not in self.pops:
+                    raise RuntimeError(f"'{command.name}' has not been declared as poppable")
+                if self.key(command.name) not in skips:
+                    raise RuntimeError(f"'{command.name}' has not been stashed")
+                answer = skips.pop(self.key(command.name))
+            else:
+                raise TypeError(f"a skippable layer yields stash(...) or pop(...), but yielded {command!r}")
             used.add(command.name)
-
-    def _obey(self, command: object, skips: Skips) -> Tensor | None:
-        if isinstance(command, stash):
-            if command.name not in self.stashes:
-                raise RuntimeError(f"'{command.name}' has not been declared as stashable")
-            skips[self.key(command.name)] = command.tensor
-            return None
-        if isinstance(command, pop):
-            if command.name not in self.pops:
-                raise RuntimeError(f"'{command.name}' has not been declared as poppable")
-            if self.key(command.name) not in skips:
-                raise RuntimeError(f"'{command.name}' has not been stashed")
-            return skips.pop(self.key(command.name))
-        raise TypeError(f"a skippable layer yields stash(...) or pop(...), but yielded {command!r}")
 
     def extra_repr(self) -> str:
         return f"stash={sorted(self.stashes)}, pop={sorted(self.pops)}"
@@ -186,15 +188,3 @@ def _check_all_used(layer: Skippable, used: set[str]) -> None:
         if left := sorted(names - used):
             quoted = ", ".join(f"'{name}'" for name in left)
             raise RuntimeError(f"{quoted} must be {verb} but have not")
-
-
-_outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", default=None)
-
-
-def _outside(layer: Skippable) -> Skips:
-    """Skips of the layers of a plain nn.Sequential: one dict a thread, emptied by the pops."""
-    skips = _outside_skips.get()
-    if skips is None:
-        skips = {}
-        _outside_skips.set(skips)
-    return skips

@@ -60,7 +60,7 @@ def update_balance_profile(
     num_expert: int,
     balance_strategy: str | None,
 ) -> None:
-    """Sets the entries of a layer from its choices [T, K]; the loss is gate_context, if it is not None.
+    """Set the entries of a layer from its choices [T, K]; the loss is gate_context, if it is not None.
 
     FastMoE leaves this function empty, for users to fill.
     """
@@ -72,14 +72,14 @@ def update_balance_profile(
 
 
 def reset_gate_hook(_num_layers: int | None = None) -> None:
-    """Empties the profile; _num_layers: the number of MoE layers, once."""
+    """Empty the profile; _num_layers: the number of MoE layers, once."""
     if _num_layers is not None:
         PROFILE.num_layers = _num_layers
     reset_balance_profile(PROFILE.figures, PROFILE.num_layers, _balance_strategy())
 
 
 def get_balance_profile() -> dict[str, list]:
-    """The profile: {figure: [value of each layer]}."""
+    """Return the profile: {figure: [value of each layer]}."""
     return PROFILE.figures
 
 
@@ -102,7 +102,7 @@ def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Calla
 
 
 def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
-    """Writes the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empties it.
+    """Write the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empty it.
 
     writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
     """
@@ -110,7 +110,8 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if not known:
             continue
-        figures = torch.stack([_scalar(value) for _, value in known])
+        tensors = [v if isinstance(v, torch.Tensor) else torch.tensor(v, device="cpu") for _, v in known]
+        figures = torch.stack([x.detach().float().reshape(()) for x in tensors])
         if dist.is_initialized():
             dist.all_reduce(figures)
             figures /= dist.get_world_size()
@@ -120,11 +121,6 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
             writer.add_scalar(f"balance-{name}/layer-{layer}", figure, iteration)
         writer.add_scalar(f"balance-{name}/all", figures.mean().item(), iteration)
     reset_gate_hook()
-
-
-def _scalar(value: Any) -> torch.Tensor:
-    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-    return tensor.detach().float().reshape(())
 
 
 def _balance_strategy() -> str | None:

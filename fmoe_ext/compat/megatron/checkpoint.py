@@ -22,7 +22,7 @@ from fmoe_ext.compat.megatron.runtime import EXPERTS_TAG, get_args, get_mpu
 def get_fmoe_checkpoint_name(
     checkpoints_path: str, iteration: int, release: bool = False, data_parallel_rank: int = -1
 ) -> str:
-    """The file of a data-parallel rank, -1 for this one; that of rank 0 is Megatron's own."""
+    """Name the file of a data-parallel rank, -1 for this one; rank 0 has Megatron's own."""
     mpu = get_mpu()
     if data_parallel_rank == -1:
         data_parallel_rank = mpu.get_data_parallel_rank()
@@ -38,7 +38,7 @@ def get_fmoe_checkpoint_name(
 
 
 def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
-    """Saves the model of all ranks to args.save; all ranks call it.
+    """Save the model of all ranks to args.save; all ranks call it.
 
     model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline.
     """
@@ -58,7 +58,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Writes a file in place of an older one, which stays where that fails; the error names the path."""
+    """Write a file in place of an older one, which stays where that fails; the error names the path."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
@@ -72,7 +72,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:
-    """Loads what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
+    """Load what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
 
     Random number generators continue from rank 0's. Raises FileNotFoundError where this rank's file is missing.
     """
@@ -102,7 +102,10 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
             optimizer.load_state_dict(state["optimizer"])
         if lr_scheduler is not None:
             lr_scheduler.load_state_dict(state["lr_scheduler"])
-    _take_consumed_samples(args, state.get("args"))
+    if (saved := state.get("args")) is not None:  # the samplers go on where the data of the saved run ended
+        args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+        args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+        _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
     dist.barrier()  # the one in Megatron's load_checkpoint
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
 
@@ -121,7 +124,7 @@ def _read(file: str) -> dict[str, Any]:
 def merge_state_dict(
     state_dict_rank0: dict[str, Any], state_dict_local: dict[str, Any], fp16: bool
 ) -> dict[str, Any]:
-    """The state of a rank: that of rank 0, which is changed, with the experts of the rank and their optimizer state."""
+    """Put a rank's experts and their optimizer state into rank 0's state, which is changed."""
     _update_nested(state_dict_rank0["model"], state_dict_local["model"])
     if "optimizer" not in state_dict_local:
         return state_dict_rank0
@@ -183,14 +186,6 @@ def _only_chunk(model: Any) -> Any:
     while hasattr(module, "module"):
         module = module.module
     return module
-
-
-def _take_consumed_samples(args: Any, saved: Any) -> None:
-    if saved is None:
-        return
-    args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
-    args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
-    _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
 
 
 def _megatron(name: str) -> Any:

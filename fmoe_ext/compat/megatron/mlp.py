@@ -14,7 +14,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 
 class MegatronMLP(FMoETransformerMLP):
-    """The MoE layer in the place of Megatron's MLP, built from its args; experts over its data-parallel group.
+    """MoE layer that replaces Megatron's MLP, built from its args; experts over its data-parallel group.
 
     args: hidden_size, hidden_hidden_size (of a whole expert), fmoe_num_experts or num_experts (of each rank), top_k,
     balance_strategy (name of a gate, where gate is None), distributed_experts, rank, init_method_std, num_layers.

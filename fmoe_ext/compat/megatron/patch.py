@@ -101,7 +101,7 @@ def _add_balance_loss(output: Any, model: Any) -> Any:
     added = balance_loss(model)
     if added is None:
         return output
-    mean = added.detach().clone()
+    mean = added.detach().clone()  # for the log alone: each rank's gradient has its own loss
     if dist.is_initialized():
         group = get_mpu().get_data_parallel_group()
         dist.all_reduce(mean, group=group)

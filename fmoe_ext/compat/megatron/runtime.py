@@ -79,6 +79,7 @@ def _stage_group(args: Any) -> dist.ProcessGroup:
     """A new group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
     world_size = dist.get_world_size()
     stage_size = world_size // getattr(args, "pipeline_model_parallel_size", 1)
+    # new_group() is collective: every rank makes the groups of all stages, and keeps its own
     for first in range(0, world_size, stage_size):
         group = dist.new_group(range(first, first + stage_size))
         if first <= dist.get_rank() < first + stage_size:
