@@ -49,20 +49,16 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
     if timeout is not None:
-        _set_timeout(group, timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
+        if group in _timeouts_in_use and timeout != timeout_of(group):
+            raise RuntimeError(
+                f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since "
+                f"its first exchange, and cannot become {timeout}: register the group with it earlier"
+            )
+        _timeouts[group] = timeout
     _groups[group.group_name] = group
     return group.group_name
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
-    if group in _timeouts_in_use and timeout != timeout_of(group):
-        raise RuntimeError(
-            f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since its "
-            f"first exchange, and cannot become {timeout}: register the group with it earlier"
-        )
-    _timeouts[group] = timeout
 
 
 def use_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -103,6 +99,7 @@ def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
     value is a tuple, list or string of plain values; this is a collective call.
     """
     texts = [str(v) for v in gather_values(value, group)]
+    # the majority is taken to be right; of equally frequent values that of the first rank
     expected = max(dict.fromkeys(texts), key=texts.count)
     ranks = dist.get_process_group_ranks(group)
     odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}

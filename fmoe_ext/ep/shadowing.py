@@ -3,6 +3,8 @@
 A shadowed expert's parameters are broadcast in the forward, every rank computes its own tokens with them, and their
 gradients are reduced to the rank where the expert lives. The optimizer's state never moves. Which experts: decided
 between steps, from the load of earlier ones, so that no forward waits for a decision.
+
+Letters of shapes: e experts of a rank, S shadowed experts, * what an expert's parameter has.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ def choose_shadows(
 ) -> tuple[int, ...]:
     """The places of the experts to shadow: the most loaded first, as many as make the expected step shortest.
 
-    Looks 8 experts past the best number so far.
+    Looks 8 experts past the best number so far: the step time may rise before it falls again.
     """
     by_load = sorted(range(len(load)), key=lambda place: (-load[place], place))
     best = step_time(load, num_ranks, layer, hardware).total
@@ -39,6 +41,7 @@ def choose_shadows(
         total = step_time(load, num_ranks, layer, hardware, candidate).total
         if total < best:
             best, chosen = total, candidate
+        # one shadow does not help where several ranks are equally busy, all of them together do
         elif number - len(chosen) >= 8:
             break
     return chosen
@@ -107,6 +110,7 @@ def _broadcast(
     packets = []
     for place in places:
         home, index = divmod(place, num_local_experts)
+        # one message an expert, all its parameters in it: a broadcast has one source, and costs a latency
         if home == rank:
             packet = torch.cat([w[index].flatten() for w in weights])
         else:

@@ -1,4 +1,8 @@
-"""overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps."""
+"""overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps.
+
+Each exchange runs for some forwards under a stopwatch, which waits for the device after each phase. The ranks then
+share their medians, and choose alike what is fastest on the slowest rank.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class _Stopwatch:
 
     def medians(self) -> dict[str, float]:
         """Seconds of each part, and of all of them as "whole"."""
-        steps = self.steps[1:]
+        steps = self.steps[1:]  # buffers are made in the first
         parts = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
         return {**parts, "whole": statistics.median(sum(step.values()) for step in steps)}
 
@@ -81,6 +85,7 @@ class Tuner:
             return unmeasured, None
         mine = {name: watch.medians() for name, watch in self.watches.items()}
         of_ranks = gather_values(mine, find_group(self.group))
+        # a step waits for its slowest rank
         whole = {name: max(rank[name]["whole"] for rank in of_ranks) for name in self.watches}
         exchange = min(self.watches, key=whole.__getitem__)
         num_chunks = self._best_overlap([rank[exchange] for rank in of_ranks], max_chunks)
