@@ -190,8 +190,8 @@ class ExpertParallel(ExpertPlacement):
                 exchanges = [name for name in EXCHANGES if name != "node"]
                 if self.row_limit is None:
                     # going once to a node saves bytes only where there are several, with several ranks each
-                    sizes = [len(ranks) for ranks in find_nodes(find_group(self.group))]
-                    if len(sizes) > 1 and set(sizes) == {sizes[0]} != {1}:
+                    ranks = [len(node) for node in find_nodes(find_group(self.group))]
+                    if len(ranks) > 1 and set(ranks) == {ranks[0]} != {1}:
                         self.nodes = Nodes(self.group, num_local_experts)
                         exchanges.append("node")
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")

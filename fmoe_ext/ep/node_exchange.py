@@ -47,9 +47,8 @@ class NodeExchange(Exchange):
                 tokens.topk_weights,
                 self._step,
             )
-            self._inside.num_tokens = (
-                self.num_tokens
-            )  # a rank is empty by its own tokens, not by those that pass
+            # the other ranks are told whether this one has tokens of its own, not whether some pass
+            self._inside.num_tokens = self.num_tokens
             self._inside.plan()
             self._inside.send()
         return self._inside.receive(number)

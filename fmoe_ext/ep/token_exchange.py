@@ -29,11 +29,9 @@ class TokenExchange(Exchange):
         placement, num_chunks = self._placement, len(self._chunk_ends)
         ways = constant(placement.ways(self._chunk_ends), self._topk_idx.device)
         self._way = lookup(ways, self._topk_idx)  # [T, K]
-        equal = self._way.unsqueeze(2) == self._way.unsqueeze(1)  # [T, K, K]
-        first_way = torch.where(
-            equal.tril(-1).any(2), -1, self._way
-        )  # [T, K], -1 where an earlier choice has the same
-        handle = sort_choices(first_way, placement.size * num_chunks)
+        # -1 where an earlier choice of the token goes the same way, of [T, K, K] pairs
+        repeats = (self._way.unsqueeze(2) == self._way.unsqueeze(1)).tril(-1).any(2)
+        handle = sort_choices(torch.where(repeats, -1, self._way), placement.size * num_chunks)
         num_tokens, top_k = self._way.shape
         num_rows = num_tokens * min(top_k, placement.size * num_chunks)  # no token has more
         return dataclasses.replace(handle, row_idx=handle.row_idx[:num_rows])
@@ -58,8 +56,8 @@ class TokenExchange(Exchange):
             local[placement.experts_in_place.index(expert)] for expert in range(placement.num_experts)
         ]
         dtype = torch.int16 if placement.num_local_experts < 2**15 else torch.int32
-        local_idx = lookup(constant(tuple(of_expert), self._topk_idx.device), self._topk_idx).to(dtype)
-        expert = F.pad(local_idx, (0, 0, 0, 1), value=-1)[token]  # [R, K]
+        expert = lookup(constant(tuple(of_expert), self._topk_idx.device), self._topk_idx).to(dtype)
+        expert = F.pad(expert, (0, 0, 0, 1), value=-1)[token]  # [R, K]
         # the way that the row goes: the receiver must see only the choices that go it too
         own_way = way.gather(1, (row_idx.clamp(min=0) % top_k).long().unsqueeze(1))
         expert = torch.where(way == own_way, expert, -1)

@@ -21,7 +21,7 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 def find(model: nn.Module, options: Options) -> list[Target]:
     """PyTorch's Transformer layers, or what match= points at, in the order of the model."""
-    matches = _is_layer if options.match is None else _matcher(options.match)
+    matches = _matcher(LAYERS if options.match is None else options.match)
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     return list(_walk(model, matches, encoders, "", None, "", options.activation))
 
@@ -50,10 +50,6 @@ def _walk(
     for name, child in module.named_children():
         inside = f"{path}.{name}" if path else name
         yield from _walk(child, matches, encoders, inside, module, name, activation)
-
-
-def _is_layer(path: str, module: nn.Module) -> bool:
-    return isinstance(module, LAYERS)
 
 
 def _matcher(match: Any) -> Callable[[str, nn.Module], bool]:
