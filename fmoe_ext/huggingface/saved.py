@@ -128,7 +128,7 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) 
         gate=gate,
         activation=given.get("activation", entry["activation"]),
         d_model=entry["d_model"],
-        match=_at(path) if entry["matched"] else None,
+        match=(lambda at, module: path in (at, f"{at}.linear1")) if entry["matched"] else None,
         moe_kwargs=entry["options"]
         | {"bias": entry["bias"]}
         | {name: value for name, value in given.items() if name not in ("gate", "activation")},
@@ -138,10 +138,6 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) 
     if not targets:
         raise ValueError(f"{type(model).__name__} has no MLP at {path}, where the file has an MoE layer")
     replace(model, kind, targets, options)
-
-
-def _at(path: str) -> Any:
-    return lambda at, module: path in (at, f"{at}.linear1")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

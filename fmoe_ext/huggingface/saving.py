@@ -69,7 +69,7 @@ def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
-    """Puts into a configuration what the model that is saved decides, and what may have changed since it was made.
+    """Write into a configuration what the saved model decides, and what may have changed since it was made.
 
     These are the dtype, the size of the vocabulary, and whether head and embedding are one. A dtype that is not the
     files' would round them when they are loaded, and embeddings that are tied by mistake are overwritten.
@@ -89,11 +89,9 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     head_weight = getattr(head, "weight", None)
     if head_weight is not None:
         part = config if hasattr(config, "tie_word_embeddings") else inner
-        part.tie_word_embeddings = _is_one(embedding.weight, head_weight)
-
-
-def _is_one(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() != 0 and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+        a, b = embedding.weight, head_weight
+        # two parameters of one memory are tied too; the address of one without memory is 0
+        part.tie_word_embeddings = a is b or (0 != a.data_ptr() == b.data_ptr() and a.shape == b.shape)
 
 
 @torch.no_grad()
@@ -179,7 +177,7 @@ def _whole_state(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str,
             continue
         group = find_group(experts.expert_parallel.group)
         if 0 not in dist.get_process_group_ranks(group):
-            continue  # replicas of the experts that the first rank gathers
+            continue  # copies of the experts that the first rank gathers
         for name, _ in stacks(experts):
             key = f"{path}.{name}"
             state[key] = _gathered(state[key], group)
