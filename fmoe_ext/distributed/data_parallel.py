@@ -41,17 +41,6 @@ def _tag_parameters(module: nn.Module) -> None:
             )
 
 
-def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Raises an error if the ranks of a group have other parameters of its tag."""
-    for tag, group in groups.items():
-        named = [(name, p) for name, p in module.named_parameters() if tag_of(p) == tag]
-        params = [
-            (name, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
-            for name, p in named
-        ]
-        check_same(f"parameters tagged {tag!r}", params, group)
-
-
 class _Tags:
     """The tags that the parameters of a module had when it was read.
 
@@ -177,7 +166,16 @@ class DistributedGroupedDataParallel(nn.Module):
         self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
         weakref.finalize(self, _remove_all, self._hooks)  # the module inside may outlive its wrapper
-        _check_same_parameters(module, self.groups)
+        for tag, group in self.groups.items():  # before a broadcast of other shapes would hang
+            check_same(
+                f"parameters tagged {tag!r}",
+                [
+                    (name, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+                    for name, p in module.named_parameters()
+                    if tag_of(p) == tag
+                ],
+                group,
+            )
         if need_sync:
             for tag, group in self.groups.items():
                 copies = [p for p in module.parameters() if tag_of(p) == tag and not is_dtensor(p)]

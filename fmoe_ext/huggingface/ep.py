@@ -38,10 +38,7 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
         num_local = next(iter(whole.values())).shape[0] // size
         parallel = experts.expert_parallel = ExpertParallel(group, num_local)
         first, end = parallel.rank * num_local, (parallel.rank + 1) * num_local
-        for (
-            name,
-            p,
-        ) in whole.items():  # one after the other: the whole of the last is free before the next is copied
+        for name, p in whole.items():
             with torch.no_grad():
                 own = keep_rows(p, first, end)
             own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads

@@ -54,7 +54,11 @@ def from_pretrained(
     check_values(folder, values)
     with errors_of_transformers(folder):
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    model_class = _model_class(config, folder)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else ""
+    model_class: Any = getattr(transformers, str(name), None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
     with errors_of_transformers(folder):
         model = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
     given = {"gate": gate, "activation": activation, **moe_kwargs}
@@ -71,17 +75,6 @@ def from_pretrained(
         with errors_of_transformers(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
-
-
-def _model_class(config: Any, folder: Path) -> Any:
-    import transformers
-
-    names = config.architectures
-    name = names[0] if isinstance(names, list) and names else ""
-    model_class = getattr(transformers, str(name), None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
-    return model_class
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -180,15 +180,10 @@ def _whole_state(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str,
             continue  # copies of the experts that the first rank gathers
         for name, _ in stacks(experts):
             key = f"{path}.{name}"
-            state[key] = _gathered(state[key], group)
+            part = state[key].detach().contiguous()
+            parts = None
+            if dist.get_rank() == 0:  # only the writer needs room for all
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+            dist.gather(part, parts, dst=0, group=group)
+            state[key] = part if parts is None else torch.cat(parts)
     return state
-
-
-def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks, one after the other, on rank 0; the own part elsewhere."""
-    part = part.detach().contiguous()
-    parts = None
-    if dist.get_rank() == 0:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.gather(part, parts, dst=0, group=group)
-    return part if parts is None else torch.cat(parts)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,7 +43,16 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
     if not gates:
         raise ValueError(f"{type(trained).__name__} has no gate of fmoe_ext, whose loss could be added")
     check_weight(weight)
-    _remove_from(trained, gates)
+    references = [_added_to.pop(gate, None) for gate in gates]
+    earlier = [None if reference is None else reference() for reference in references]
+    for before in (*earlier, *_in_copy(trained)):
+        if before is not None and before.is_attached:
+            before.remove()
+            warnings.warn(
+                f"the balance loss of weight {before.weight} that was added to this model before is removed: a gate "
+                "gives its loss once",
+                stacklevel=2,
+            )
     added = BalanceLoss(model, weight)
     _added_to.update(dict.fromkeys(gates, weakref.ref(added)))
     return added
@@ -51,19 +60,6 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
 
 # The loss that is added to a gate's model; weak, since a BalanceLoss may hold the model.
 _added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictionary()
-
-
-def _remove_from(model: nn.Module, gates: Iterable[BaseGate]) -> None:
-    references = [_added_to.pop(gate, None) for gate in gates]
-    added = [None if reference is None else reference() for reference in references]
-    for before in (*added, *_in_copy(model)):
-        if before is not None and before.is_attached:
-            before.remove()
-            warnings.warn(
-                f"the balance loss of weight {before.weight} that was added to this model before is removed: a gate "
-                "gives its loss once",
-                stacklevel=3,
-            )
 
 
 def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
