@@ -346,7 +346,7 @@ def _remove_all(hooks: list[_Handle]) -> None:
 
 
 def _accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets the state dict of the bare module load: its keys lack "module."."""
+    """Accept the state dict of the bare module, whose keys lack "module."."""
     own = [key for key in state_dict if key.startswith(prefix)]
     if not any(key.startswith(f"{prefix}module.") for key in own):
         for key in own:

@@ -105,7 +105,7 @@ class ParallelLayout:
 
     @property
     def is_spread(self) -> bool:
-        """True if the experts are those of a group, even of one rank."""
+        """True if a group shares the experts, even a group of one rank."""
         return self.moe_group is not None or (self.world_size or 1) > 1
 
     @property

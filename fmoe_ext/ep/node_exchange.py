@@ -47,7 +47,7 @@ class NodeExchange(Exchange):
                 tokens.topk_weights,
                 self._step,
             )
-            # the other ranks are told whether this one has tokens of its own, not whether some pass
+            # its header says whether this rank has tokens of its own, not whether some pass
             self._inside.num_tokens = self.num_tokens
             self._inside.plan()
             self._inside.send()

@@ -114,7 +114,7 @@ class StaticPlan:
         self._limit, self.max_rows = limit, limit.max_rows
         self.num_rows = len(counts) * limit.max_rows  # that come
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
-        most = needed.max().expand(len(counts), 1)  # told to all ranks, so that all raise or none
+        most = needed.max().expand(len(counts), 1)  # sent to all ranks, so that all raise or none
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
         if step.is_traced and limit.is_read_now(sent):
             received = agree_on_rows(sent, limit.max_rows, layout, group, step.before_exchange)

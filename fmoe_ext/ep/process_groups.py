@@ -68,7 +68,7 @@ def use_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Timeout of an exchange in a group: that of register_group(), or else of init_process_group()."""
+    """Find the timeout of an exchange in a group: from register_group(), or else from init_process_group()."""
     return _timeouts.get(group) or group.get_group_store().timeout  # type: ignore[attr-defined]  # not in its stubs
 
 
@@ -124,7 +124,7 @@ def check_agreement(layout: str, name: str) -> None:
 
 
 def new_group_of(ranks: Sequence[int], parent: dist.ProcessGroup, **options: Any) -> dist.ProcessGroup | None:
-    """dist.new_group() of some ranks of a parent, all of which call this, each with its own; None for one outside.
+    """Call dist.new_group() for ranks of a parent, all of which call this, each with its own; None if outside.
 
     torch names a group of use_local_synchronization by its ranks and by how many groups this process has. After a group
     of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where they have

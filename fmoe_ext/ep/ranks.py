@@ -37,7 +37,7 @@ class GroupRanks:
         return int(run_or_replay(lambda: _all_reduce(mine, self.group)))
 
     def first_token(self, num_local_tokens: int) -> int:
-        """Number of this rank's first token among those of all ranks; a copy to the host."""
+        """Count the tokens of the ranks before this one; a copy to the host."""
         mine = torch.full((1,), num_local_tokens, device=self._device)
         return int(torch.cat(self.gather(mine, same_size=True))[: self.rank].sum())
 
@@ -173,11 +173,11 @@ class SliceGroup:
         return num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size
 
     def cut(self, x: Nest) -> Nest:
-        """This rank's rows of x [N, *] or a nest; the gradient is that of all rows."""
+        """Take this rank's rows of x [N, *] or a nest; the gradient covers all rows."""
         return map_structure(lambda leaf: _Cut.apply(leaf, self), x)
 
     def join(self, x: Nest) -> Nest:
-        """The rows of all slices; every rank is taken to go on with the same computation."""
+        """Join the rows of all slices; every rank must go on with the same computation."""
         return map_structure(lambda leaf: _Join.apply(leaf, self), x)
 
 

@@ -55,7 +55,7 @@ class Exchange:
         self._x = x
         self._topk_weights = topk_weights
         self._topk_idx, self._shadow_idx = placement.split_shadows(topk_idx)
-        self.num_tokens = topk_idx.shape[0]  # T of this rank, which the other ranks are told
+        self.num_tokens = topk_idx.shape[0]  # T of this rank; the header says whether it is 0
         self._shadowed: Nest = None
 
     def plan(self) -> None:
@@ -81,7 +81,7 @@ class Exchange:
 
     @property
     def chunks(self) -> list[_TravellingChunk | _ShadowChunk]:
-        """The work of this rank's experts; before it that of shadowed ones, whose tokens need not travel."""
+        """List the work of this rank's experts, after that of shadowed ones, whose tokens need not travel."""
         travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
         return [_ShadowChunk(self), *travelling] if self._placement.shadows else [*travelling]
 
@@ -110,7 +110,7 @@ class Exchange:
         self._rows.give_back(number, leaves)
 
     def keep_for_backward(self, number: int, results: list[torch.Tensor]) -> None:
-        """Marks where a checkpoint repeats the forward: before a chunk's gradients, while those of results travel."""
+        """Mark where a checkpoint repeats the forward: while a chunk's gradients travel to its experts."""
         self._rows.keep_for_backward(number, results)
 
     def give_back_shadowed(self, results: Nest) -> None:

@@ -104,7 +104,7 @@ def fetch(
 def _broadcast(
     weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group_name: str
 ) -> list[torch.Tensor]:
-    """Weights [e, *] of this rank -> those of the experts at places, [S, *]."""
+    """Broadcast the weights [e, *] of each rank -> weights [S, *] of the experts at places."""
     group = find_group(group_name)
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     packets = []
@@ -125,7 +125,7 @@ def _broadcast(
 def _reduce(
     grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group_name: str
 ) -> list[torch.Tensor]:
-    """Gradients [S, *] of the experts at places -> [e, *], their sums over the ranks for those of this rank."""
+    """Sum the gradients [S, *] of the experts at places over the ranks -> [e, *] of this rank's experts."""
     group = find_group(group_name)
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     packets = torch.cat([grad.flatten(1) for grad in grads], 1)

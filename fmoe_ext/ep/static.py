@@ -78,7 +78,7 @@ class RowLimit:
         return (needed > self.max_rows).any() | (differ > 0).any()
 
     def raise_if_passed(self, group: str) -> None:
-        """Waits for the device; starts anew. group: that of the layer."""
+        """Raise what note() has kept, and start anew; waits for the device. group: the layer's."""
         if self._seen is None:
             return
         *needed, differ = self._seen.tolist()

@@ -38,7 +38,7 @@ class WidthGroup:
         return total
 
     def add_once(self, x: Tensor) -> Tensor:
-        """x on the first rank, zeros on the others; the gradient is that of x, which all ranks have."""
+        """Return x on the first rank and zeros on the others; every rank passes its gradient on to x."""
         once: Tensor = _Once.apply(x, self.rank == 0)
         return once
 

@@ -22,7 +22,7 @@ def is_packed(x: torch.Tensor, wire: str) -> bool:
 
 
 def row_bytes(width: int, wire: str) -> int:
-    """Bytes of a packed row of so many columns."""
+    """Count the bytes of a packed row of width columns."""
     return width + (4 if wire == "fp8" else width // _BLOCK)
 
 

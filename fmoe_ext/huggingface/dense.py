@@ -88,7 +88,7 @@ class _WithoutResidual(nn.Module):
 
 
 class AddsResidual(nn.Module):
-    """The MoE layer in the place of an MLP that is called with the residual and adds it."""
+    """An MoE layer that replaces an MLP which is called with the residual and adds it."""
 
     def __init__(self, moe: nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def _has_bert_structure(layer: nn.Module) -> bool:
 
 
 def _bert_target(path: str, layer: Any) -> Target:
-    """The MoE layer in the place of `intermediate`, or only of its linear layer if something comes before that."""
+    """Replace `intermediate`, or only its linear layer if something comes before that."""
     first = layer.intermediate
 
     def call(x: Tensor) -> Any:

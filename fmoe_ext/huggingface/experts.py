@@ -142,7 +142,7 @@ def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward that Transformers calls in place of that of an experts module.
+    """Compute an experts module; Transformers calls it instead of the module's forward.
 
     hidden_states [T, D]; top_k_index [T, K], entries from num_experts on (experts of other ranks) are dropped;
     top_k_weights [T, K] floating -> [T, D] of the dtype of hidden_states.

@@ -132,7 +132,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _mark(config: Any) -> dict[str, str]:
-    """Writes NEEDS in the place of the configuration's activations -> {dotted name: what was there}."""
+    """Replace the configuration's activations by NEEDS -> {dotted name: what was there}."""
     from transformers.activations import ACT2FN
 
     found = {}

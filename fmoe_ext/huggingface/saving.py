@@ -29,7 +29,7 @@ STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 def replace_save_pretrained(
     model: Any, save: Callable[..., None], push: Callable[..., Any] | None = None
 ) -> None:
-    """Lets model.save_pretrained(...) be save(model, ...), and push_to_hub(...) be push(model, ...).
+    """Replace model.save_pretrained(...) by save(model, ...), and push_to_hub(...) by push(model, ...).
 
     push: None for Transformers' own, which uploads what save_pretrained() wrote, on one process.
     """
@@ -49,7 +49,7 @@ def _push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
 
 
 def replace_of_fmoefied(model: Any) -> None:
-    """Lets save_pretrained() of a model that fmoefy has noted in its configuration write its experts."""
+    """Make save_pretrained() write the experts of a model that fmoefy has noted in its configuration."""
     record = getattr(getattr(model, "config", None), KEY, None)
     if record is None:
         return
@@ -146,7 +146,7 @@ def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str 
 
 
 def _refuse_dense_models(folder: Path) -> None:
-    """Lets no dense model be made of a config.json that names no activation: its dtype becomes NEEDS."""
+    """Keep dense models from being made of a config.json that names no activation: its dtype becomes NEEDS."""
     file = folder / "config.json"
     values = json.loads(file.read_text())
     if not values[KEY]["dense"]:

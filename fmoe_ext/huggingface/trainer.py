@@ -1,4 +1,4 @@
-"""A callback for Transformers' Trainer, and those of TRL, that train fmoefied models."""
+"""A callback for the trainers of Transformers and TRL that train fmoefied models."""
 
 from __future__ import annotations
 

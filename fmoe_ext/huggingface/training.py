@@ -185,7 +185,7 @@ def _take_off(module: Any, before: Any) -> None:
 
 
 def _is_trainer(model: Any) -> bool:
-    """True for a Trainer of Transformers, of which TRL's are subclasses."""
+    """True for a Trainer of Transformers; TRL's are its subclasses."""
     return any(c.__module__ == "transformers.trainer" for c in type(model).__mro__)
 
 

@@ -110,7 +110,7 @@ def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> 
 
 
 def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
-    """Arguments of FMoETransformerMLP: the user's, else those of the model kind, else those of the default group."""
+    """Collect the arguments of FMoETransformerMLP: from the user, else the model kind, else the default group."""
     kwargs = dict(target.moe_kwargs)
     if not options.distributed_experts:
         kwargs.pop("moe_group", None)

@@ -61,7 +61,7 @@ def _has_moe(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _BatchOfModel(Batch):
-    """A batch whose padding is that of a model's attention_mask."""
+    """A batch whose padding comes from a model's attention_mask."""
 
     model: str = ""
 

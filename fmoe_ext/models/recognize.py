@@ -103,7 +103,7 @@ def read_pair(
     activation: Callable[..., Any],
     call: Callable[[Tensor], Any],
 ) -> tuple[DenseMLP, bool]:
-    """The MLP of two linear layers and an activation inside a larger module -> (MLP, its input is that of call).
+    """Read two linear layers and an activation inside a larger module -> (MLP, True if its input is call's).
 
     call(x [2, 3, d_model]) runs the part of the module that has both. Only the activation may lie between them. What
     comes before the first and after the second is not checked: the caller leaves it in its place.
@@ -247,7 +247,7 @@ def _watch_in(
     x: Tensor,
     to_the_end: bool,
 ) -> _Run:
-    """dtype: that of the numbers of all linear layers but the last, whose dtype is that of its weight."""
+    """Watch with numbers of this dtype from all linear layers but the last, which keeps its weight's dtype."""
     run, generator = _Run(), torch.Generator("cpu").manual_seed(1)
     hooks = [
         m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
@@ -279,7 +279,7 @@ def _watch_in(
 
 @contextlib.contextmanager
 def _forwards_by(answer: Callable[[Any, Tensor], Tensor], modules: Sequence[Any]) -> Iterator[None]:
-    """Puts answer(module, x) in the place of the forwards of modules."""
+    """Replace the forwards of modules by answer(module, x)."""
     own_forwards = {m: vars(m).get("forward") for m in modules}
     try:
         for m in modules:

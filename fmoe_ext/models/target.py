@@ -123,7 +123,7 @@ def whole(dense: DenseMLP, gated: bool, group: Any) -> DenseMLP:
 
 
 def _join_rows(part: Any, gated: bool, group: Any) -> Tensor:
-    """The rows of all ranks, each of which has, gated, its gate rows and then its up rows."""
+    """Join the rows of all ranks; a rank of a gated MLP has its gate rows before its up rows."""
     parts = _gather(part, group)
     if not gated:
         return torch.cat(parts)
