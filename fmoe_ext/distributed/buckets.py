@@ -1,4 +1,4 @@
-"""Gradients that travel together."""
+"""Gradients that travel together: a message costs a latency, so small ones share one."""
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class _Bucket:
                 )
             if p.grad is not None:
                 grad.copy_(p.grad.flatten())
+        # a parameter that no rank had must keep a gradient of None, which optimizers skip
         present.copy_(torch.tensor([float(p.grad is not None) for p in self.params], device="cpu"))
         if divide:
             self._flat /= dist.get_world_size(self.group)
@@ -66,7 +67,7 @@ def make_buckets(
     """Buckets of at most max_bytes by dtype, in the order in which backward is expected to fill them."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
-    for p in reversed(params):
+    for p in reversed(params):  # the last layer's gradients come first
         bucket, size = open_buckets.get(p.dtype, ([], 0))
         if not bucket or size + p.numel() * p.element_size() > max_bytes:
             bucket, size = [], 0

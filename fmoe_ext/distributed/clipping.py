@@ -1,4 +1,8 @@
-"""Gradient clipping across groups."""
+"""Gradient clipping across groups.
+
+The p-th power of a p-norm is a sum over parameters. A rank adds its own, each divided by the
+number of ranks that add it too, so that the sum over ranks counts every parameter of the job once.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -39,14 +43,15 @@ def clip_grad_norm_(
     module.finish_reduction()
     dp_group = module.groups["dp"]
     dp_ranks = set(dist.get_process_group_ranks(dp_group))
-    counted = [
-        (p.grad, _num_copies(module, tag, dp_ranks))
-        for tag, params in module.tagged.items()
-        for p in params
-        if p.grad is not None
-    ]
-    sharded = [p.grad for p in module.parameters() if is_dtensor(p.grad)]
-    counted += [(grad, _num_sharing(grad, dp_ranks)) for grad in sharded]
+    counted: list[tuple[torch.Tensor, int]] = []
+    for tag, params in module.tagged.items():
+        copies = 1
+        if tag != "none":
+            copies = len(dp_ranks & set(dist.get_process_group_ranks(module.groups[tag])))
+        counted += [(p.grad, copies) for p in params if p.grad is not None]
+    # every rank that has a part of a sharded gradient adds the norm of the whole
+    sharded: list[DTensor] = [p.grad for p in module.parameters() if is_dtensor(p.grad)]
+    counted += [(grad, len(dp_ranks & set(grad.device_mesh.mesh.flatten().tolist()))) for grad in sharded]
     total = norm_over(counted, norm_type, [dp_group], device_of(module))
     scale_to_norm([grad for grad, _ in counted], total, max_norm)
     return total
@@ -58,14 +63,16 @@ def norm_over(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> torch.Tensor:
-    """The norm of gradients over ranks: counted has each with the number of ranks that count it, a DTensor whole.
+    """Compute the norm of gradients over ranks: counted has each with the number of ranks that count it.
 
-    groups: together all ranks, one after the other; all of them call it, also those without gradients.
+    A DTensor counts whole. groups: together all ranks, one after the other; all of them call it, also those without
+    gradients.
     """
     norm_type = float(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, copies in counted:
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=_accumulate(grad))
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32  # squares overflow 16 bits
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
         norm = (norm.full_tensor() if is_dtensor(norm) else norm).double()
         total = (
             torch.maximum(total, norm) if norm_type == float("inf") else total + norm.pow(norm_type) / copies
@@ -78,21 +85,8 @@ def norm_over(
 
 
 def scale_to_norm(grads: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
-    """Multiplies gradients of the norm total by what makes it at most max_norm."""
+    """Scale gradients whose norm is total so that it becomes at most max_norm."""
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
         local = grad.to_local() if is_dtensor(grad) else grad
         local.mul_(scale.to(local.dtype))
-
-
-def _accumulate(grad: torch.Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype == torch.float64 else torch.float32
-
-
-def _num_copies(module: DistributedGroupedDataParallel, tag: str, dp_ranks: set[int]) -> int:
-    return 1 if tag == "none" else len(dp_ranks & set(dist.get_process_group_ranks(module.groups[tag])))
-
-
-def _num_sharing(grad: "DTensor", dp_ranks: set[int]) -> int:
-    """Number of ranks that have parts of a sharded gradient, and so the norm of the whole."""
-    return len(dp_ranks & set(grad.device_mesh.mesh.flatten().tolist()))

@@ -41,22 +41,11 @@ def _tag_parameters(module: nn.Module) -> None:
             )
 
 
-def _check_same_parameters(module: nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Raises an error if the ranks of a group have other parameters of its tag."""
-    for tag, group in groups.items():
-        named = [(name, p) for name, p in module.named_parameters() if tag_of(p) == tag]
-        params = [
-            (name, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
-            for name, p in named
-        ]
-        check_same(f"parameters tagged {tag!r}", params, group)
-
-
 class _Tags:
     """The tags that the parameters of a module had when it was read.
 
-    params: {tag: parameters that are trained}. sharded: names of those that others reduce, which are tensors of DTensor
-    type, except while they are gathered.
+    params: {tag: parameters that are trained}. sharded: names of the parameters that others reduce: DTensors, except
+    while they are gathered.
     """
 
     def __init__(
@@ -176,10 +165,22 @@ class DistributedGroupedDataParallel(nn.Module):
         self._hooks: list[_Handle] = []
         self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
-        weakref.finalize(self, _remove_all, self._hooks)
-        _check_same_parameters(module, self.groups)
+        weakref.finalize(self, _remove_all, self._hooks)  # the module inside may outlive its wrapper
+        for tag, group in self.groups.items():  # before a broadcast of other shapes would hang
+            check_same(
+                f"parameters tagged {tag!r}",
+                [
+                    (name, list(p.shape), str(p.dtype), "trained" if p.requires_grad else "frozen")
+                    for name, p in module.named_parameters()
+                    if tag_of(p) == tag
+                ],
+                group,
+            )
         if need_sync:
-            self._sync_params()
+            for tag, group in self.groups.items():
+                copies = [p for p in module.parameters() if tag_of(p) == tag and not is_dtensor(p)]
+                self._broadcast([p.detach() for p in copies], group)
+            self._broadcast(list(module.buffers()), self.groups["dp"])
         self.register_load_state_dict_pre_hook(_accept_bare_keys)
         num_copies = dist.get_world_size(self.groups["gate"])
         warn_of_copies(module, num_copies, "the copies part")
@@ -241,6 +242,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self.tagged = self._tags.params
         self._buckets = [
             bucket
+            # "none" last: its buckets reduce nothing, and those before need not wait for its gradients
             for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none")
             for bucket in make_buckets(params, self.groups.get(tag), self._max_bytes)
         ]
@@ -250,7 +252,7 @@ class DistributedGroupedDataParallel(nn.Module):
             self._reduce_during_backward()
 
     def _retag(self) -> None:
-        """FastMoE reads tags at the reduction; so does this, unless gradients have come that are of another scale."""
+        """Follow tags that have changed, as FastMoE does, unless gradients of another scale have come."""
         under_way = any(len(bucket.missing) < len(bucket.params) for bucket in self._buckets)
         self._tags.check_change(under_way, self._factor if self._expert_grads == "mean" else None)
         _remove_all(self._hooks)
@@ -258,15 +260,9 @@ class DistributedGroupedDataParallel(nn.Module):
         self._follow_tags()
 
     def _factor(self, p: nn.Parameter, tag: str) -> float:
-        """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
+        """Scale a gradient before its mean over n ranks: times n / (size of dp_group) it is the gradient of the job."""
         size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
         return size / dist.get_world_size(self.groups["dp"])
-
-    def _sync_params(self) -> None:
-        for tag, group in self.groups.items():
-            params = [p.detach() for p in self.module.parameters() if tag_of(p) == tag and not is_dtensor(p)]
-            self._broadcast(params, group)
-        self._broadcast(list(self.module.buffers()), self.groups["dp"])
 
     @staticmethod
     @torch.no_grad()
@@ -279,7 +275,7 @@ class DistributedGroupedDataParallel(nn.Module):
             tensor.copy_(whole)
 
     def _reduce_during_backward(self) -> None:
-        this = weakref.ref(self)
+        this = weakref.ref(self)  # a parameter's hook would keep the wrapper alive
 
         def gradient_came(p: nn.Parameter, number: int) -> None:
             module = this()
@@ -306,9 +302,6 @@ class DistributedGroupedDataParallel(nn.Module):
             )
         self._reduction_due = True
         self._buckets[number].missing.discard(p)
-        self._start_full_buckets()
-
-    def _start_full_buckets(self) -> None:
         # Always in the order of the list, so that all ranks start the same reductions in the same order.
         while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
             self._buckets[self._num_started].start(True, self.fp32_allreduce)
@@ -353,7 +346,7 @@ def _remove_all(hooks: list[_Handle]) -> None:
 
 
 def _accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets the state dict of the bare module load: its keys lack "module."."""
+    """Accept the state dict of the bare module, whose keys lack "module."."""
     own = [key for key in state_dict if key.startswith(prefix)]
     if not any(key.startswith(f"{prefix}module.") for key in own):
         for key in own:
@@ -361,7 +354,7 @@ def _accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
-    """torch's fully_shard over the experts of a layer, whose gradient is then that of one process on the whole batch.
+    """Apply torch's fully_shard to a layer's experts, with the gradient of one process on the whole batch.
 
     mesh: one-dimensional, the ranks that hold the same experts: DeviceMesh.from_group(init_groups(...).experts, "cpu").
     options: of fully_shard. All ranks of the layer call it, before DistributedGroupedDataParallel, which then leaves

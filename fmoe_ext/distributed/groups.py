@@ -18,9 +18,8 @@ _of_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] 
 class ParallelGroups:
     """The process groups of one rank; ranks are numbered (dp, ep, slice), slice fastest."""
 
-    world: dist.ProcessGroup
-    # experts are spread over these ranks: FMoE(world_size=ep size, moe_group=groups.ep)
-    ep: dist.ProcessGroup
+    world: dist.ProcessGroup  # all ranks
+    ep: dist.ProcessGroup  # experts are spread over these: FMoE(world_size=ep size, moe_group=groups.ep)
     slice: dist.ProcessGroup  # these ranks have the same input: FMoE(slice_group=groups.slice)
     data: dist.ProcessGroup  # these ranks have different inputs and the same dense parameters
     experts: dist.ProcessGroup  # these ranks hold the same experts
@@ -71,7 +70,7 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
 
 def group_among(rank_lists: torch.Tensor) -> dist.ProcessGroup:
     """Creates a group of each row of rank_lists [groups, ranks] -> this rank's; all ranks of the job call it."""
-    for members in rank_lists.tolist():
+    for members in rank_lists.tolist():  # new_group() is a collective call of the job, also for ranks outside
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = group
@@ -79,7 +78,7 @@ def group_among(rank_lists: torch.Tensor) -> dist.ProcessGroup:
 
 
 def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.ProcessGroup]:
-    """{tag: group}, each a group of our own: reductions must not queue with other users' collectives.
+    """Make {tag: group}, each a group of our own: reductions must not queue with other users' collectives.
 
     All wrappers share the own group of a group: gloo starts three threads for each.
     """

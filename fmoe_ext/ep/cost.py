@@ -1,4 +1,8 @@
-"""Cost model of an expert-parallel layer: bytes to send and FLOP to compute, over what a rank's hardware can do."""
+"""Cost model of an expert-parallel layer: bytes to send and FLOP to compute, over what a rank's hardware can do.
+
+A step lasts as long as its slowest rank: its link for the exchanges, its experts for the products. An exchange costs
+a latency and bytes over bandwidth; shadowing an expert trades rows that travel for weights that do.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from fmoe_ext.ep.placement import find_nodes
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of one layer. num_matrices: 2, or 3 for gated experts. exchange: as in FMoE, but for "auto"."""
+    """The sizes of one layer."""
 
     d_model: int
     d_hidden: int
-    num_matrices: int = 2
+    num_matrices: int = 2  # 3 for gated experts
     bytes_per_element: int = 4
     top_k: int = 1
-    exchange: str = "choice"
+    exchange: str = "choice"  # as in FMoE, but never "auto"
 
     @property
     def row_bytes(self) -> int:
@@ -38,27 +42,21 @@ class Layer:
 
     @property
     def row_flop(self) -> int:
-        """Forward and backward of one row."""
+        """FLOP of one row; the backward multiplies twice as much as the forward."""
         return 3 * 2 * self.num_matrices * self.d_model * self.d_hidden
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank of a cluster.
+    """One rank of a cluster; it has a network card of its own, or its share of the node's."""
 
-    bandwidth: bytes a second that it sends to ranks of its node while all ranks do. throughput: FLOP a second of its
-    experts. memory: bytes; infinite where memory does not matter. latency: seconds of an exchange of no size.
-    ranks_per_node: None if all ranks are on one node. node_bandwidth, node_latency: the same to other nodes; a rank
-    has a network card of its own, or its share of the node's.
-    """
-
-    bandwidth: float
-    throughput: float
-    memory: float = float("inf")
-    latency: float = 0.0
-    ranks_per_node: int | None = None
-    node_bandwidth: float = float("inf")
-    node_latency: float = 0.0
+    bandwidth: float  # bytes a second to ranks of its node while all ranks send
+    throughput: float  # FLOP a second of its experts
+    memory: float = float("inf")  # bytes; infinite where memory does not matter
+    latency: float = 0.0  # seconds of an exchange of no size
+    ranks_per_node: int | None = None  # None if all ranks are on one node
+    node_bandwidth: float = float("inf")  # bytes a second to other nodes
+    node_latency: float = 0.0  # seconds of an exchange of no size with other nodes
 
     @staticmethod
     def measure(
@@ -113,6 +111,7 @@ def _measure_link(
         out = torch.empty_like(x)
         return _seconds(lambda: dist.all_to_all_single(out, x, splits, splits, group=group), device, group)
 
+    # Two sizes make a line: its slope is the bandwidth, its intercept the latency.
     num_away = len([peer for peer in peers if peer != rank]) or 1
     each = max(rows // size, 8)
     small, large = seconds(1), seconds(each)
@@ -144,7 +143,7 @@ def _dtype(layer: Layer) -> torch.dtype:
 def _seconds(
     step: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Seconds of a step in a row of as many as take 20 ms, 3 to 100; all ranks of a group do one number of them."""
+    """Time a step: the mean over as many as take 20 ms, from 3 to 100."""
 
     def run(times: int) -> float:
         if device.type == "cuda":
@@ -156,7 +155,8 @@ def _seconds(
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / times
 
-    run(2)
+    run(2)  # warms up
+    # a step with a collective must run equally often on all ranks, or they would wait forever
     once = torch.tensor([run(2)], dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
@@ -178,6 +178,7 @@ class StepTime:
 
     def overlapped(self, num_chunks: int) -> float:
         """With num_chunks chunks: all but one chunk of the smaller part hides behind the larger."""
+        # one chunk cannot hide: nothing computes before the first has come
         hidden = min(self.exchange, self.compute) * (num_chunks - 1) / num_chunks
         return self.total - hidden
 
@@ -215,6 +216,7 @@ def step_time(
     moved = 2 * len(shadows) * layer.expert_bytes
     slowest = hardware.bandwidth if _is_one_node(num_ranks, hardware) else hardware.node_bandwidth
     return StepTime(
+        # there and back, in the forward and in the backward
         exchange=4 * _exchange_time(rows, layer, hardware),
         compute=(max(rows) + local) * layer.row_flop / hardware.throughput,
         shadowing=moved / slowest,
@@ -251,8 +253,9 @@ def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> f
 
 
 def _distinct(rows: Sequence[float], top_k: int) -> list[float]:
-    """Tokens with at least one choice of each part, if choices are drawn independently. rows: choices of each part."""
+    """Expected number of tokens with a choice of each part. rows: choices of each part."""
     total = sum(rows)
     if total == 0:
         return [0.0] * len(rows)
+    # choices drawn independently: a token misses a part with all of its top_k draws
     return [total / top_k * (1 - (1 - part / total) ** top_k) for part in rows]

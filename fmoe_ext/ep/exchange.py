@@ -1,4 +1,10 @@
-"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group."""
+"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
+
+First the ranks tell each other how many rows come (exchange_counts), then the rows travel (global_exchange, or
+start_exchange and wait for those that overlap with computation). torch's NCCL groups queue all
+collectives on one stream; where this build can, rows take a communicator and a stream of their own, and products leave
+them some SMs.
+"""
 
 import math
 import weakref
@@ -73,6 +79,7 @@ class _Works:
             work.wait()
 
     def is_completed(self) -> bool:
+        # to query an event breaks a CUDA graph's capture
         if torch.cuda.is_current_stream_capturing():
             return False
         return all(work.is_completed() for work in self._works)
@@ -81,7 +88,7 @@ class _Works:
 def _start_over_group(outs, xs, send_splits, recv_splits, group):
     works = []
     for out, x in zip(outs, xs, strict=True):
-        if x.dtype not in _DTYPES_OF_BACKENDS:
+        if x.dtype not in _DTYPES_OF_BACKENDS:  # an exchange moves rows, whatever their numbers mean
             out, x = _as_bytes(out), _as_bytes(x)
         splits = list(recv_splits), list(send_splits)
         works.append(dist.all_to_all_single(out, x, *splits, group=group, async_op=True))
@@ -106,10 +113,10 @@ def _as_bytes(x):
 
 @dataclass
 class _Turns:
-    """go_on() lets others compute. taken: how often it was called."""
+    """Turns that this thread gives to others while its rows are under way."""
 
-    go_on: Callable[[], None]
-    taken: int = 0
+    go_on: Callable[[], None]  # lets others compute
+    taken: int = 0  # how often it was called
 
 
 _turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default=None)
@@ -182,7 +189,7 @@ class _NcclExchange:
     def start(self, outs, xs, send_splits, recv_splits):
         with torch.cuda.device(xs[0].device):
             stream = torch.cuda.current_stream()
-            self.stream.wait_stream(stream)
+            self.stream.wait_stream(stream)  # the rows may still be computed there
             self.communicator.all_to_all(
                 [x.data_ptr() for x in xs],
                 list(send_splits),
@@ -204,7 +211,7 @@ class _NcclWork:
     def __init__(self, event, communicator, stream, tensors):
         self.event, self.communicator = event, communicator
         self._release = weakref.finalize(self, _release, stream, event, [*tensors])
-        self._release.atexit = False
+        self._release.atexit = False  # CUDA may be gone by then
 
     def wait(self):
         torch.cuda.current_stream().wait_event(self.event)
@@ -288,7 +295,7 @@ def _global_exchange(start, x, send_splits, recv_splits, group):
         f"x must have sum(send_splits) = {sum(send_splits)} rows, but got shape {list(x.shape)}",
     )
     out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-    x = x.resolve_conj().resolve_neg().contiguous()
+    x = x.resolve_conj().resolve_neg().contiguous()  # such views hold a flag, which would not travel
     wait([Transfer(start([out], [x], send_splits, recv_splits, find_group(group)))], group)
     return out
 

@@ -33,9 +33,10 @@ class LoadCounter:
         self._counts.add_(counts)  # in place: a CUDA graph repeats it
 
     def pop(self, group: dist.ProcessGroup) -> list[int]:
-        """The sum over the ranks of a group, from where on every rank counts anew; a collective call."""
+        """Sum the counts over the ranks of a group and start anew; a collective call."""
         total = self._counts.clone()
         self._counts.zero_()
+        # NCCL reduces on GPUs only, also what a CPU layer has counted
         total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         dist.all_reduce(total, group=group)
         return total.tolist()
@@ -104,7 +105,7 @@ class ParallelLayout:
 
     @property
     def is_spread(self) -> bool:
-        """True if the experts are those of a group, even of one rank."""
+        """True if a group shares the experts, even a group of one rank."""
         return self.moe_group is not None or (self.world_size or 1) > 1
 
     @property
@@ -120,11 +121,11 @@ LAYOUT_KEYWORDS = tuple(f.name for f in fields(ParallelLayout))
 
 @dataclass(frozen=True)
 class _Route:
-    """Route of a forward's tokens: what has a row, a name of EXCHANGES and its class, and where experts' chunks end."""
+    """Route of a forward's tokens."""
 
-    exchange: str
-    kind: type[Exchange]  # a compiled graph cannot look it up
-    chunk_ends: list[int]
+    exchange: str  # what has a row, a name of EXCHANGES
+    kind: type[Exchange]  # its class: a compiled graph cannot look it up
+    chunk_ends: list[int]  # where the chunks of a rank's experts end
 
 
 def check_route(overlap_degree: int | str, exchange: str, wire: str = "full") -> None:
@@ -142,6 +143,8 @@ def check_route(overlap_degree: int | str, exchange: str, wire: str = "full") ->
 
 class ExpertParallel(ExpertPlacement):
     """Placement of one layer's experts, and the routes of tokens to them.
+
+    Letters of shapes: T tokens, K choices of a token, E experts in all, e experts of this rank, D width.
 
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
     exchange: what has a row that travels: a "choice", a "token" for each rank or for each "node"; "auto" measures them.
@@ -174,12 +177,23 @@ class ExpertParallel(ExpertPlacement):
         self.load = LoadCounter(self.num_experts)
         self.overlap_degree = overlap_degree
         self.exchange = exchange
-        self._route = self._route_by(self._first_exchange(), self._first_chunks())
+        # "auto" begins with one chunk: only what does not overlap can be timed apart
+        num_chunks = 1 if isinstance(overlap_degree, str) else min(overlap_degree, num_local_experts)
+        first = "choice" if exchange == "auto" else exchange
+        self._route = _Route(first, EXCHANGES[first], _even_ends(num_local_experts, num_chunks))
         if exchange == "node":
             self.nodes = Nodes(self.group, num_local_experts)
         self.tuner: Tuner | None = None  # what may choose another way
         if "auto" in (overlap_degree, exchange):
-            exchanges = self._candidates() if exchange == "auto" else [exchange]
+            exchanges = [exchange]
+            if exchange == "auto":
+                exchanges = [name for name in EXCHANGES if name != "node"]
+                if self.row_limit is None:
+                    # going once to a node saves bytes only where there are several, with several ranks each
+                    ranks = [len(node) for node in find_nodes(find_group(self.group))]
+                    if len(ranks) > 1 and set(ranks) == {ranks[0]} != {1}:
+                        self.nodes = Nodes(self.group, num_local_experts)
+                        exchanges.append("node")
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self._is_checked = False
         limit = self.row_limit and self.row_limit.max_rows
@@ -200,27 +214,6 @@ class ExpertParallel(ExpertPlacement):
                 "layer.expert_parallel.shadows"
             )
         return None
-
-    def _route_by(self, exchange: str, chunk_ends: list[int]) -> _Route:
-        return _Route(exchange, EXCHANGES[exchange], chunk_ends)
-
-    def _first_chunks(self) -> list[int]:
-        degree = self.overlap_degree
-        if degree == "auto":
-            return [self.num_local_experts]
-        assert isinstance(degree, int)
-        return _even_ends(self.num_local_experts, min(degree, self.num_local_experts))
-
-    def _candidates(self) -> list[str]:
-        """The exchanges that "auto" measures; one over nodes where there are several, with several ranks each."""
-        names = [name for name in EXCHANGES if name != "node"]
-        if self.row_limit is not None or not _spans_nodes(self.group):
-            return names
-        self.nodes = Nodes(self.group, self.num_local_experts)
-        return [*names, "node"]
-
-    def _first_exchange(self) -> str:
-        return "choice" if self.exchange == "auto" else self.exchange
 
     @property
     def chosen_exchange(self) -> str:
@@ -243,7 +236,7 @@ class ExpertParallel(ExpertPlacement):
         if self.tuner is not None:
             exchange, num_chunks = self.tuner.choose(min(max_chunks, self.num_local_experts))
             ends = self.chunk_ends if num_chunks is None else _even_ends(self.num_local_experts, num_chunks)
-            self._route = self._route_by(exchange, ends)
+            self._route = _Route(exchange, EXCHANGES[exchange], ends)
             self.tuner = None if self.tuner.is_done else self.tuner
         return self._route_of(step)
 
@@ -253,7 +246,9 @@ class ExpertParallel(ExpertPlacement):
         forward = None if step is None else step.forward
         if forward is None:
             return self._route
-        if forward.way is None:
+        if (
+            forward.way is None
+        ):  # a checkpoint's repetition takes this route, though "auto" has chosen another since
             forward.way = self._route
         return forward.way
 
@@ -263,8 +258,10 @@ class ExpertParallel(ExpertPlacement):
         """Start sending tokens to their experts; see fmoe_ext.dispatch.dispatch()."""
         if step is None:
             step = Step(Batch(), None, False, is_counted())
-        if not step.is_traced:  # an operator of the graph checks it
-            self._check_once()
+        # Ranks that were given different layers find out before the first rows; an operator of a graph checks it there.
+        if not step.is_traced and not self._is_checked:
+            check_agreement(self.layout, self.group)
+            self._is_checked = True
         if step.is_counted:
             self.load.add(step.count(topk_idx, self.num_experts))
         route = self._route_of(step)
@@ -283,19 +280,6 @@ class ExpertParallel(ExpertPlacement):
         group = dist.group.WORLD if everywhere else find_group(self.group)
         assert group is not None
         return self.load.pop(group)
-
-    def _check_once(self) -> None:
-        """Before the first rows: ranks that were given different layers find out here."""
-        if self._is_checked:
-            return
-        check_agreement(self.layout, self.group)
-        self._is_checked = True
-
-
-def _spans_nodes(group_name: str) -> bool:
-    """True if a token can save bytes by going once to a node; a collective call."""
-    sizes = [len(ranks) for ranks in find_nodes(find_group(group_name))]
-    return len(sizes) > 1 and set(sizes) == {sizes[0]} != {1}
 
 
 def _even_ends(total: int, parts: int) -> list[int]:

@@ -14,7 +14,8 @@ from fmoe_ext.ep.process_groups import find_group
 
 
 def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """An int64 tensor of these values, the same one at every call; not to be changed."""
+    """Return an int64 tensor of these values, the same one at every call; not to be changed."""
+    # a compiled graph holds constants of its own; eager would copy to the device in each forward
     return torch.tensor(values, device=device) if torch.compiler.is_compiling() else _kept(values, device)
 
 

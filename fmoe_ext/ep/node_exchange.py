@@ -37,28 +37,26 @@ class NodeExchange(Exchange):
 
     def receive(self, number: int) -> ExpertInput:
         if number == 0:
-            self._inside = self._enter(self._across.receive(0))
+            # what has come to this node goes on to the ranks of its experts
+            tokens = self._across.receive(0)
+            self._inside = TokenExchange(
+                self._inside_placement,
+                self._chunk_ends,
+                tokens.x,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                self._step,
+            )
+            # its header says whether this rank has tokens of its own, not whether some pass
+            self._inside.num_tokens = self.num_tokens
+            self._inside.plan()
+            self._inside.send()
         return self._inside.receive(number)
 
     def give_back(self, number: int, results: Nest) -> None:
-        if number == len(self._chunk_ends) - 1:
+        if number == len(self._chunk_ends) - 1:  # behind all experts: so far a checkpoint repeats
             self._across.keep_for_backward(0, leaves_of(results))
         self._inside.give_back(number, results)
-
-    def _enter(self, tokens: ExpertInput) -> TokenExchange:
-        """Sends the tokens that have come to this node on to the ranks of their experts."""
-        inside = TokenExchange(
-            self._inside_placement,
-            self._chunk_ends,
-            tokens.x,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            self._step,
-        )
-        inside.num_tokens = self.num_tokens
-        inside.plan()
-        inside.send()
-        return inside
 
     def _sort(self) -> DispatchHandle:
         return self._across._sort()

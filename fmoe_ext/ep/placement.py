@@ -45,7 +45,7 @@ class ExpertPlacement:
         self.shadows: tuple[int, ...] = ()  # experts that are computed where their tokens are
         # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
         self.sharing_ranks: list[list[int]] | None = None
-        self.nodes: Nodes | None = None  # for exchange="node"
+        self.nodes: Nodes | None = None  # of exchange="node"
         self.wire = "full"  # of wire.WIRES
         self.layout = ""  # what the ranks of the group check once that they have in common
         self.row_limit: RowLimit | None = None
@@ -75,7 +75,8 @@ class ExpertPlacement:
         return ExactPlan(handle, counts, header, self.group, ends, step)
 
     def slots(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """The number of each expert in the order of sending: by chunk, then by rank, then by place."""
+        """Number each expert in the order of sending: by chunk, then by rank, then by place."""
+        # a chunk's rows lie together, and in it those of a rank, so that they travel without another copy
         first, order = 0, []
         for end in chunk_ends:
             for rank in range(self.size):
@@ -88,7 +89,7 @@ class ExpertPlacement:
         return tuple(slots)
 
     def ways(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """Destination of each expert's tokens: a number for every chunk and rank, by chunk, then by rank."""
+        """Number the destination of each expert's tokens, one for every chunk and rank: by chunk, then by rank."""
         ways = [0] * self.num_experts
         for place, expert in enumerate(self.experts_in_place):
             rank, local = divmod(place, self.num_local_experts)
@@ -137,11 +138,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Process groups of this rank. across: one rank of each node; inside: the ranks of this node. nodes: all ranks."""
+    """Process groups of this rank."""
 
-    across: dist.ProcessGroup
-    inside: dist.ProcessGroup
-    nodes: list[list[int]]
+    across: dist.ProcessGroup  # one rank of each node
+    inside: dist.ProcessGroup  # the ranks of this node
+    nodes: list[list[int]]  # the ranks of each node
 
 
 # {group: the process groups of its nodes}, until destroy_process_group() or the end of the job
@@ -149,7 +150,7 @@ _of_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakK
 
 
 def find_nodes(group: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of each node, counted in the group, in the order of their first; a collective call.
+    """Find the ranks of each node, counted in the group, in the order of their first; a collective call.
 
     A node is a host name, or so many neighbours as FMOE_RANKS_PER_NODE says.
     """

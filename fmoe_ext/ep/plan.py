@@ -2,6 +2,8 @@
 
 ExactPlan sends each row once, in sizes that one copy to the host brings. StaticPlan sends every rank as many rows, so
 that nothing waits for sizes.
+
+Letters of shapes: T tokens, K choices of a token, R rows to send, N rows that come.
 """
 
 from collections.abc import Sequence
@@ -69,6 +71,7 @@ class ExactPlan:
 
     def chunks(self) -> list[ChunkRows]:
         """The rows of each chunk; it may wait for the sizes."""
+        # waits for the device: the exchange takes its sizes from the host
         sent, received = self._sizes.get()
         check(self._group)
         headers = received[:, :LENGTH].tolist()
@@ -111,7 +114,7 @@ class StaticPlan:
         self._limit, self.max_rows = limit, limit.max_rows
         self.num_rows = len(counts) * limit.max_rows  # that come
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
-        most = needed.max().expand(len(counts), 1)
+        most = needed.max().expand(len(counts), 1)  # sent to all ranks, so that all raise or none
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
         if step.is_traced and limit.is_read_now(sent):
             received = agree_on_rows(sent, limit.max_rows, layout, group, step.before_exchange)

@@ -49,20 +49,16 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
     if timeout is not None:
-        _set_timeout(group, timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
+        if group in _timeouts_in_use and timeout != timeout_of(group):
+            raise RuntimeError(
+                f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since "
+                f"its first exchange, and cannot become {timeout}: register the group with it earlier"
+            )
+        _timeouts[group] = timeout
     _groups[group.group_name] = group
     return group.group_name
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
-    if group in _timeouts_in_use and timeout != timeout_of(group):
-        raise RuntimeError(
-            f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since its "
-            f"first exchange, and cannot become {timeout}: register the group with it earlier"
-        )
-    _timeouts[group] = timeout
 
 
 def use_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -72,7 +68,7 @@ def use_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Timeout of an exchange in a group: that of register_group(), or else of init_process_group()."""
+    """Find the timeout of an exchange in a group: from register_group(), or else from init_process_group()."""
     return _timeouts.get(group) or group.get_group_store().timeout  # type: ignore[attr-defined]  # not in its stubs
 
 
@@ -103,6 +99,7 @@ def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
     value is a tuple, list or string of plain values; this is a collective call.
     """
     texts = [str(v) for v in gather_values(value, group)]
+    # the majority is taken to be right; of equally frequent values that of the first rank
     expected = max(dict.fromkeys(texts), key=texts.count)
     ranks = dist.get_process_group_ranks(group)
     odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}
@@ -127,7 +124,7 @@ def check_agreement(layout: str, name: str) -> None:
 
 
 def new_group_of(ranks: Sequence[int], parent: dist.ProcessGroup, **options: Any) -> dist.ProcessGroup | None:
-    """dist.new_group() of some ranks of a parent, all of which call this, each with its own; None for one outside.
+    """Call dist.new_group() for ranks of a parent, all of which call this, each with its own; None if outside.
 
     torch names a group of use_local_synchronization by its ranks and by how many groups this process has. After a group
     of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where they have

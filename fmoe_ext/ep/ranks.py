@@ -1,4 +1,7 @@
-"""Sums and counts over the ranks of a process group, for gates; and the slices of a batch that ranks share."""
+"""Sums and counts over the ranks of a process group, for gates; and the slices of a batch that ranks share.
+
+Letters of shapes: T tokens, K choices of a token, E experts in all, W ranks.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,15 +34,15 @@ class GroupRanks:
         mine = torch.full((1,), num_local_tokens, device=self._device)
         if torch.compiler.is_compiling():
             return int(_sum_over_ranks(mine, 1.0, self.group))
-        return int(self._replayed_sum(mine))
+        return int(run_or_replay(lambda: _all_reduce(mine, self.group)))
 
     def first_token(self, num_local_tokens: int) -> int:
-        """Number of this rank's first token among those of all ranks; a copy to the host."""
+        """Count the tokens of the ranks before this one; a copy to the host."""
         mine = torch.full((1,), num_local_tokens, device=self._device)
         return int(torch.cat(self.gather(mine, same_size=True))[: self.rank].sum())
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of x over the ranks. Its gradient takes it that every rank adds the same loss to its own."""
+        """Sum x over the ranks; the gradient assumes that every rank adds the same loss to its own."""
         if torch.compiler.is_compiling():
             total: torch.Tensor = _sum_over_ranks(x, self.size / self.num_copies, self.group)
             return total
@@ -64,7 +67,8 @@ class GroupRanks:
         """As in one process whose batch is the ranks' batches one after the other: first choices first."""
         # [K, E]
         counts = torch.stack([ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)])
-        everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, ranks, E]
+        everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, W, E]
+        # places go to the first choices of all ranks, in the order of ranks, then to the second choices
         flat = everyone.flatten(0, 1)
         before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]
         if isinstance(capacity, torch.Tensor):
@@ -80,15 +84,14 @@ class GroupRanks:
         shares: torch.Tensor = _balanced_shares(logits, self.group)
         return shares
 
-    def _replayed_sum(self, x: torch.Tensor) -> torch.Tensor:
-        return run_or_replay(lambda: _all_reduce(x, self.group))
-
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: GroupRanks) -> torch.Tensor:
         ctx.factor = ranks.size / ranks.num_copies
-        return ranks._replayed_sum(x.detach())
+        # a checkpoint's repetition takes the first forward's sum: other ranks may not repeat it
+        x = x.detach()
+        return run_or_replay(lambda: _all_reduce(x, ranks.group))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -138,6 +141,7 @@ def _(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
 @torch.library.custom_op("fmoe_ext::gather_sized", mutates_args=())
 def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
     """x [n, *] of every rank -> [sizes[rank], *] each."""
+    # an operator must not return views of one buffer
     return [part.clone() for part in _gather_padded(x, list(sizes), find_group(group))]
 
 
@@ -169,11 +173,11 @@ class SliceGroup:
         return num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size
 
     def cut(self, x: Nest) -> Nest:
-        """This rank's rows of x [N, *] or a nest; the gradient is that of all rows."""
+        """Take this rank's rows of x [N, *] or a nest; the gradient covers all rows."""
         return map_structure(lambda leaf: _Cut.apply(leaf, self), x)
 
     def join(self, x: Nest) -> Nest:
-        """The rows of all slices; every rank is taken to go on with the same computation."""
+        """Join the rows of all slices; every rank must go on with the same computation."""
         return map_structure(lambda leaf: _Join.apply(leaf, self), x)
 
 
@@ -203,7 +207,7 @@ class _Join(torch.autograd.Function):
 
 
 def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """x [n, *] of every rank of the group (None: the default one), n being different, not differentiable.
+    """Gather x [n, *] of every rank of the group (None: the default one), n being different; not differentiable.
 
     Rows are padded to the longest on the way; one copy of the sizes to the host.
     """
@@ -214,7 +218,7 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.
 
 
 def _gather_padded(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    if max(sizes) == 0:
+    if max(sizes) == 0:  # nothing to send, which all ranks know
         return [torch.empty_like(x) for _ in sizes]
     padded = x.new_zeros((max(sizes), *x.shape[1:]))
     padded[: x.shape[0]] = x

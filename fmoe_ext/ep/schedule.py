@@ -9,6 +9,8 @@ collect    all results have come back, and are summed for each token
 The local experts are cut into chunks. The exchange of the next chunk runs while one computes, in the forward and in the
 backward, there and back. An expert's rows stay in one chunk, so its sums are the same for any number of chunks. The
 experts weigh their results, so that these need not be kept here for the gradient of topk_weights.
+
+Letters of shapes: T tokens, K choices of a token, R rows that travel, * what a token has (usually D, its width).
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ class Exchange:
         self._x = x
         self._topk_weights = topk_weights
         self._topk_idx, self._shadow_idx = placement.split_shadows(topk_idx)
-        self.num_tokens = topk_idx.shape[0]  # of this rank, which the other ranks are sent
+        self.num_tokens = topk_idx.shape[0]  # T of this rank; the header says whether it is 0
         self._shadowed: Nest = None
 
     def plan(self) -> None:
         self._plan = self._exchange_counts(self._sort())
 
     def send(self) -> None:
-        rows, plan = self._pack(), self._plan
+        rows, plan = self._pack(), self._plan  # [R, *] each
         self._rows: _RowExchange | TracedRowExchange
         if self._step.is_traced:
             if self._placement.wire != "full":
@@ -79,7 +81,7 @@ class Exchange:
 
     @property
     def chunks(self) -> list[_TravellingChunk | _ShadowChunk]:
-        """The work of this rank's experts; before it that of shadowed ones, whose tokens need not travel."""
+        """List the work of this rank's experts, after that of shadowed ones, whose tokens need not travel."""
         travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
         return [_ShadowChunk(self), *travelling] if self._placement.shadows else [*travelling]
 
@@ -94,7 +96,9 @@ class Exchange:
         """The tokens of this rank that chose shadowed experts."""
         assert self._shadow_idx is not None
         places, weights = self._placement.places_of_shadows, self._topk_weights
-        if self._step.is_traced:
+        if (
+            self._step.is_traced
+        ):  # the broadcast of shadows must come after the exchange of rows on every rank
             weights = in_turn([weights], self._rows.receive(0)[-1])[0]
         return ExpertInput(self._x, self._shadow_idx, weights, 0, len(places), shadows=places)
 
@@ -106,7 +110,7 @@ class Exchange:
         self._rows.give_back(number, leaves)
 
     def keep_for_backward(self, number: int, results: list[torch.Tensor]) -> None:
-        """Marks where a checkpoint repeats the forward: before a chunk's gradients, while those of results travel."""
+        """Mark where a checkpoint repeats the forward: while a chunk's gradients travel to its experts."""
         self._rows.keep_for_backward(number, results)
 
     def give_back_shadowed(self, results: Nest) -> None:
@@ -140,7 +144,7 @@ class Exchange:
         return [*rows, *self._pack_choices(weights)]
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """Labels of each row that the experts need, last the weights. weights [T, K]."""
+        """Labels of each row that the experts need, last the weights. weights [T, K] -> [R, 1]."""
         return [ops.permute(weights.reshape(-1, 1), self._plan.row_idx, self._plan.inverse.reshape(-1, 1))]
 
     def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:
@@ -194,7 +198,8 @@ class _Transit:
         self.chunks = chunks
         self.row_idx, self.inverse = row_idx, inverse
         self.num_rows = 0
-        # of each chunk: transfer, buffers that are filled, those that travel for them, buffers that are read
+        # of each chunk: transfer, buffers that are filled, those that travel for them, buffers that are read; all are
+        # kept, for nobody may reuse memory that an exchange reads or fills
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -222,7 +227,7 @@ class _Transit:
     ) -> None:
         travelling, arriving = [*sources], [*targets]
         for i, x in enumerate(sources):
-            if is_packed(x, self.wire):
+            if is_packed(x, self.wire):  # [R, D] -> bytes [R, row_bytes]
                 travelling[i] = pack(x, self.wire)
                 arriving[i] = travelling[i].new_empty((len(targets[i]), travelling[i].shape[1]))
         transfer = start_exchange(arriving, travelling, send_splits, recv_splits, self.group)
@@ -295,6 +300,7 @@ class _Send(torch.autograd.Function):
     def forward(ctx, transit, *rows):
         ctx.transit, ctx.have_grad = transit, [x.is_floating_point() for x in rows]
         transit.num_rows = rows[0].shape[0]
+        # all chunks at once: the later ones travel while the first computes
         for number in range(len(transit.chunks)):
             transit.to_experts(number, rows)
         return tuple(rows[-1].new_zeros(()) for _ in transit.chunks)

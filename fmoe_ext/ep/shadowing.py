@@ -3,6 +3,8 @@
 A shadowed expert's parameters are broadcast in the forward, every rank computes its own tokens with them, and their
 gradients are reduced to the rank where the expert lives. The optimizer's state never moves. Which experts: decided
 between steps, from the load of earlier ones, so that no forward waits for a decision.
+
+Letters of shapes: e experts of a rank, S shadowed experts, * what an expert's parameter has.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ def choose_shadows(
 ) -> tuple[int, ...]:
     """The places of the experts to shadow: the most loaded first, as many as make the expected step shortest.
 
-    Looks 8 experts past the best number so far.
+    Looks 8 experts past the best number so far: the step time may rise before it falls again.
     """
     by_load = sorted(range(len(load)), key=lambda place: (-load[place], place))
     best = step_time(load, num_ranks, layer, hardware).total
@@ -39,6 +41,7 @@ def choose_shadows(
         total = step_time(load, num_ranks, layer, hardware, candidate).total
         if total < best:
             best, chosen = total, candidate
+        # one shadow does not help where several ranks are equally busy, all of them together do
         elif number - len(chosen) >= 8:
             break
     return chosen
@@ -101,12 +104,13 @@ def fetch(
 def _broadcast(
     weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group_name: str
 ) -> list[torch.Tensor]:
-    """Weights [e, *] of this rank -> those of the experts at places, [S, *]."""
+    """Broadcast the weights [e, *] of each rank -> weights [S, *] of the experts at places."""
     group = find_group(group_name)
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     packets = []
     for place in places:
         home, index = divmod(place, num_local_experts)
+        # one message an expert, all its parameters in it: a broadcast has one source, and costs a latency
         if home == rank:
             packet = torch.cat([w[index].flatten() for w in weights])
         else:
@@ -121,7 +125,7 @@ def _broadcast(
 def _reduce(
     grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group_name: str
 ) -> list[torch.Tensor]:
-    """Gradients [S, *] of the experts at places -> [e, *], their sums over the ranks for those of this rank."""
+    """Sum the gradients [S, *] of the experts at places over the ranks -> [e, *] of this rank's experts."""
     group = find_group(group_name)
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     packets = torch.cat([grad.flatten(1) for grad in grads], 1)

@@ -2,6 +2,8 @@
 
 What is not filled is padding, rows of zeros for no expert. A step then needs no copy to the host and can be captured in
 a CUDA graph.
+
+Letters of shapes: T tokens, K choices of a token, W ranks, M = max_rows_per_rank.
 """
 
 import torch
@@ -18,17 +20,18 @@ def pad_routing(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places in a send buffer in which the rows for rank p begin at p * max_rows.
 
-    handle: of rows sorted by rank -> row_idx [num_ranks * max_rows], inverse [T, K], and the rows that each rank
-    needs [num_ranks], which may be more than max_rows: such rows are left out.
+    handle: of rows sorted by rank -> row_idx [W * M], inverse [T, K], and the rows that each rank needs [W], which may
+    be more than M: such rows are left out.
     """
-    needed = handle.tokens_per_expert.view(num_ranks, -1).sum(1)
+    needed = handle.tokens_per_expert.view(num_ranks, -1).sum(1)  # [W]
     ends = needed.cumsum(0)
     begins = ends - needed
     place = torch.arange(max_rows, device=ends.device)
     num_rows = handle.row_idx.shape[0]
-    source = torch.where(place < needed[:, None], begins[:, None] + place, num_rows)
+    source = torch.where(place < needed[:, None], begins[:, None] + place, num_rows)  # [W, M]
+    # padding reads the entry behind the last, -1, for which permute() writes zeros
     row_idx = F.pad(handle.row_idx, (0, 1), value=-1)[source.flatten()]
-    rank = torch.bucketize(handle.inverse, ends, right=True).clamp(max=num_ranks - 1)
+    rank = torch.bucketize(handle.inverse, ends, right=True).clamp(max=num_ranks - 1)  # [T, K]
     place = handle.inverse - begins[rank]
     fits = (handle.inverse >= 0) & (place < max_rows)
     inverse = torch.where(fits, rank * max_rows + place, -1).to(torch.int32)
@@ -36,7 +39,7 @@ def pad_routing(
 
 
 def columns_of_rows(counts: torch.Tensor, max_rows: int) -> torch.Tensor:
-    """counts [num_ranks, n], what each rank sent -> the rows' columns [num_ranks * max_rows, 1] int32, -1: padding."""
+    """counts [W, n], what each rank sent -> the rows' columns [W * M, 1] int32, -1 for padding."""
     place = torch.arange(max_rows, device=counts.device).expand(counts.shape[0], -1).contiguous()
     column = torch.searchsorted(counts.cumsum(1), place, right=True)
     return torch.where(column < counts.shape[1], column, -1).to(torch.int32).view(-1, 1)
@@ -54,7 +57,7 @@ class RowLimit:
         self.layer_index = layer_index
         self.ranks = ranks
         self.raises_at_once: bool | None = None  # None: where the tensors are on the CPU
-        # [ranks + 1]: the most rows since the last look; 1 if the ranks were in different layers
+        # [W + 1]: the most rows since the last look; 1 if the ranks were in different layers
         self._seen: torch.Tensor | None = None
 
     def is_read_now(self, x: torch.Tensor) -> bool:
@@ -70,11 +73,12 @@ class RowLimit:
         seen = torch.cat((needed, differ))
         if self._seen is None:
             self._seen = torch.zeros_like(seen)
+        # in place: a CUDA graph goes on writing to the tensor that it was captured with
         self._seen.copy_(torch.maximum(self._seen, seen))
         return (needed > self.max_rows).any() | (differ > 0).any()
 
     def raise_if_passed(self, group: str) -> None:
-        """Waits for the device; starts anew. group: that of the layer."""
+        """Raise what note() has kept, and start anew; waits for the device. group: the layer's."""
         if self._seen is None:
             return
         *needed, differ = self._seen.tolist()

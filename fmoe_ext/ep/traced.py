@@ -1,6 +1,9 @@
 """The exchange of a compiled graph, of operators that the compiler traces; sizes come as one copy to the host.
 
 All experts of a rank are one chunk: nothing is under way while others compute. Their sums are the same.
+
+A compiler may reorder operators that need nothing of each other; ranks whose exchanges come in different orders would
+wait for each other forever. So each exchange takes a result of the one before it (agree_on_rows's after, in_turn).
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ def _exchange_rows(
     else:
         send, recv = sizes.tolist()
     outs = [x.new_empty((num_rows, *x.shape[1:])) for x in xs]
-    for out in outs:
+    for out in outs:  # static mode has buffers of one size, of which the rows may fill less
         out[sum(recv) :] = 0
     targets, sources = [out[: sum(recv)] for out in outs], [x[: sum(send)].contiguous() for x in xs]
     wait([start_exchange(targets, sources, send, recv, group)], group)
@@ -112,6 +115,7 @@ def _setup_turn(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -
 
 def _backward_in_turn(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     (after,) = ctx.saved_tensors
+    # the gradient of after, of zeros, makes its backward wait for these gradients
     return list(grads), in_turn([torch.zeros_like(after)], grads[0])[0]
 
 

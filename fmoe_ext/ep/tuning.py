@@ -1,4 +1,8 @@
-"""overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps."""
+"""overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps.
+
+Each exchange runs for some forwards under a stopwatch, which waits for the device after each phase. The ranks then
+share their medians, and choose alike what is fastest on the slowest rank.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class _Stopwatch:
 
     def medians(self) -> dict[str, float]:
         """Seconds of each part, and of all of them as "whole"."""
-        steps = self.steps[1:]
+        steps = self.steps[1:]  # buffers are made in the first
         parts = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
         return {**parts, "whole": statistics.median(sum(step.values()) for step in steps)}
 
@@ -81,9 +85,21 @@ class Tuner:
             return unmeasured, None
         mine = {name: watch.medians() for name, watch in self.watches.items()}
         of_ranks = gather_values(mine, find_group(self.group))
+        # a step waits for its slowest rank
         whole = {name: max(rank[name]["whole"] for rank in of_ranks) for name in self.watches}
         exchange = min(self.watches, key=whole.__getitem__)
-        num_chunks = self._best_overlap([rank[exchange] for rank in of_ranks], max_chunks)
+        num_chunks = None
+        if self.tunes_overlap:
+            times = [rank[exchange] for rank in of_ranks]
+            # Who comes last does not wait for others: the shortest time of a message is the message's own.
+            latency = min(rank["counts"] for rank in times)
+            travel = min(rank["exchange"] for rank in times)
+            compute = max(rank["compute"] for rank in times)
+            num_chunks = best_overlap(travel, compute, latency, max_chunks)
+            self._say(
+                'overlap_degree="auto" is %d (exchange %.3g ms, compute %.3g ms, %.3g ms for a small message)',
+                num_chunks, 1e3 * travel, 1e3 * compute, 1e3 * latency,
+            )  # fmt: skip
         if len(self.watches) > 1:
             text = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in whole.items())
             self._say('exchange="auto" is "%s" (%s)', exchange, text)
@@ -93,20 +109,6 @@ class Tuner:
     def _next(self) -> str | None:
         """The exchange that is not measured yet."""
         return next((name for name, watch in self.watches.items() if len(watch.steps) < NUM_STEPS), None)
-
-    def _best_overlap(self, of_ranks: Sequence[dict[str, float]], max_chunks: int) -> int | None:
-        if not self.tunes_overlap:
-            return None
-        # Who comes last does not wait for others: the shortest time of a message is the message's own.
-        latency = min(rank["counts"] for rank in of_ranks)
-        exchange = min(rank["exchange"] for rank in of_ranks)
-        compute = max(rank["compute"] for rank in of_ranks)
-        num_chunks = best_overlap(exchange, compute, latency, max_chunks)
-        self._say(
-            'overlap_degree="auto" is %d (exchange %.3g ms, compute %.3g ms, %.3g ms for a small message)',
-            num_chunks, 1e3 * exchange, 1e3 * compute, 1e3 * latency,
-        )  # fmt: skip
-        return num_chunks
 
     def _say(self, text: str, *values: object) -> None:
         group = find_group(self.group)

@@ -12,7 +12,8 @@ from fmoe_ext.ep.process_groups import Group, find_group, register_group
 class WidthGroup:
     """A group whose ranks have a part of the hidden units of the same experts, and tokens of their own.
 
-    What gather() and sum() do is one another's gradient. A rank's rows are padded to the most that one has.
+    gather() and sum() are each other's gradient. A rank's rows are padded to the most that one has, since all_gather
+    and reduce_scatter take equal parts.
     """
 
     def __init__(self, group: Group) -> None:
@@ -37,7 +38,7 @@ class WidthGroup:
         return total
 
     def add_once(self, x: Tensor) -> Tensor:
-        """x on the first rank, zeros on the others; the gradient is that of x, which all ranks have."""
+        """Return x on the first rank and zeros on the others; every rank passes its gradient on to x."""
         once: Tensor = _Once.apply(x, self.rank == 0)
         return once
 

@@ -22,7 +22,7 @@ def is_packed(x: torch.Tensor, wire: str) -> bool:
 
 
 def row_bytes(width: int, wire: str) -> int:
-    """Bytes of a packed row of so many columns."""
+    """Count the bytes of a packed row of width columns."""
     return width + (4 if wire == "fp8" else width // _BLOCK)
 
 
@@ -30,15 +30,14 @@ def pack(x: torch.Tensor, wire: str) -> torch.Tensor:
     """x [N, D] -> uint8 [N, row_bytes]"""
     x = x.detach().float()
     if wire == "fp8":
-        scale = (x.abs().amax(1, keepdim=True) / _LARGEST).clamp(
-            min=2.0**-126
-        )  # rows of zeros, and subnormals
+        # not 0 for rows of zeros, and no subnormal, which a GPU may flush
+        scale = (x.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=2.0**-126)
         return torch.cat(((x / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale.view(torch.uint8)), 1)
     blocks = x.unflatten(1, (-1, _BLOCK))
     largest = blocks.abs().amax(2)
     exponent = torch.frexp(largest / _LARGEST).exponent.clamp(-127, 127)  # largest <= 448 * 2^exponent
     codes = torch.ldexp(blocks, -exponent[..., None]).to(torch.float8_e4m3fn).flatten(1)
-    scale = torch.where(largest.isfinite(), exponent + 127, 255).to(torch.uint8)
+    scale = torch.where(largest.isfinite(), exponent + 127, 255).to(torch.uint8)  # 255 is NaN in E8M0
     return torch.cat((codes.view(torch.uint8), scale), 1)
 
 

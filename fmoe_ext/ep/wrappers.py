@@ -59,7 +59,7 @@ def check_mesh(layer: nn.Module, ranks: list[int]) -> None:
 
 
 def warn_of_copies(module: nn.Module, num_copies: int, consequence: str) -> None:
-    """Warns of gates in module, of which so many ranks hold copies, whose bias moves by the load of fewer."""
+    """Warn if a gate's bias is updated from fewer ranks than hold a copy of the gate."""
     for name, gate in module.named_modules():
         if hasattr(gate, "warn_of_copies"):
             gate.warn_of_copies(num_copies, consequence, name)
@@ -110,7 +110,8 @@ def running_deepspeed() -> Any:
 
 
 def _running_modules() -> Iterator[nn.Module]:
-    """The modules whose forward is running, innermost first, each once."""
+    """Find the modules whose forward is running, innermost first, each once."""
+    # nn.Module has no parent, and a wrapper says nowhere what is inside it: only the stack knows who calls a layer
     seen: set[int] = set()
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
@@ -119,14 +120,6 @@ def _running_modules() -> Iterator[nn.Module]:
             seen.add(id(module))
             yield module
         frame = frame.f_back
-
-
-def _argument_of_constructor(module: nn.Module, name: str, default: bool) -> bool:
-    """Value of an argument of module's constructor, which is running, that the module does not keep."""
-    frame = inspect.currentframe()
-    while frame is not None and not (frame.f_locals.get("self") is module and name in frame.f_locals):
-        frame = frame.f_back
-    return default if frame is None else bool(frame.f_locals[name])
 
 
 def _name_in(module: nn.Module, layer: nn.Module) -> str:
@@ -140,7 +133,11 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
     if name != "module" or module is None or not isinstance(parent, DistributedDataParallel):
         return
     params = [(name, p) for name, p in module.named_parameters() if name not in parent.parameters_to_ignore]
-    overwrites = _argument_of_constructor(parent, "init_sync", True)
+    # The running constructor has an argument init_sync, which DistributedDataParallel does not keep.
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_locals.get("self") is parent and "init_sync" in frame.f_locals):
+        frame = frame.f_back
+    overwrites = frame is None or bool(frame.f_locals["init_sync"])
     taken = {id(p) for _, p in params if overwrites or p.requires_grad}  # the frozen are never averaged
     for path, layer in module.named_modules():
         experts = _experts_of(layer)

@@ -57,7 +57,9 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
         if _has_fc_beside_attention(module):
             yield _fc_target(path, module)
             return
-        if _has_mlp_shapes(module) and not _is_attention(attribute, module):
+        # by its names: the linear layers of an attention can have the shapes of an MLP
+        names = f"{attribute} {type(module).__name__}".lower()
+        if _has_mlp_shapes(module) and not any(part in names for part in ("attn", "attention")):
             yield _mlp_target(path, module, parent, attribute, activation)
             return
     for name, child in module.named_children():
@@ -65,17 +67,13 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
 
 
 def _mlp_target(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target:
-    adds_residual = _adds_residual(module)
+    adds_residual = list(inspect.signature(module.forward).parameters)[1:] == ["residual"]
     reading = read_mlp(_WithoutResidual(module) if adds_residual else module, activation)
 
     def wrap(moe: nn.Module) -> nn.Module:
         return AddsResidual(reading.wrap(moe)) if adds_residual else reading.wrap(moe)
 
     return _target(path, parent, attribute, reading.dense, wrap=wrap, notes=reading.notes)
-
-
-def _adds_residual(module: nn.Module) -> bool:
-    return list(inspect.signature(module.forward).parameters)[1:] == ["residual"]
 
 
 class _WithoutResidual(nn.Module):
@@ -90,7 +88,7 @@ class _WithoutResidual(nn.Module):
 
 
 class AddsResidual(nn.Module):
-    """The MoE layer in the place of an MLP that is called with the residual and adds it."""
+    """An MoE layer that replaces an MLP which is called with the residual and adds it."""
 
     def __init__(self, moe: nn.Module) -> None:
         super().__init__()
@@ -111,14 +109,14 @@ def _has_bert_structure(layer: nn.Module) -> bool:
 
 
 def _bert_target(path: str, layer: Any) -> Target:
-    """The MoE layer in the place of `intermediate`, or only of its linear layer if something comes before that."""
+    """Replace `intermediate`, or only its linear layer if something comes before that."""
     first = layer.intermediate
-    dense, is_plain = read_pair(
-        layer,
-        (first.dense, layer.output.dense),
-        first.intermediate_act_fn,
-        functools.partial(_call_bert, layer),
-    )
+
+    def call(x: Tensor) -> Any:
+        needed, _ = _parameters(layer.output)
+        return layer.output(layer.intermediate(x), **_stand_ins(needed, x))
+
+    dense, is_plain = read_pair(layer, (first.dense, layer.output.dense), first.intermediate_act_fn, call)
 
     def finish() -> None:
         layer.output.dense = nn.Identity()
@@ -131,10 +129,6 @@ def _bert_target(path: str, layer: Any) -> Target:
     return _target(path, parent, attribute, dense, finish=finish)
 
 
-def _call_bert(layer: Any, x: Tensor) -> Any:
-    return layer.output(layer.intermediate(x), **_stand_ins(_parameters(layer.output)[0], x))
-
-
 def _has_fc_beside_attention(layer: nn.Module) -> bool:
     return (
         is_linear(getattr(layer, "fc1", None))
@@ -145,6 +139,7 @@ def _has_fc_beside_attention(layer: nn.Module) -> bool:
 
 
 def _fc_target(path: str, layer: Any) -> Target:
+    """The layer's own forward goes on to be used: fc1 becomes the MoE layer, what follows it does nothing."""
     p = getattr(layer, "activation_dropout", 0.0)
 
     def finish() -> None:
@@ -210,11 +205,6 @@ def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[No
             del m.forward
             if forward is not None:
                 m.forward = forward
-
-
-def _is_attention(name: str, module: nn.Module) -> bool:
-    """True by its names: the linear layers of an attention can have the shapes of an MLP."""
-    return any(part in f"{name} {type(module).__name__}".lower() for part in ("attn", "attention"))
 
 
 def _has_mlp_shapes(module: nn.Module) -> bool:

@@ -25,42 +25,31 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
             "experts could be spread over ranks"
         )
     size = dist.get_world_size(find_group(register_group(group)))
+    for experts in modules:  # before any module has changed
+        name = type(experts).__name__
+        if getattr(experts, "expert_parallel", None) is not None:
+            raise ValueError(f"the experts of {name} are spread over ranks already")
+        for _, p in stacks(experts):
+            check_plain(p)  # Transformers' own expert parallelism has made it a DTensor
+            if p.shape[0] % size != 0:
+                raise ValueError(f"{name} has {p.shape[0]} experts, which {size} ranks cannot share evenly")
     for experts in modules:
-        _check(experts, size)
-    for experts in modules:
-        _keep_own(experts, group, size, expert_dp_comm)
+        whole = dict(stacks(experts))
+        num_local = next(iter(whole.values())).shape[0] // size
+        parallel = experts.expert_parallel = ExpertParallel(group, num_local)
+        first, end = parallel.rank * num_local, (parallel.rank + 1) * num_local
+        for name, p in whole.items():
+            with torch.no_grad():
+                own = keep_rows(p, first, end)
+            own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads
+            setattr(experts, name, own)
         for _, adapter in adapters_around(model, experts):
-            parallel = experts.expert_parallel
-            first = parallel.rank * parallel.num_local_experts
-            keep_own_adapters(adapter, first, first + parallel.num_local_experts, expert_dp_comm)
+            keep_own_adapters(adapter, first, end, expert_dp_comm)
     if is_peft_model(model):
         replace_save_pretrained(model, save_adapters)
         model = model.get_base_model()
     model.generate = functools.partial(_generate, model)
     replace_save_pretrained(model, save_spread)
-
-
-def _check(experts: Any, size: int) -> None:
-    """ValueError for experts that cannot be spread, before any module has changed."""
-    name = type(experts).__name__
-    if getattr(experts, "expert_parallel", None) is not None:
-        raise ValueError(f"the experts of {name} are spread over ranks already")
-    for _, p in stacks(experts):
-        check_plain(p)  # Transformers' own expert parallelism has made it a DTensor
-        if p.shape[0] % size != 0:
-            raise ValueError(f"{name} has {p.shape[0]} experts, which {size} ranks cannot share evenly")
-
-
-@torch.no_grad()
-def _keep_own(experts: Any, group: Group, size: int, expert_dp_comm: str) -> None:
-    """Lets go of the experts of other ranks."""
-    whole = dict(stacks(experts))
-    num_local = next(iter(whole.values())).shape[0] // size
-    parallel = experts.expert_parallel = ExpertParallel(group, num_local)
-    for name, p in whole.items():
-        own = keep_rows(p, parallel.rank * num_local, (parallel.rank + 1) * num_local)
-        own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads
-        setattr(experts, name, own)
 
 
 def _generate(model: Any, *args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:

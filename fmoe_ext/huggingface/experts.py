@@ -142,7 +142,7 @@ def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward that Transformers calls in place of that of an experts module.
+    """Compute an experts module; Transformers calls it instead of the module's forward.
 
     hidden_states [T, D]; top_k_index [T, K], entries from num_experts on (experts of other ranks) are dropped;
     top_k_weights [T, K] floating -> [T, D] of the dtype of hidden_states.
@@ -166,6 +166,7 @@ def experts_forward(
     x = hidden_states.to(_compute_dtype(experts, (w1, w2)))
     topk_weights = widen(top_k_weights, x.dtype)
     num_experts = w1.shape[0] * (1 if parallel is None else parallel.size)
+    # Transformers' own expert parallelism marks choices of other ranks by numbers behind the last
     if getattr(experts, "_is_expert_parallel", True):
         top_k_index = top_k_index.masked_fill(top_k_index >= num_experts, -1)
     if parallel is not None:
@@ -187,7 +188,7 @@ def compute(
     topk_weights: Tensor,
     adapters: tuple[Lora | None, Lora | None],
 ) -> Tensor:
-    """The experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D].
+    """Compute the experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D].
 
     weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product. adapters: of w1 and w2.
     """
@@ -217,6 +218,7 @@ def compute(
     return ops.unpermute(rows, row_idx, inverse, topk_weights)
 
 
+# Apart from compute(), so that what lies between the products is free before the rows are summed.
 def _compute_apart(
     experts: Any,
     weights: Any,

@@ -1,4 +1,8 @@
-"""The clamped gated activations of Transformers' experts as one operator each way: GPT-OSS, DeepSeek-V4 and others."""
+"""The clamped gated activations of Transformers' experts as one operator each way: GPT-OSS, DeepSeek-V4 and others.
+
+Which options of the operator a class of experts computes with is not read from its code, which changes from release to
+release: its _apply_gate runs once on numbers, in float64, and the options that give the same results are taken.
+"""
 
 from __future__ import annotations
 

@@ -33,21 +33,17 @@ def _parallel(base: nn.Module) -> ExpertParallel | None:
 
 @torch.no_grad()
 def keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
-    """Lets go of the adapters of experts but [first, end); comm: the tag of their parameters (param.dp_comm)."""
+    """Keep the adapters of experts [first, end) only; comm: the tag of their parameters (param.dp_comm)."""
     for name in wrapper.lora_A:
         a, b = wrapper.lora_A[name], wrapper.lora_B[name]
-        own_a = _by_expert(a.weight, wrapper.num_experts)[first:end].flatten(0, 1)
+        # PEFT has A as [E * r, in] and B as [out, r * E], the expert fastest
+        own_a = a.weight.reshape(wrapper.num_experts, -1, a.weight.shape[1])[first:end].flatten(0, 1)
         own_b = b.weight.reshape(b.weight.shape[0], -1, wrapper.num_experts)[..., first:end].flatten(1)
         for linear, own in ((a, own_a), (b, own_b)):
             linear.weight = nn.Parameter(own.clone(), requires_grad=linear.weight.requires_grad)
             linear.weight.dp_comm = comm
             linear.out_features, linear.in_features = own.shape
     wrapper.num_experts = end - first
-
-
-def _by_expert(a: Tensor, num_experts: int) -> Tensor:
-    """A [E * r, in] of PEFT -> [E, r, in]."""
-    return a.reshape(num_experts, -1, a.shape[1])
 
 
 @torch.no_grad()

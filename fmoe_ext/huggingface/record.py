@@ -58,18 +58,14 @@ def note(
     ]
     setattr(config, KEY, record | {"layers": [*record["layers"], *entries]})
     config._name_or_path = _NO_NAME
-    return _ways_out(config.model_type)
-
-
-def _ways_out(model_type: str) -> str:
     from fmoe_ext.checkpoint.families import formats_for  # it brings torch.distributed.checkpoint
 
-    formats = " or ".join(formats_for(model_type))
+    formats = " or ".join(formats_for(config.model_type))
     if formats:
         return f"export() can write it as {formats}, if gate and experts compute what such a layer does"
     return (
-        f"no format of export() holds {model_type} models with MoE layers: save_pretrained() writes a folder for "
-        "huggingface.from_pretrained()"
+        f"no format of export() holds {config.model_type} models with MoE layers: save_pretrained() writes a folder "
+        "for huggingface.from_pretrained()"
     )
 
 
@@ -136,11 +132,15 @@ def _is_json(value: Any) -> bool:
 
 
 def _mark(config: Any) -> dict[str, str]:
-    """Writes NEEDS in the place of the configuration's activations -> {dotted name: what was there}."""
+    """Replace the configuration's activations by NEEDS -> {dotted name: what was there}."""
+    from transformers.activations import ACT2FN
+
     found = {}
     for prefix, part in _parts(config, ""):
         for name, value in list(vars(part).items()):
-            if _is_activation(name, value):
+            if not isinstance(value, str):
+                continue
+            if ("act" in name and value in ACT2FN) or name == "feed_forward_proj":
                 found[prefix + name] = value
                 setattr(part, name, NEEDS)
     return found
@@ -152,9 +152,3 @@ def _parts(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_json_string") and hasattr(value, "model_type"):
             yield from _parts(value, f"{prefix}{name}.")
-
-
-def _is_activation(name: str, value: Any) -> bool:
-    from transformers.activations import ACT2FN
-
-    return isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj")

@@ -54,7 +54,11 @@ def from_pretrained(
     check_values(folder, values)
     with errors_of_transformers(folder):
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    model_class = _model_class(config, folder)
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else ""
+    model_class: Any = getattr(transformers, str(name), None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
     with errors_of_transformers(folder):
         model = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
     given = {"gate": gate, "activation": activation, **moe_kwargs}
@@ -71,17 +75,6 @@ def from_pretrained(
         with errors_of_transformers(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
-
-
-def _model_class(config: Any, folder: Path) -> Any:
-    import transformers
-
-    names = config.architectures
-    name = names[0] if isinstance(names, list) and names else ""
-    model_class = getattr(transformers, str(name), None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
-    return model_class
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -128,7 +121,7 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) 
         gate=gate,
         activation=given.get("activation", entry["activation"]),
         d_model=entry["d_model"],
-        match=_at(path) if entry["matched"] else None,
+        match=(lambda at, module: path in (at, f"{at}.linear1")) if entry["matched"] else None,
         moe_kwargs=entry["options"]
         | {"bias": entry["bias"]}
         | {name: value for name, value in given.items() if name not in ("gate", "activation")},
@@ -138,10 +131,6 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) 
     if not targets:
         raise ValueError(f"{type(model).__name__} has no MLP at {path}, where the file has an MoE layer")
     replace(model, kind, targets, options)
-
-
-def _at(path: str) -> Any:
-    return lambda at, module: path in (at, f"{at}.linear1")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

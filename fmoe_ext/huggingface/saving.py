@@ -29,7 +29,7 @@ STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 def replace_save_pretrained(
     model: Any, save: Callable[..., None], push: Callable[..., Any] | None = None
 ) -> None:
-    """Lets model.save_pretrained(...) be save(model, ...), and push_to_hub(...) be push(model, ...).
+    """Replace model.save_pretrained(...) by save(model, ...), and push_to_hub(...) by push(model, ...).
 
     push: None for Transformers' own, which uploads what save_pretrained() wrote, on one process.
     """
@@ -49,7 +49,7 @@ def _push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
 
 
 def replace_of_fmoefied(model: Any) -> None:
-    """Lets save_pretrained() of a model that fmoefy has noted in its configuration write its experts."""
+    """Make save_pretrained() write the experts of a model that fmoefy has noted in its configuration."""
     record = getattr(getattr(model, "config", None), KEY, None)
     if record is None:
         return
@@ -69,7 +69,7 @@ def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
-    """Puts into a configuration what the model that is saved decides, and what may have changed since it was made.
+    """Write into a configuration what the saved model decides, and what may have changed since it was made.
 
     These are the dtype, the size of the vocabulary, and whether head and embedding are one. A dtype that is not the
     files' would round them when they are loaded, and embeddings that are tied by mistake are overwritten.
@@ -89,11 +89,9 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     head_weight = getattr(head, "weight", None)
     if head_weight is not None:
         part = config if hasattr(config, "tie_word_embeddings") else inner
-        part.tie_word_embeddings = _is_one(embedding.weight, head_weight)
-
-
-def _is_one(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() != 0 and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+        a, b = embedding.weight, head_weight
+        # two parameters of one memory are tied too; the address of one without memory is 0
+        part.tie_word_embeddings = a is b or (0 != a.data_ptr() == b.data_ptr() and a.shape == b.shape)
 
 
 @torch.no_grad()
@@ -148,7 +146,7 @@ def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str 
 
 
 def _refuse_dense_models(folder: Path) -> None:
-    """Lets no dense model be made of a config.json that names no activation: its dtype becomes NEEDS."""
+    """Keep dense models from being made of a config.json that names no activation: its dtype becomes NEEDS."""
     file = folder / "config.json"
     values = json.loads(file.read_text())
     if not values[KEY]["dense"]:
@@ -179,18 +177,13 @@ def _whole_state(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str,
             continue
         group = find_group(experts.expert_parallel.group)
         if 0 not in dist.get_process_group_ranks(group):
-            continue  # replicas of the experts that the first rank gathers
+            continue  # copies of the experts that the first rank gathers
         for name, _ in stacks(experts):
             key = f"{path}.{name}"
-            state[key] = _gathered(state[key], group)
+            part = state[key].detach().contiguous()
+            parts = None
+            if dist.get_rank() == 0:  # only the writer needs room for all
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+            dist.gather(part, parts, dst=0, group=group)
+            state[key] = part if parts is None else torch.cat(parts)
     return state
-
-
-def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks, one after the other, on rank 0; the own part elsewhere."""
-    part = part.detach().contiguous()
-    parts = None
-    if dist.get_rank() == 0:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.gather(part, parts, dst=0, group=group)
-    return part if parts is None else torch.cat(parts)

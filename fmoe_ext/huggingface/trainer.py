@@ -1,4 +1,4 @@
-"""A callback for Transformers' Trainer, and those of TRL, that train fmoefied models."""
+"""A callback for the trainers of Transformers and TRL that train fmoefied models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ class BalanceCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
         trainer = _running_trainer()
-        _put_first(trainer.callback_handler.callbacks, self)
+        # First, before those of report_to (TensorBoard, W&B), which read the logs that this one completes. In place:
+        # Transformers is walking the list, and calls each callback once all the same.
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)
         self._loss = add_balance_loss(trainer, self.weight)
         self._monitor = balance.watch(kwargs["model"])
 
@@ -65,15 +69,6 @@ class BalanceCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.remove()
         self._loss = self._monitor = None
-
-
-def _put_first(callbacks: list[TrainerCallback], own: TrainerCallback) -> None:
-    """Lets a callback run before those of report_to (TensorBoard, W&B), which read the logs that it completes.
-
-    In place: Transformers is walking the list, and calls each callback once all the same.
-    """
-    callbacks.remove(own)
-    callbacks.insert(0, own)
 
 
 def _running_trainer() -> Trainer:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,7 +43,16 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
     if not gates:
         raise ValueError(f"{type(trained).__name__} has no gate of fmoe_ext, whose loss could be added")
     check_weight(weight)
-    _remove_from(trained, gates)
+    references = [_added_to.pop(gate, None) for gate in gates]
+    earlier = [None if reference is None else reference() for reference in references]
+    for before in (*earlier, *_in_copy(trained)):
+        if before is not None and before.is_attached:
+            before.remove()
+            warnings.warn(
+                f"the balance loss of weight {before.weight} that was added to this model before is removed: a gate "
+                "gives its loss once",
+                stacklevel=2,
+            )
     added = BalanceLoss(model, weight)
     _added_to.update(dict.fromkeys(gates, weakref.ref(added)))
     return added
@@ -51,19 +60,6 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
 
 # The loss that is added to a gate's model; weak, since a BalanceLoss may hold the model.
 _added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictionary()
-
-
-def _remove_from(model: nn.Module, gates: Iterable[BaseGate]) -> None:
-    references = [_added_to.pop(gate, None) for gate in gates]
-    added = [None if reference is None else reference() for reference in references]
-    for before in (*added, *_in_copy(model)):
-        if before is not None and before.is_attached:
-            before.remove()
-            warnings.warn(
-                f"the balance loss of weight {before.weight} that was added to this model before is removed: a gate "
-                "gives its loss once",
-                stacklevel=3,
-            )
 
 
 def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
@@ -89,11 +85,13 @@ class BalanceLoss:
         self.weight = weight
         self._sum: torch.Tensor | float = 0.0
         self._count = 0
+        self._remove: Callable[[], None] | None = None
         if _is_trainer(model):
-            attach: Callable[[Any, BalanceLoss], Callable[[], None]] = _to_trainer
+            self._remove = _to_trainer(model, self)
+        elif hasattr(model, "training_step"):
+            self._remove = _to_step(model, self)
         else:
-            attach = _to_step if hasattr(model, "training_step") else _to_forward
-        self._remove: Callable[[], None] | None = attach(model, self)
+            self._remove = model.register_forward_hook(_AfterForward(self), with_kwargs=True).remove
 
     @property
     def is_attached(self) -> bool:
@@ -134,17 +132,14 @@ def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | flo
                 f"{type(model).__name__} got num_items_in_batch without the keywords labels or shift_labels, so that "
                 "the share of this microbatch is unknown: pass labels by name, or leave num_items_in_batch out"
             )
-        labels = labels[..., 1:] if _shifts_labels(model) else labels
+        from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+        # A causal model predicts label i + 1 at position i: its first label does not count.
+        is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss
+        if is_causal and not getattr(model.config, "is_encoder_decoder", False):
+            labels = labels[..., 1:]
     total = total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1)
     return labels.ne(_IGNORED_LABEL).sum().double() / total
-
-
-def _shifts_labels(model: Any) -> bool:
-    """True if a Transformers model predicts label i + 1 at position i, so that its first label does not count."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss
-    return is_causal and not getattr(model.config, "is_encoder_decoder", False)
 
 
 class _AfterForward:
@@ -163,10 +158,6 @@ class _AfterForward:
             )
         own_loss = _own_loss(output, module)
         return _with_balance(output, own_loss, self.balance, module, _share_of_batch(module, kwargs))
-
-
-def _to_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
-    return model.register_forward_hook(_AfterForward(balance), with_kwargs=True).remove
 
 
 def _to_step(module: Any, balance: BalanceLoss) -> Callable[[], None]:
@@ -194,7 +185,7 @@ def _take_off(module: Any, before: Any) -> None:
 
 
 def _is_trainer(model: Any) -> bool:
-    """True for a Trainer of Transformers, of which TRL's are subclasses."""
+    """True for a Trainer of Transformers; TRL's are its subclasses."""
     return any(c.__module__ == "transformers.trainer" for c in type(model).__mro__)
 
 
@@ -251,18 +242,16 @@ def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.
     return share
 
 
-def _loss_of(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    first = output[0] if isinstance(output, tuple) and output else None
-    return first if isinstance(first, torch.Tensor) and first.dim() == 0 else None
-
-
 def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
     """The loss in output; ValueError without one."""
-    own_loss = _loss_of(output)
+    own_loss: torch.Tensor | None = None
+    if isinstance(output, torch.Tensor):
+        own_loss = output
+    elif isinstance(output, Mapping):
+        own_loss = output.get("loss")
+    elif isinstance(output, tuple) and output:
+        first = output[0]  # without labels these are the logits
+        own_loss = first if isinstance(first, torch.Tensor) and first.dim() == 0 else None
     if own_loss is None:
         raise ValueError(
             f"{type(model).__name__} returned no loss to which the gates' loss could be added: give it labels, or add "

@@ -31,10 +31,21 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
     num_experts = num_local_experts * kwargs["world_size"]
     top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
     d_hidden = _d_hidden(target, dense, options, top_k)
-    gate = _gate(kwargs.pop("gate", None) or SoftmaxGate, target, num_targets)
+    gate = kwargs.pop("gate", None) or SoftmaxGate
+    if isinstance(gate, nn.Module) and num_targets > 1:
+        raise TypeError(
+            f"gate must be a class, function or name: the {num_targets} layers would share the {type(gate).__name__}"
+        )
+    gate = find_gate(gate) if isinstance(gate, str) else gate
+    if target.gate_kwargs:
+        gate = functools.partial(gate, **target.gate_kwargs)
     seed = _shared_seed(target, kwargs, (dense.d_model, d_hidden, num_local_experts, top_k))
-    like = dense.w2 if dense.w2 is not None else _any_parameter(target)
+    like = dense.w2
+    if like is None:  # an unreadable MLP still shows the dtype and device of the model
+        nothing = torch.empty(0, device=torch.get_default_device())
+        like = next(getattr(target.parent, target.attribute).parameters(), nothing)
     assert dense.d_model is not None and dense.activation is not None
+    # the gate's weights follow from the seed, which the ranks share; the user's generators stay where they were
     with _seeded(like.device, seed), like.device:
         layer = FMoETransformerMLP(
             num_local_experts,
@@ -95,11 +106,11 @@ def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> 
         return options.hidden_hidden_size
     if dense.d_hidden is None:
         raise ValueError(f"hidden_hidden_size= must be given for {target.path}: {dense.why_unreadable}")
-    return max(1, dense.d_hidden // top_k)
+    return max(1, dense.d_hidden // top_k)  # so that a token costs what it did
 
 
 def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
-    """Arguments of FMoETransformerMLP: the user's, else those of the model kind, else those of the default group."""
+    """Collect the arguments of FMoETransformerMLP: from the user, else the model kind, else the default group."""
     kwargs = dict(target.moe_kwargs)
     if not options.distributed_experts:
         kwargs.pop("moe_group", None)
@@ -115,15 +126,6 @@ def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
         kwargs["num_expert"] = num_local_experts
     kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
     return kwargs
-
-
-def _gate(gate: Any, target: Target, num_targets: int) -> Any:
-    if isinstance(gate, nn.Module) and num_targets > 1:
-        raise TypeError(
-            f"gate must be a class, function or name: the {num_targets} layers would share the {type(gate).__name__}"
-        )
-    gate = find_gate(gate) if isinstance(gate, str) else gate
-    return functools.partial(gate, **target.gate_kwargs) if target.gate_kwargs else gate
 
 
 def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...]) -> int:
@@ -146,8 +148,3 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-def _any_parameter(target: Target) -> torch.Tensor:
-    nothing = torch.empty(0, device=torch.get_default_device())
-    return next(getattr(target.parent, target.attribute).parameters(), nothing)

@@ -41,17 +41,17 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGro
 
 @dataclass(frozen=True)
 class Replaced:
-    """One MLP that fmoefy replaced: its path, the sizes before and after, and what is different."""
+    """One MLP that fmoefy replaced."""
 
-    path: str
+    path: str  # dotted, in the model
     d_model: int
-    dense_d_hidden: int | None
-    d_hidden: int
+    dense_d_hidden: int | None  # hidden units of the MLP, None if it could not be read
+    d_hidden: int  # hidden units of an expert
     activation: str
-    num_experts: int
+    num_experts: int  # of all ranks
     top_k: int
-    gate: str
-    notes: tuple[str, ...]
+    gate: str  # its class
+    notes: tuple[str, ...]  # what is different from the MLP
 
     def __repr__(self) -> str:
         dense = "" if self.dense_d_hidden is None else f" (dense: {self.dense_d_hidden})"
@@ -64,21 +64,17 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of fmoefy, model.fmoe_report. Parameters count the experts of all ranks.
+    """Report of fmoefy, model.fmoe_report. Parameters count the experts of all ranks."""
 
-    parameters_active: those that one token uses, every choice being another expert. left: what looked like an MLP and
-    stays dense, as "path (class): reason". ways_out: the formats in which a Transformers model can be written.
-    """
-
-    kind: str
+    kind: str  # KIND of the model kind
     init: str
     replaced: tuple[Replaced, ...]
-    num_ranks: int
+    num_ranks: int  # that share the experts of a layer
     parameters_before: int
     parameters_after: int
-    parameters_active: int
-    left: tuple[str, ...] = ()
-    ways_out: str = ""
+    parameters_active: int  # those that one token uses, every choice being another expert
+    left: tuple[str, ...] = ()  # what looked like an MLP and stays dense, as "path (class): reason"
+    ways_out: str = ""  # the formats in which a Transformers model can be written
 
     def __repr__(self) -> str:
         head = (
@@ -207,7 +203,16 @@ def fmoefy(
 
 
 def _check(options: Options) -> None:
-    _check_names(options.moe_kwargs)
+    """TypeError or ValueError for arguments that do not fit, before a model changes."""
+    known = {*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)} - {"num_expert"}
+    for name in options.moe_kwargs:
+        if name not in known:
+            of_rank = name in ("num_expert", "fmoe_num_experts")  # FastMoE's names
+            near = ["num_local_experts"] if of_rank else difflib.get_close_matches(name, sorted(known), 1)
+            hint = (
+                f": did you mean {near[0]}=?" if near else "; other arguments are those of FMoETransformerMLP"
+            )
+            raise TypeError(f"fmoefy takes no argument {name}={hint}")
     if options.init not in _INITS:
         raise ValueError(f"init must be one of {_INITS}, but got {options.init!r}")
     if options.split < 1:
@@ -222,21 +227,19 @@ def _check(options: Options) -> None:
         raise ValueError("moe_group and world_size are for distributed_experts=True, but it is False")
 
 
-def _check_names(moe_kwargs: Any) -> None:
-    """TypeError, with what may have been meant, for an argument that nothing takes."""
-    known = {*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)} - {"num_expert"}
-    for name in moe_kwargs:
-        if name not in known:
-            of_rank = name in ("num_expert", "fmoe_num_experts")  # FastMoE's names
-            near = ["num_local_experts"] if of_rank else difflib.get_close_matches(name, sorted(known), 1)
-            hint = (
-                f": did you mean {near[0]}=?" if near else "; other arguments are those of FMoETransformerMLP"
-            )
-            raise TypeError(f"fmoefy takes no argument {name}={hint}")
-
-
 def _replace(model: nn.Module, options: Options) -> nn.Module:
-    _check_model(model, options)
+    for path, module in model.named_modules():
+        if isinstance(module, WRAPPERS):
+            raise ValueError(f"fmoefy the model first, then wrap it in {type(module).__name__}")
+        if isinstance(module, FMoE) and options.match is None:
+            raise ValueError(
+                f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
+                "replace, match= points at others"
+            )
+    for name, p in model.named_parameters():
+        if p.is_meta or is_dtensor(p):
+            what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
+            raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
     if callable(options.load_dense):
         options.load_dense(model)
     elif options.load_dense is not None:
@@ -253,8 +256,12 @@ def replace(
     layers = [build(target, options, len(targets)) for target in targets]
     modules = [target.wrap(layer) for target, layer in zip(targets, layers, strict=True)]
     for target, module in zip(targets, modules, strict=True):  # from here on nothing fails
-        module.train(getattr(target.parent, target.attribute).training)
-        _put(model, target, module)
+        dense = getattr(target.parent, target.attribute)
+        module.train(dense.training)
+        # a model may refer to one module at several places
+        places = [(m, name) for m in model.modules() for name, child in m.named_children() if child is dense]
+        for parent, name in places:
+            setattr(parent, name, module)
         target.finish()
     heed_attention_masks(model)
     ways_out = "".join(
@@ -280,21 +287,6 @@ def replace(
     return model
 
 
-def _check_model(model: nn.Module, options: Options) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, WRAPPERS):
-            raise ValueError(f"fmoefy the model first, then wrap it in {type(module).__name__}")
-        if isinstance(module, FMoE) and options.match is None:
-            raise ValueError(
-                f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
-                "replace, match= points at others"
-            )
-    for name, p in model.named_parameters():
-        if p.is_meta or is_dtensor(p):
-            what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
-            raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
-
-
 def _rooms() -> list[Any]:
     """The modules of LIBRARIES whose library this process has imported, each once."""
     rooms = dict.fromkeys(room for library, room in LIBRARIES if library in sys.modules)
@@ -314,7 +306,11 @@ def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[s
         for target in kind.find(model, options):
             distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
         targets = [target for target in distinct.values() if not _is_left(target)]
-        left = [_why_left(target) for target in distinct.values() if _is_left(target)]
+        left = []
+        for target in filter(_is_left, distinct.values()):
+            module = getattr(target.parent, target.attribute)
+            name = type(target.parent if is_linear(module) else module).__name__
+            left.append(f"{target.path} ({name}) looks like an MLP, but {target.dense.why_unreadable}")
         if targets:
             if left:
                 warnings.warn(f"{len(left)} MLPs stay dense (fmoe_report.left): {left[0]}", stacklevel=4)
@@ -338,12 +334,6 @@ def _is_left(target: Target) -> bool:
     return target.is_candidate and bool(target.dense.why_unreadable) and target.dense.w2 is None
 
 
-def _why_left(target: Target) -> str:
-    module = getattr(target.parent, target.attribute)
-    name = type(target.parent if is_linear(module) else module).__name__
-    return f"{target.path} ({name}) looks like an MLP, but {target.dense.why_unreadable}"
-
-
 def _select(targets: list[Target], layers: Any) -> list[Target]:
     """The targets that layers= asks for."""
     if layers is None:
@@ -364,14 +354,6 @@ def _select(targets: list[Target], layers: Any) -> list[Target]:
     if not wanted:
         raise ValueError(f"layers={layers!r} leaves none of the {total} MLPs")
     return [target for number, target in zip(numbers, targets, strict=True) if number in wanted]
-
-
-def _put(model: nn.Module, target: Target, module: nn.Module) -> None:
-    """Replaces the target's MLP wherever the model refers to it."""
-    old = getattr(target.parent, target.attribute)
-    places = [(m, name) for m in model.modules() for name, child in m.named_children() if child is old]
-    for parent, name in places:
-        setattr(parent, name, module)
 
 
 def _count(module: nn.Module) -> int:

@@ -25,8 +25,12 @@ def heed_attention_masks(model: nn.Module) -> None:
     itself is padding. Where a model changes the number of tokens, its encoders and layers read their own masks.
     valid_tokens() around the model takes precedence.
     """
-    models = [m for m in model.modules() if _is_transformers_model(m) and _has_moe(m)]
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:  # then none of its models is here
+        return
+    models = [m for m in model.modules() if isinstance(m, modeling.PreTrainedModel) and _has_moe(m)]
     for own in models:
+        # the innermost models: their mask is as their layers see it, where one around them may have changed it
         if not any(m is not own for m in own.modules() if m in models):
             for m, reader in _readers(own):
                 m.register_forward_pre_hook(reader.before, with_kwargs=True)
@@ -51,18 +55,13 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)
 
 
-def _is_transformers_model(module: nn.Module) -> bool:
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
-
-
 def _has_moe(module: nn.Module) -> bool:
     return any(isinstance(m, FMoE) for m in module.modules())
 
 
 @dataclass(frozen=True)
 class _BatchOfModel(Batch):
-    """A batch whose padding is that of a model's attention_mask."""
+    """A batch whose padding comes from a model's attention_mask."""
 
     model: str = ""
 

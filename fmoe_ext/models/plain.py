@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 def find(model: nn.Module, options: Options) -> list[Target]:
     """PyTorch's Transformer layers, or what match= points at, in the order of the model."""
-    matches = _is_layer if options.match is None else _matcher(options.match)
+    matches = _matcher(LAYERS if options.match is None else options.match)
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     return list(_walk(model, matches, encoders, "", None, "", options.activation))
 
@@ -52,10 +51,6 @@ def _walk(
         yield from _walk(child, matches, encoders, inside, module, name, activation)
 
 
-def _is_layer(path: str, module: nn.Module) -> bool:
-    return isinstance(module, LAYERS)
-
-
 def _matcher(match: Any) -> Callable[[str, nn.Module], bool]:
     """match(path, module) for a class, a tuple of classes, a pattern of paths or a function of both."""
     if isinstance(match, str):
@@ -83,9 +78,16 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
                 if any(m is layer for m in encoder.layers):
                     encoder.use_nested_tensor = False
 
-    dense, _ = read_pair(
-        layer, (layer.linear1, layer.linear2), layer.activation, functools.partial(_call, layer)
-    )
+    def call(x: Tensor) -> Any:
+        # not by torch's fused path, which calls no linear layer
+        was_enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return layer(x) if isinstance(layer, nn.TransformerEncoderLayer) else layer(x, x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+    dense, _ = read_pair(layer, (layer.linear1, layer.linear2), layer.activation, call)
     if dense.why_unreadable:
         raise ValueError(
             f"{path or type(layer).__name__} is no MLP between its norms: {dense.why_unreadable}"
@@ -93,14 +95,3 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
     p = layer.dropout.p
     notes = (f"its dropout ({p}) between the linear layers is left out",) if p > 0 else ()
     return Target(f"{path}.linear1".lstrip("."), layer, "linear1", dense, finish=finish, notes=notes)
-
-
-def _call(layer: Any, x: Tensor) -> Tensor:
-    """The layer on tokens x, not by torch's fused path, which calls no linear layer."""
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        result: Tensor = layer(x) if isinstance(layer, nn.TransformerEncoderLayer) else layer(x, x)
-        return result
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)

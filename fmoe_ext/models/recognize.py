@@ -103,7 +103,7 @@ def read_pair(
     activation: Callable[..., Any],
     call: Callable[[Tensor], Any],
 ) -> tuple[DenseMLP, bool]:
-    """The MLP of two linear layers and an activation inside a larger module -> (MLP, its input is that of call).
+    """Read two linear layers and an activation inside a larger module -> (MLP, True if its input is call's).
 
     call(x [2, 3, d_model]) runs the part of the module that has both. Only the activation may lie between them. What
     comes before the first and after the second is not checked: the caller leaves it in its place.
@@ -153,9 +153,24 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
     with _probing(module, weights[linears[0]][0]) as x:
         module.eval()
         run = _watch(module, linears, module, x)
-        _check_structure(run, x, linears)
-        *first, (last, hidden, _) = run.linears
-        activation, gate_first, why = _activation_or_why(module, [h for _, _, h in first], hidden, given)
+        if len(run.linears) != len(linears) or {m for m, _, _ in run.linears} != set(linears):
+            raise _UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
+        *first, (last, hidden, y) = run.linears
+        if not all(_is_same(entering, x) for _, entering, _ in first):
+            raise _UnreadableError("its first linear layer is not applied to its input")
+        if not isinstance(run.output, Tensor) or run.output.shape != x.shape:
+            raise _UnreadableError("it does not return one tensor of the shape of its input")
+        if not _is_same(run.output, y):
+            raise _UnreadableError("something other than dropout follows its last linear layer")
+        activation: str | Callable[..., Any] | None = None
+        gate_first, why = True, ""
+        try:
+            activation, gate_first = _find_activation(module, [h for _, _, h in first], hidden, given)
+        except _UnreadableError as error:
+            if given is None:
+                raise
+            why = str(error)  # the weights are good all the same, for the activation that the user gives
+        # a second probe, in training, shows the dropout
         module.train()
         train = run if why else _watch(module, linears, module, x)
     if not gate_first:
@@ -174,7 +189,12 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
             w1 = (gate, up)
             b1 = None if b1 is None else b1.roll(d_hidden)
     dense = DenseMLP(w2.shape[0], d_hidden, activation, w1, b1, w2, b2, why_unreadable=why)
-    return Reading(dense, train.dropouts_after, _dropout_notes(run, train))
+    notes = []
+    if not torch.equal(train.linears[-1][1], run.linears[-1][1]):
+        notes.append("its dropout between the linear layers is left out")
+    if not train.dropouts_after and not _is_same(train.output, train.linears[-1][2]):
+        notes.append("its dropout after the last linear layer is left out")
+    return Reading(dense, train.dropouts_after, tuple(notes))
 
 
 @dataclass
@@ -227,7 +247,7 @@ def _watch_in(
     x: Tensor,
     to_the_end: bool,
 ) -> _Run:
-    """dtype: that of the numbers of all linear layers but the last, whose dtype is that of its weight."""
+    """Watch with numbers of this dtype from all linear layers but the last, which keeps its weight's dtype."""
     run, generator = _Run(), torch.Generator("cpu").manual_seed(1)
     hooks = [
         m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
@@ -259,7 +279,7 @@ def _watch_in(
 
 @contextlib.contextmanager
 def _forwards_by(answer: Callable[[Any, Tensor], Tensor], modules: Sequence[Any]) -> Iterator[None]:
-    """Puts answer(module, x) in the place of the forwards of modules."""
+    """Replace the forwards of modules by answer(module, x)."""
     own_forwards = {m: vars(m).get("forward") for m in modules}
     try:
         for m in modules:
@@ -279,18 +299,6 @@ def _run(call: Callable[[Tensor], Any], x: Tensor) -> Any:
         raise _UnreadableError(f"calling it with one tensor {list(x.shape)} fails: {error}") from error
 
 
-def _check_structure(run: _Run, x: Tensor, linears: list[nn.Module]) -> None:
-    if len(run.linears) != len(linears) or {m for m, _, _ in run.linears} != set(linears):
-        raise _UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
-    *first, (_, _, y) = run.linears
-    if not all(_is_same(entering, x) for _, entering, _ in first):
-        raise _UnreadableError("its first linear layer is not applied to its input")
-    if not isinstance(run.output, Tensor) or run.output.shape != x.shape:
-        raise _UnreadableError("it does not return one tensor of the shape of its input")
-    if not _is_same(run.output, y):
-        raise _UnreadableError("something other than dropout follows its last linear layer")
-
-
 def _is_same(value: Any, x: Tensor) -> bool:
     """True if value holds the numbers of x, up to its shape and dtype."""
     return (
@@ -298,18 +306,6 @@ def _is_same(value: Any, x: Tensor) -> bool:
         and value.numel() == x.numel()
         and torch.equal(value.reshape(x.shape), x.to(value.dtype))
     )
-
-
-def _activation_or_why(
-    module: nn.Module, first: list[Tensor], hidden: Tensor, given: str | Callable[..., Any] | None
-) -> tuple[str | Callable[..., Any] | None, bool, str]:
-    """(activation, True if the gate comes before up, ""); (None, True, why) where none fits the given one."""
-    try:
-        return *_find_activation(module, first, hidden, given), ""
-    except _UnreadableError as why:
-        if given is None:
-            raise
-        return None, True, str(why)
 
 
 def _find_activation(
@@ -322,7 +318,12 @@ def _find_activation(
         raise _UnreadableError(
             "what goes into its last linear layer has another shape than what its first give"
         )
-    candidates = [*_own(module), *(() if given is None else (_ungated(given),)), *PLAIN]
+    candidates = [*_own(module)]
+    if given is not None:  # of a gated one what it applies to its gate
+        plain = {gated: plain for plain, gated in GATED.items()}
+        candidates.append(plain[given] if isinstance(given, str) and given in plain else simplify(given))
+    candidates += PLAIN
+    # the best fit, not the first: GELU and its tanh form differ by less than 16 bits round
     pairs = [(act, order) for act in candidates for order in (True, False)]
     misfits = [_misfit(act, first, hidden, order) for act, order in pairs]
     best = min(range(len(pairs)), key=misfits.__getitem__)
@@ -337,12 +338,6 @@ def _find_activation(
         return GATED[activation], gate_first
     gate = _UNFUSED_GATES[activation]() if isinstance(activation, str) else activation
     return GatedActivation(gate), gate_first
-
-
-def _ungated(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """The activation that a gated one of GATED applies to its gate; another one itself."""
-    plain = {gated: plain for plain, gated in GATED.items()}
-    return plain[activation] if isinstance(activation, str) and activation in plain else simplify(activation)
 
 
 def _own(module: nn.Module) -> Iterator[str | Callable[..., Any]]:
@@ -386,13 +381,3 @@ def _value(function: Any, x: Tensor) -> Tensor | None:
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return None
     return value if isinstance(value, Tensor) and value.shape == x.shape else None
-
-
-def _dropout_notes(run: _Run, train: _Run) -> tuple[str, ...]:
-    """The dropout of the module that the MoE layer will not have: what differs in training."""
-    notes = []
-    if not torch.equal(train.linears[-1][1], run.linears[-1][1]):
-        notes.append("its dropout between the linear layers is left out")
-    if not train.dropouts_after and not _is_same(train.output, train.linears[-1][2]):
-        notes.append("its dropout after the last linear layer is left out")
-    return tuple(notes)

@@ -57,19 +57,19 @@ class Options:
 class DenseMLP:
     """The MLP that is replaced: y = act(x @ w1^T + b1) @ w2^T + b2.
 
-    activation: what FMoETransformerMLP takes, gated ones by name; then w1 has 2 * d_hidden rows, gate before up.
-    w1 [H1, d_model], b1 [H1] or None, w2 [d_model, d_hidden], b2 [d_model] or None: detached, maybe views of the
-    model's own; w1 may be the tuple (gate, up) of two [d_hidden, d_model]. w1 and w2 are None where they cannot be
-    read; why_unreadable then says why, and d_model, d_hidden and activation may be None: the user has to give them.
+    Weights are detached, maybe views of the model's own. w1 and w2 are None where they cannot be read; d_model,
+    d_hidden and activation may then be None: the user has to give them.
     """
 
     d_model: int | None
     d_hidden: int | None
-    activation: str | Callable[..., Any] | None
-    w1: Tensor | tuple[Tensor, Tensor] | None = None
-    b1: Tensor | None = None
-    w2: Tensor | None = None
-    b2: Tensor | None = None
+    activation: str | Callable[..., Any] | None  # what FMoETransformerMLP takes, gated ones by name
+    w1: Tensor | tuple[Tensor, Tensor] | None = (
+        None  # [H1, d_model], H1 = 2 * d_hidden if gated; or (gate, up)
+    )
+    b1: Tensor | None = None  # [H1], gate before up
+    w2: Tensor | None = None  # [d_model, d_hidden]
+    b2: Tensor | None = None  # [d_model]
     why_unreadable: str = ""
 
     @property
@@ -85,34 +85,28 @@ class DenseMLP:
         return self.b1 is not None or self.b2 is not None
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Target:
     """One MLP of a model and how to put an MoE layer in its place: parent.<attribute> = wrap(moe), then finish().
 
-    path: dotted name in the model, for the report. attribute may be the index in a ModuleList. wrap gives the MoE
-    layer the calling convention that the model expects. layer_index: number of the layer in the whole model, of
-    num_layers, where this process has only some of them; layers= counts the targets otherwise.
     moe_kwargs: arguments of FMoETransformerMLP that the kind wants (num_expert, top_k, gate, world_size, moe_group,
-    ...) unless the user says otherwise; gate_kwargs: keyword arguments bound to the gate's class.
-    notes: what is different from the dense MLP, for the report. is_candidate: found by its structure alone, so that it
-    stays dense, and the report says why, if it turns out to be unreadable.
+    ...) unless the user says otherwise. is_candidate: found by its structure alone, so that it stays dense, and the
+    report says why, if it turns out to be unreadable.
     """
 
-    path: str
+    path: str  # dotted name in the model, for the report
     parent: nn.Module
-    attribute: str
+    attribute: str  # may be the index in a ModuleList
     dense: DenseMLP
+    # gives the MoE layer the calling convention that the model expects
     wrap: Callable[[Any], nn.Module] = field(default=lambda moe: moe)
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = field(default=lambda: None)  # called once the layer is there
+    # number of the layer in the whole model, where this process has only some; else layers= counts the targets
     layer_index: int | None = None
-    num_layers: int | None = None
+    num_layers: int | None = None  # of the whole model
     moe_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    gate_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    gate_kwargs: Mapping[str, Any] = field(default_factory=dict)  # bound to the gate's class
+    notes: tuple[str, ...] = ()  # what is different from the dense MLP, for the report
     is_candidate: bool = False
 
 
@@ -129,7 +123,7 @@ def whole(dense: DenseMLP, gated: bool, group: Any) -> DenseMLP:
 
 
 def _join_rows(part: Any, gated: bool, group: Any) -> Tensor:
-    """The rows of all ranks, each of which has, gated, its gate rows and then its up rows."""
+    """Join the rows of all ranks; a rank of a gated MLP has its gate rows before its up rows."""
     parts = _gather(part, group)
     if not gated:
         return torch.cat(parts)

@@ -82,7 +82,7 @@ def fill_from_dense(
     for i in range(layer.num_local_experts):
         part = slice((first + i) % split * size, ((first + i) % split + 1) * size)
         w1[i].copy_(torch.cat([w[part] for w in dense.w1_parts]))
-        w2[i].copy_(dense.w2[:, part] * scale)
+        w2[i].copy_(dense.w2[:, part] * scale)  # a token gets a split-th of the units from each choice
         if dense.b1 is not None:
             b1[i].copy_(torch.cat([b[part] for b in dense.b1.split(dense.d_hidden)]))
         elif b1 is not None:
@@ -92,7 +92,7 @@ def fill_from_dense(
         elif b2 is not None:
             b2[i].zero_()
         if noise:
-            generator = _generator(w1, seed, first + i)
+            generator = _generator(w1, seed, first + i)  # of the expert, whatever rank holds it
             for w in (w1[i], w2[i]):
                 w.add_(torch.empty_like(w).normal_(0, noise * w.float().std().item(), generator=generator))
     if split > 1:
@@ -108,10 +108,10 @@ def _tie(scores: Tensor, split: int) -> None:
 
 @torch.no_grad()
 def fill_randomly(layer: FMoETransformerMLP, dense: Any, first: int, seed: int) -> None:
-    """Draws every expert's weights from N(0, s^2), s that of the dense MLP's own, biases 0.
+    """Draw every expert's weights from N(0, s^2), s as in the dense MLP's weights; biases are 0.
 
-    An unreadable MLP has s = 1 / sqrt(3 * inputs), that of nn.Linear. The draw depends on seed and the expert's number
-    among all ranks, first being that of the first one here.
+    For an unreadable MLP s = 1 / sqrt(3 * inputs), as in nn.Linear. The draw depends on seed and the expert's number
+    among all ranks; first is the number of the first one here.
     """
     w1, b1, w2, b2 = layer.experts.weights
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
