@@ -150,7 +150,11 @@ class _Attempts:
                     self._client.counts["hedges"] += bool(waiting)
                     call = self._client.caller.call(endpoint, method, data, deadline - time.monotonic())
                     waiting[asyncio.ensure_future(call)] = endpoint
-                pause = self._hedge_after(handle) if untried else None
+                # without a measured call of this expert, a second is the guess of what is usual
+                usual = handle.usual_seconds
+                slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
+                hedge_after = self._client.settings.hedge_after
+                pause = (slow if hedge_after is None else hedge_after) if untried else None
                 done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     endpoint = waiting.pop(task)
@@ -166,12 +170,6 @@ class _Attempts:
                 task.cancel()
         assert failure is not None
         raise failure
-
-    def _hedge_after(self, handle: Handle) -> float:
-        if self._client.settings.hedge_after is not None:
-            return self._client.settings.hedge_after
-        usual = handle.usual_seconds
-        return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
 
     def note_failure(self, handle: Handle) -> None:
         self._client.counts["failures"] += 1
