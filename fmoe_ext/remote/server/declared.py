@@ -1,4 +1,9 @@
-"""Experts with one owner each: claimed in a directory, copied by others in case the owner vanishes."""
+"""Experts with one owner each: claimed in a directory, copied by others in case the owner vanishes.
+
+A directory without a leader cannot promise that only one server serves an expert: two networks that were apart may both
+have given it away. So a server that loses its claim keeps the expert with all it has learned and stops serving it; a
+later claim may give it back.
+"""
 
 import asyncio
 import logging
@@ -186,7 +191,7 @@ class DeclaredExperts:
     async def _renew(self, server: Server) -> None:
         ttl = server.options.ttl
         while True:
-            await asyncio.sleep(ttl / 3)
+            await asyncio.sleep(ttl / 3)  # one renewal may fail without the loss of the claim
             uids = list(server.host.experts)
             metadata = {"version": str(max((e.version for e in server.host.experts.values()), default=0))}
             try:

@@ -107,7 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status.main(given[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = parse(given)
-    _check_device(flags.device)
+    try:
+        torch.empty(0, device=flags.device)
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise SystemExit(f"--device {flags.device} cannot be used here: {why}") from None
     if flags.num_threads is not None:
         torch.set_num_threads(flags.num_threads)
     if flags.custom_module_path is not None:
@@ -161,13 +165,6 @@ def _describe(error: Exception) -> str:
     """An error that nobody expected: its kind, its text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {reason(error)[:300]} ({frame.filename}:{frame.lineno})"
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise SystemExit(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _run_file(path: Path) -> None:
