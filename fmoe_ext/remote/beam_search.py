@@ -23,9 +23,7 @@ class Found:
 
     records: list[ExpertRecord]
     topk_idx: torch.Tensor  # [T, beam_size] into records, best first; -1 where there are no more
-    missing: tuple[
-        str, ...
-    ] = ()  # prefixes and uids without an answer in time; experts there may live all the same
+    missing: tuple[str, ...] = ()  # prefixes and uids without an answer in time; experts there may live
     num_asked: int = 0  # prefixes and uids
 
 

@@ -37,9 +37,7 @@ class Batch:
     calls: Sequence[Call]
     forward_timeout: float  # seconds
     backward_timeout: float
-    tolerant: bool = (
-        False  # a failed call gives no output (None), or zero as gradient, instead of RemoteError
-    )
+    tolerant: bool = False  # a failed call gives None, or zero as gradient, and no RemoteError
     grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
     def __post_init__(self) -> None:

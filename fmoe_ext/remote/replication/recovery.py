@@ -1,4 +1,9 @@
-"""Recovery: what a server does about an expert that nobody leads. No effects: a function of what it sees."""
+"""Recovery: what a server does about an expert that nobody leads. No effects: a function of what it sees.
+
+A member in the record has every acknowledged update, so any of them may lead at once. Where none is left, the servers
+that have some state offer the end of their logs, and the best one leads after a wait, in which a member may return.
+What its log lacks is lost, and counted: the record says how far the last leader may have acknowledged.
+"""
 
 import enum
 from collections.abc import Collection, Mapping
