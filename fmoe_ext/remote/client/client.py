@@ -120,7 +120,9 @@ class _Attempts:
             )
             if hopeless or now + pause >= deadline:
                 self.note_failure(handle)
-                raise _final(failure, handle, now - begin)
+                kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
+                remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
+                raise kind(f"{handle.uid} failed after {now - begin:.3g} s: {failure}{remedy}")
             if self._client.discovery is not None:  # ask it anew at the next attempt
                 self._client.discovery.forget([handle.uid])
                 handle.record = None
@@ -267,18 +269,24 @@ class Client:
         sent = compress({str(n): x for n, x in enumerate(inputs)}, self.settings.compression, meta)
         gradient = handle.feedback.compress({protocol.GRAD: grad}, {})  # inputs have no error to make up for
         data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
+        # one silent server must leave time for its successor, which knows the request by its id
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
             record = await self._attempts.resolve(handle, deadline)
             left = min(longest, deadline - time.monotonic())
-            endpoint = record.endpoints[0]
+            endpoint = record.endpoints[0]  # only the leader takes gradients
             return await self.caller.call(endpoint, protocol.BACKWARD, data, left), endpoint
 
         answer, endpoint = await self._attempts.repeat(handle, timeout - (time.monotonic() - begin), attempt)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
-            _check_gradients(outcome, inputs)
+            wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
+            given = [(x.dtype, list(x.shape)) for x in outcome.tensors]
+            if given != wanted:
+                raise SchemaError(f"gradients of {wanted} were asked for, but {given[:8]} came")
+            if not all(map(is_finite, outcome.tensors)):
+                raise SchemaError("a gradient holds NaN or infinity")
         handle.version = max(handle.version, outcome.version)
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
@@ -324,19 +332,3 @@ def _outcome(answer: Message, endpoint: str) -> Outcome:
     if not (version.isascii() and version.isdecimal()) or len(version) > 18:
         raise SchemaError("the answer names no version")
     return Outcome(tuple(decompress(answer).values()), int(version), endpoint)
-
-
-def _check_gradients(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> None:
-    """SchemaError if the gradients do not fit the floating inputs, or are not finite."""
-    wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
-    given = [(x.dtype, list(x.shape)) for x in outcome.tensors]
-    if given != wanted:
-        raise SchemaError(f"gradients of {wanted} were asked for, but {given[:8]} came")
-    if not all(map(is_finite, outcome.tensors)):
-        raise SchemaError("a gradient holds NaN or infinity")
-
-
-def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
-    kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
-    remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
-    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{remedy}")

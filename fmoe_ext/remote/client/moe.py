@@ -186,7 +186,7 @@ class _KMinBatch(Batch):
         return self._have_enough(succeeded, self.k_min if is_forward else self.backward_k_min)
 
     def _have_enough(self, succeeded: Set[int], wanted: int) -> bool:
-        """True if every sample has so many experts that succeeded, or all that it chose."""
+        """True if `wanted` of each sample's experts succeeded, or all that it chose."""
         device = self.choices.device
         arrived = torch.tensor([n in succeeded for n in range(len(self.calls))], device=device)
         num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)

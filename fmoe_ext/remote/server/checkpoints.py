@@ -269,7 +269,7 @@ def encode_with_checksums(state: Message) -> Iterator[Any]:
 
 
 def _parts(state: Message, num_chunks: int) -> list[Any]:
-    """All but the table of a file with so many chunks."""
+    """Encode a file with num_chunks chunks, without its table."""
     table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8, device="cpu")
     return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
 

@@ -48,7 +48,7 @@ class Hosted:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """The number of updates that the weights have had."""
         return self.ledger.version
 
     @property

@@ -177,7 +177,7 @@ class Ledger:
             self._note(update)
 
     def install(self, end: End, applied: "OrderedDict[str, int]", num_requests: int) -> None:
-        """Replaces the history by that of a copy."""
+        """Replaces the history with a copy's."""
         with self.lock:
             self.start = None
             self.end, self.version = end, end.version

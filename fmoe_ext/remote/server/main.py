@@ -43,7 +43,12 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         raise SystemExit(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     if tokens and own is None and (flags.registry or flags.copies_of):
         raise SystemExit("servers call each other: name this server's token with --own_token")
-    credentials = _credentials(flags, own)
+    if flags.tls_ca is not None:  # this server shows its own certificate to the others
+        credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, own)
+    elif flags.tls_certificate is not None and (flags.registry or flags.copies_of):
+        raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
+    else:
+        credentials = Credentials(token=own)
     if flags.registry is not None:
         replication = dataclasses.replace(
             build(Replication, flags), registry=flags.registry.removeprefix(ETCD)
@@ -54,15 +59,6 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials) if flags.copies_of else None
     )
     return DeclaredExperts(discovery, copies)
-
-
-def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
-    """The proofs that this server shows to others."""
-    if flags.tls_ca is not None:
-        return Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
-    if flags.tls_certificate is not None and (flags.registry or flags.copies_of):
-        raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
-    return Credentials(token=token)
 
 
 def _open_dht(flags: argparse.Namespace) -> Discovery:
