@@ -51,7 +51,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a kernel's checks and races have shown."""
+    """The result of a kernel's checks and races."""
 
     state: str  # one of STATES
     reason: str = ""

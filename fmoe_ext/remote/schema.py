@@ -98,7 +98,7 @@ class Schema:
         return rows.pop()
 
     def check_bytes(self, rows: int, most: int, uid: str) -> None:
-        """SchemaError if an output of so many rows holds more than so many bytes; any size counts as 1."""
+        """SchemaError if an output of `rows` rows holds more than `most` bytes; any size counts as 1."""
         dtype, shape = self.output
         num_bytes = rows * math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize
         if num_bytes > most:
@@ -116,7 +116,7 @@ class Schema:
             )
 
     def check_output(self, y: torch.Tensor, num_rows: int, uid: str) -> None:
-        """SchemaError if y is no output for so many rows."""
+        """SchemaError if y is no output for num_rows rows."""
         _check_rows(y, self.output, f"output of {uid}")
         if y.shape[0] != num_rows:
             raise SchemaError(f"the output of {uid} has {y.shape[0]} rows for {num_rows}")

@@ -61,7 +61,7 @@ MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
 
 
 def body_bytes(max_message_bytes: int) -> int:
-    """The bytes of tensors that always fit in a message of so many bytes."""
+    """Bound the bytes of tensors that always fit in a message of max_message_bytes."""
     return max_message_bytes - min(HEADER_BYTES, max_message_bytes // 2)
 
 

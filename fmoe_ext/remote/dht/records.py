@@ -120,6 +120,7 @@ class Identity:
         return self._key.sign(data)
 
 
+# Cached by its bytes: every answer to a search repeats records, and checking a signature is slow.
 @functools.lru_cache(_VERIFIED)
 def read_record(payload: str, signature: str) -> SignedRecord:
     """The record in bytes from anywhere; BadRecord unless every field is in bounds and its owner signed them."""

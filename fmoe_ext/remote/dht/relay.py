@@ -218,6 +218,7 @@ async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle
     """Passes bytes both ways until one side ends, breaks, or is silent for idle seconds."""
     ways = [asyncio.ensure_future(_pump(a[0], b[1], rate, idle)) for a, b in ((one, other), (other, one))]
     try:
+        # HTTP/2 needs both directions: when one ends, the connection is over
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for way in ways:
@@ -245,7 +246,7 @@ async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str
     try:
         data = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
     except asyncio.LimitOverrunError:
-        data = b" " * (MAX_LINE + 1)
+        data = b" " * (MAX_LINE + 1)  # the reader's own limit: too long in any case
     if len(data) > MAX_LINE:
         raise ValueError(f"a line has at most {MAX_LINE} bytes")
     line = json.loads(data)

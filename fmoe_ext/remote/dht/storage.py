@@ -26,7 +26,7 @@ class Peer:
 
 @dataclass
 class _Bucket:
-    """Nodes at distances [2^i, 2^(i+1)), least recently heard first."""
+    """Nodes at distances [2^i, 2^(i+1)), least recently seen first."""
 
     peers: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
     spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)  # for when one fails

@@ -94,14 +94,14 @@ def count_lost_at_most(vacancy: Vacancy) -> int:
 
 
 def count_lost_gradients(vacancy: Vacancy) -> int:
-    """At least so many gradients are in the lost updates, each of which has one or more."""
+    """Count the gradients in the lost updates, at least: each update has one or more."""
     known = 0 if vacancy.record is None else vacancy.record.requests
     lost = count_lost(vacancy)
     return max(lost, known - vacancy.requests) if lost else 0
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
-    """starts with that of one more term; the oldest are forgotten."""
+    """Add the start of one more term; the oldest are forgotten."""
     known = sorted({**{int(t): v for t, v in starts.items()}, term: version}.items())
     return {str(t): v for t, v in known[-MAX_STARTS:]}
 
