@@ -1,7 +1,7 @@
 """Elections: which record of a uid most of the nearest nodes vouch for, and how many show a claim to a beam search.
 
-Nodes do not agree with each other; the node that asks counts. Each node has one vote, or a liar could repeat itself, and
-everybody breaks ties the same way, so that all who see the same nodes name the same owner.
+Nodes do not agree with each other; the node that asks counts. Each node has one vote, or a liar could repeat itself,
+and everybody breaks ties the same way, so that all who see the same nodes name the same owner.
 """
 
 from collections import Counter
