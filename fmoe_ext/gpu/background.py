@@ -43,7 +43,7 @@ def _is_first(key: Key) -> bool:
         mark.parent.mkdir(parents=True, exist_ok=True)
         if mark.exists() and time.time() - mark.stat().st_mtime > _PATIENCE:
             mark.unlink(missing_ok=True)
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # O_EXCL: one of many processes wins
     except OSError:
         return False
     return True

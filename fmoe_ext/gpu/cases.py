@@ -20,17 +20,17 @@ WEIGHTS = ("w1", "w2")
 
 @dataclass(frozen=True)
 class Case:
-    """T tokens with K choices among E experts; spread says how they fall: even, ragged, one (expert) or none."""
+    """A problem: sizes and options of expert_mlp."""
 
-    T: int
-    K: int
-    E: int
-    D: int
-    H: int
+    T: int  # tokens
+    K: int  # choices of a token
+    E: int  # experts
+    D: int  # width of a token
+    H: int  # width of the hidden rows
     activation: str = "swiglu"
     bias: bool = True
-    combine: bool = True
-    spread: str = "ragged"
+    combine: bool = True  # weight and sum the choices of a token
+    spread: str = "ragged"  # how the choices fall: even, ragged, one (expert) or none
 
     @property
     def rows_of_one(self) -> int:
@@ -79,7 +79,7 @@ def _choices(case: Case, generator: torch.Generator) -> Tensor:
 class Inputs:
     """Arguments of expert_mlp, and of grouped_gemm with the rows and w1; the gradients of their results.
 
-    w1_data to w2_scale: other weights in MXFP4, for frozen_mlp; None if the rows of one are no whole blocks.
+    The MXFP4 weights are other values than w1 and w2; they are None if a row is no whole number of blocks.
     """
 
     x: Tensor
@@ -94,7 +94,7 @@ class Inputs:
     row_idx: Tensor
     inverse: Tensor
     offs: Tensor
-    w1_data: Tensor | None = None
+    w1_data: Tensor | None = None  # MXFP4, for frozen_mlp
     w1_scale: Tensor | None = None
     w2_data: Tensor | None = None
     w2_scale: Tensor | None = None

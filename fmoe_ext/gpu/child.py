@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.checks import Checker
-from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict, load, taken_with
+from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict, load, taken_with
 from fmoe_ext.gpu.races import Lost, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
 
@@ -49,14 +49,28 @@ def serve(
 ) -> None:
     """Checks every kernel that is not judged yet, then races those that are proved. Ends with the parent."""
     faulthandler.enable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def end_with_parent() -> None:
+        # a kernel that hangs must not hold the GPU after its parent was killed
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         key = target.connect()
     except Unavailable as error:
         connection.send(NotAvailable(str(error)))
         return
     kernels, sources = gpu_kernels.names(), gpu_kernels.sources()
-    known = _known(load(key, sources)) if missing else {}
+    proof = load(key, sources) if missing else None
+    # a proof of the compute capability says which kernels are right, not which are fast
+    known = {
+        name: v if v.state == "failed" else Verdict("proved")
+        for name, v in (proof.verdicts if proof else {}).items()
+        if v.state != "untested"
+    }
     connection.send(Ready(key, taken_with(), sources, known))
     work = Work(connection, target, {**known, **judged})
     judged = dict(work.judged)
@@ -64,16 +78,6 @@ def serve(
     if done and race:
         work.race([name for name in kernels if work.judged[name].state == "proved"])
     connection.send(Finished(done))
-
-
-def _known(proof: Proof | None) -> dict[str, Verdict]:
-    """Verdicts of a proof of the compute capability: which kernels are right, not which are fast."""
-    verdicts = proof.verdicts if proof else {}
-    return {
-        name: v if v.state == "failed" else Verdict("proved")
-        for name, v in verdicts.items()
-        if v.state != "untested"
-    }
 
 
 class Work:
@@ -107,10 +111,3 @@ class Work:
     def _judge(self, kernel: str, verdict: Verdict) -> None:
         self.judged[kernel] = verdict
         self.send(Judged(kernel, verdict))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -73,7 +73,7 @@ class _SmMargin:
             self._asked[number] = sms, is_done
             self._apply()
         give_back = weakref.finalize(owner, self._give_back, number)
-        give_back.atexit = False
+        give_back.atexit = False  # CUDA may be gone by then
         return give_back
 
     def give_back_done(self) -> None:
@@ -102,8 +102,8 @@ class Choice:
     """Kernels that one device uses."""
 
     kernels: frozenset[str]
-    torch: bool = False  # torch_path in the place of all our kernels
-    torch_wins: frozenset[str] = frozenset()  # or its product in the place of those that are slower
+    torch: bool = False  # torch_path replaces all our kernels
+    torch_wins: frozenset[str] = frozenset()  # classes of products in which torch's replaces ours
     warning: str | None = None
 
 
@@ -112,7 +112,7 @@ def command(device: int) -> str:
 
 
 def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: int = 0) -> Choice:
-    """The kernels for a device with this proof, by FMOE_GPU_KERNELS:
+    """Choose the kernels for a device with this proof, by FMOE_GPU_KERNELS:
 
     auto      those that are proved, and torch's where it was faster; without a proof none, with a warning; torch's
               everywhere, if the portable ones failed

@@ -51,22 +51,22 @@ class Key:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of STATES, why, and the digest of the kernel's sources (cuda/sources_digest.py)."""
+    """The result of a kernel's checks and races."""
 
-    state: str
+    state: str  # one of STATES
     reason: str = ""
-    sources: str = ""
+    sources: str = ""  # digest of the kernel's sources (cuda/sources_digest.py)
 
 
 @dataclass(frozen=True)
 class Race:
-    """Milliseconds of an operation with the kernel that computes it, without that kernel, and by torch's grouped_mm."""
+    """Time an operation with the kernel that computes it, without that kernel, and by torch's grouped_mm."""
 
     operation: str
     shape: str
     kernel: str
     ms: float
-    without_ms: float | None
+    without_ms: float | None  # None for the portable kernels, which nothing replaces
     torch_ms: float | None
 
 
@@ -131,7 +131,7 @@ class Proof:
             try:
                 file.write(text)
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # or a power cut could leave the new name with no content
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)

@@ -1,4 +1,9 @@
-"""Proves the kernels of a GPU from a process that never touches it."""
+"""Prove the kernels of a GPU from a process that never touches it.
+
+A kernel that hangs or faults takes its CUDA context with it, and often its process. So a child does the work and says
+each step before it takes it. When the child dies or falls silent, the kernels of its last step are to blame: the
+parent notes that, starts a new child and goes on with the kernels that have no verdict yet.
+"""
 
 import math
 import multiprocessing
@@ -59,20 +64,20 @@ class _Child:
 @dataclass
 class _Prover:
     target: Target
-    limit: float
-    budget: float
+    limit: float  # seconds for one step
+    budget: float  # seconds in all, from the GPU's first answer on
     say: Callable[[str], None]
-    start_limit: float
-    missing: bool
-    deadline: float = math.inf
+    start_limit: float  # seconds to import torch and start CUDA
+    missing: bool  # take over the verdicts of this compute capability
+    deadline: float = math.inf  # time.monotonic()
     key: Key | None = None
     taken_with: str = ""
-    kernels: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
-    judged: dict[str, Verdict] = field(default_factory=dict)
-    races: list[Race] = field(default_factory=list)
+    kernels: tuple[str, ...] = ()  # without the portable ones
+    sources: Mapping[str, str] = field(default_factory=dict)  # digest of each kernel
+    judged: dict[str, Verdict] = field(default_factory=dict)  # kept from child to child
+    races: list[Race] = field(default_factory=list)  # of the last child only
     torch_wins: list[TorchWin] = field(default_factory=list)
-    racing: bool = True
+    racing: bool = True  # False once a race has killed its child
 
     def run(self) -> Proof:
         if self.target.missing is not None:
@@ -90,7 +95,14 @@ class _Prover:
         """Run the checks of one child process -> True if all are done."""
         self.races.clear()
         self.torch_wins.clear()
-        child = self._start()
+        self.say(f"starting CUDA device {self.target.index} in a process of its own")
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        ours, theirs = context.Pipe()
+        arguments = (theirs, self.target, self.judged, self.racing, self.missing)
+        handle = context.Process(target=serve, args=arguments, daemon=True)
+        handle.start()
+        theirs.close()  # or the end of the process would not end the pipe
+        child = _Child(handle, ours)
         under_way: Start | None = None
         try:
             while True:
@@ -107,20 +119,18 @@ class _Prover:
                     return message.done
                 under_way = self._take(message, under_way)
         except EOFError:
-            self._blame(under_way, _verdict_of(child.end()))
+            exit_code = child.end()
+            if exit_code is not None and exit_code == -signal.SIGKILL:  # not the kernel's fault
+                reason = "the process was killed: the host ran out of memory, or somebody ended it"
+                verdict = Verdict("untested", reason)
+            elif exit_code is not None and exit_code < 0:
+                verdict = Verdict("failed", f"the process ended with {signal.Signals(-exit_code).name}")
+            else:
+                verdict = Verdict("failed", f"the process ended with exit code {exit_code}")
+            self._blame(under_way, verdict)
             return False
         finally:
             child.end()
-
-    def _start(self) -> _Child:
-        self.say(f"starting CUDA device {self.target.index} in a process of its own")
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = (theirs, self.target, self.judged, self.racing, self.missing)
-        handle = context.Process(target=serve, args=arguments, daemon=True)
-        handle.start()
-        theirs.close()
-        return _Child(handle, ours)
 
     def _take(self, message: Message, under_way: Start | None) -> Start | None:
         """Notes what a child says -> what it is doing now."""
@@ -156,11 +166,3 @@ class _Prover:
         else:
             for kernel in under_way.kernels:
                 self._judge(kernel, Verdict(verdict.state, f"{under_way.what}: {verdict.reason}"))
-
-
-def _verdict_of(exit_code: int | None) -> Verdict:
-    if exit_code is not None and exit_code == -signal.SIGKILL:
-        return Verdict("untested", "the process was killed: the host ran out of memory, or somebody ended it")
-    if exit_code is not None and exit_code < 0:
-        return Verdict("failed", f"the process ended with {signal.Signals(-exit_code).name}")
-    return Verdict("failed", f"the process ended with exit code {exit_code}")

@@ -1,4 +1,9 @@
-"""Race each kernel against what would compute its product without it, and each of our products against torch's."""
+"""Race each kernel against what would compute its product without it, and each of our products against torch's.
+
+A kernel keeps its place by the geometric mean of its races: it may lose one shape and win the others. Kernels are
+dropped one at a time, the slowest first: another one then computes its product, and that is raced again, until no
+kernel is slow. Only then is torch compared, with what is left.
+"""
 
 import math
 import statistics
@@ -180,11 +185,8 @@ class Races:
         self.times: dict[Course, tuple[float, float]] = {}  # with the kernels that are left, and by torch
 
     def run(self) -> Iterator[Event]:
+        # the library unregisters torch's product when it is collected, so it must outlive the races
         held = torch_path.install_products(self.target.device.type.upper())
-        yield from self._run()
-        del held
-
-    def _run(self) -> Iterator[Event]:
         yield from self._run_until_none_is_slow(self.target.dtypes[0])
         yield from self._compare_with_torch()
         with torch_path.tf32(True):  # our float32 stays whole, torch's is rounded
@@ -197,9 +199,10 @@ class Races:
                 ]
             )
         yield from self._compare_with_torch()
+        del held
 
     def _compare_with_torch(self) -> Iterator[Event]:
-        """The products that torch wins; a kernel that loses all races of its product is beaten."""
+        """Find the products that torch wins; a kernel that loses all races of its product is beaten."""
         won: dict[Course, TorchWin] = {}
         for course, (ms, torch_ms) in self.times.items():
             products = PRODUCTS.get(course.operation, ())
@@ -246,11 +249,11 @@ class Races:
                 for course in mine:
                     if course.operation in functions:
                         yield from self._race(course, functions[course.operation])
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # a small GPU is proved by the races that fit
                 yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
     def _slowest(self) -> tuple[str, Verdict] | None:
-        """The kernel that loses most, by the geometric mean of its races, if one loses."""
+        """Find the kernel that loses most, by the geometric mean of its races, if one loses."""
         logs: dict[str, dict[Course, float]] = {}
         for (kernel, course), race in self.races.items():
             logs.setdefault(kernel, {})[course] = math.log(race.ms / _rival_ms(race))
@@ -270,11 +273,21 @@ class Races:
         name, shape = course.operation, course.shape
         yield Start(f"{name} by torch ({shape})", ())
         torch_ms = self._torch_milliseconds(course, function)
-        computed_by = self._computed_by(function)
+        gpu_kernels.switch_on(self.kernels)
+        before = gpu_kernels.runs()
+        function()
+        self.target.synchronize()
+        computed_by = [kernel for kernel, count in gpu_kernels.runs().items() if count > before[kernel]]
         yield Start(f"{name} ({shape})", tuple(computed_by))
-        ms, *without = self._in_turn(
-            function, [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
-        )
+        choices = [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
+        rounds = []
+        for _ in range(self.target.rounds):  # the choices take turns, so that drift meets all alike
+            times = []
+            for kernels in choices:
+                gpu_kernels.switch_on(kernels)
+                times.append(self.target.milliseconds(function))
+            rounds.append(times)
+        ms, *without = (statistics.median(times) for times in zip(*rounds, strict=True))
         self.times[course] = (ms, torch_ms)
         for kernel, without_ms in zip(computed_by, without, strict=True):
             race = self.races[kernel, course] = Race(name, shape, kernel, ms, without_ms, torch_ms)
@@ -282,32 +295,14 @@ class Races:
         if not computed_by:
             yield Race(name, shape, PORTABLE, ms, None, torch_ms)
 
-    def _in_turn(self, function: Callable[[], object], choices: list[list[str]]) -> list[float]:
-        """Milliseconds with each choice of kernels; they take turns, so that drift meets all alike."""
-        times = [
-            [self._milliseconds(function, kernels) for kernels in choices] for _ in range(self.target.rounds)
-        ]
-        return [statistics.median(mine) for mine in zip(*times, strict=True)]
-
-    def _milliseconds(self, function: Callable[[], object], kernels: list[str]) -> float:
-        gpu_kernels.switch_on(kernels)
-        return self.target.milliseconds(function)
-
     def _torch_milliseconds(self, course: Course, function: Callable[[], object]) -> float:
-        """With torch's product in the place of ours; of a frozen weight, which is decoded first, by it as well."""
+        """Time the operation with torch's product instead of ours; a frozen weight is decoded first."""
         gpu_kernels.switch_on(self.kernels if course.operation in PRODUCTS else ())
         gpu_kernels.let_torch_compute(course.classes)
         try:
             return self.target.milliseconds(function)
         finally:
             gpu_kernels.let_torch_compute(())
-
-    def _computed_by(self, function: Callable[[], object]) -> list[str]:
-        gpu_kernels.switch_on(self.kernels)
-        before = gpu_kernels.runs()
-        function()
-        self.target.synchronize()
-        return [name for name, count in gpu_kernels.runs().items() if count > before[name]]
 
 
 def _rival_ms(race: Race) -> float:

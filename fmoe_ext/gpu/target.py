@@ -26,6 +26,7 @@ def captured(function: Callable[[], Results]) -> Callable[[], Results]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        # what is made at first use, as cuBLAS's workspace is, must not be made in a capture
         for _ in range(2):
             function()
     torch.cuda.current_stream().wait_stream(side)
@@ -46,7 +47,7 @@ class Target:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     cases: Sequence[Case] = CASES
     races: Sequence[Case] = RACES
-    rounds = 3  # of a race
+    rounds = 3  # of a race: the median drops one disturbed measurement
     missing = ops.cuda_module_missing  # known without touching the GPU
 
     def __init__(self, index: int = 0) -> None:
@@ -81,7 +82,11 @@ class Target:
             function()
             host = min(host, time.perf_counter() - start)
             torch.cuda.synchronize()
-        self._keep_busy(_REPETITIONS * host)
+        # work for about as long as the host needs for its launches: it gets ahead and is not what is timed
+        a = torch.zeros(_BUSY, _BUSY, dtype=torch.bfloat16, device=self.device)
+        out = torch.empty_like(a)
+        for _ in range(min(1000, math.ceil(_REPETITIONS * host * _BUSY_FLOPS / (2 * _BUSY**3)))):
+            torch.mm(a, a, out=out)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPETITIONS)]
         for begin, end in events:
             begin.record()
@@ -90,19 +95,12 @@ class Target:
         torch.cuda.synchronize()
         return sorted(begin.elapsed_time(end) for begin, end in events)[_REPETITIONS // 2]
 
-    def _keep_busy(self, seconds: float) -> None:
-        """Gives the device about so much to do, so that the host gets ahead and is not what is timed."""
-        a = torch.zeros(_BUSY, _BUSY, dtype=torch.bfloat16, device=self.device)
-        out = torch.empty_like(a)
-        for _ in range(min(1000, math.ceil(seconds * _BUSY_FLOPS / (2 * _BUSY**3)))):
-            torch.mm(a, a, out=out)
-
     def captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
         """captured(function)."""
         return captured(function)
 
     def side_by_side(self, functions: Sequence[Callable[[], Results]]) -> list[Results]:
-        """The results of functions that run at the same time, each on a stream of its own."""
+        """Run functions at the same time, each on a stream of its own, and return their results."""
         streams = [torch.cuda.Stream() for _ in functions]
         found = []
         for stream, function in zip(streams, functions, strict=True):

@@ -90,6 +90,7 @@ def _padded(t: Tensor, dims: int) -> Tensor:
     if any(missing):
         return F.pad(t, [n for size in missing for n in (0, size)])
     t = t.contiguous()
+    # a contiguous view into another tensor may still begin off a 16-byte boundary
     return t.clone() if t.data_ptr() % 16 else t
 
 
@@ -127,7 +128,7 @@ class _Groups:
         N = weight.shape[2 if transposed else 1]
         if 0 in (*x.shape, *weight.shape):
             return x.new_zeros(self.num_rows, N)
-        if x.dtype == torch.float64:
+        if x.dtype == torch.float64:  # grouped_mm does not take it
             y = x.new_zeros(self.num_rows, N)
             for matrix, (begin, end) in zip(weight, self.ranges(), strict=True):
                 y[begin:end] = x[begin:end] @ (matrix if transposed else matrix.mT)
@@ -162,7 +163,7 @@ class _Groups:
         """rows_by_rows; adds to the main gradient, if there is one, and returns an empty tensor."""
         if main_grad is None:
             return self.rows_by_rows(a, b).contiguous()
-        # Rounded to 16 bits before it is added: of operands in float32 torch makes a loop over the experts.
+        # Rounded to 16 bits before it is added: for float32 operands grouped_mm loops over the experts.
         main_grad += self.rows_by_rows(a, b)
         return a.new_empty(0)
 
@@ -225,7 +226,7 @@ class _Choices:
         return topk_weights.flatten().index_select(0, choices).to(dtype)
 
     def of_choice(self, rows: Tensor, k: int) -> Tensor:
-        """Of each token, the row of its choice k, zero where that is dropped -> [T, ...]"""
+        """Take the row of choice k of each token, zero where it is dropped -> [T, ...]"""
         index = self.inverse[:, k]
         dropped = ((index < 0) | (index >= rows.shape[0])).view(-1, *[1] * (rows.dim() - 1))
         return rows.index_select(0, index.clamp(0, rows.shape[0] - 1)).masked_fill(dropped, 0)

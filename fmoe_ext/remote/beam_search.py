@@ -1,4 +1,9 @@
-"""Beam search: the best live experts of a grid for each token, asking discovery one level at a time."""
+"""Beam search: the best live experts of a grid for each token, asking discovery one level at a time.
+
+A grid of n x n experts is too large to ask for each of them, so the search goes down its coordinates: of each level
+it keeps, for each token, the beam_size best prefixes that lead to a live expert, and asks what lives below them. All
+tokens share the questions: prefixes are numbered over the whole batch and each is asked for once.
+"""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,16 +19,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Found:
-    """Experts, and for each token which of them, best first; -1 where there are no more.
-
-    missing: the prefixes and uids, of num_asked, for which discovery gave no answer in time. Experts below them may
-    live all the same.
-    """
+    """Experts, and which of them each token chooses."""
 
     records: list[ExpertRecord]
-    topk_idx: torch.Tensor  # [T, beam_size] into records
-    missing: tuple[str, ...] = ()
-    num_asked: int = 0
+    topk_idx: torch.Tensor  # [T, beam_size] into records, best first; -1 where there are no more
+    missing: tuple[str, ...] = ()  # prefixes and uids without an answer in time; experts there may live
+    num_asked: int = 0  # prefixes and uids
 
 
 class _Steps:
@@ -82,7 +83,11 @@ async def beam_search(
         return dict(zip(keys, await discovery.get(keys, timeout=seconds), strict=True))
 
     for axis in scores:
-        alive = _alive(prefixes, await steps.ask(successors, prefixes), axis.shape[1])
+        live = await steps.ask(successors, prefixes)
+        # [P + 1, n]: the live coordinates below each prefix; none in the last row, where beam_prefix is -1
+        alive = torch.zeros(len(prefixes) + 1, axis.shape[1], dtype=torch.bool, device="cpu")
+        for row, name in enumerate(prefixes):
+            alive[row, [place for place in live.get(name, ()) if place < axis.shape[1]]] = True
         candidates = beam_score[:, :, None] + axis.detach().cpu()[:, None, :]  # [T, B, n]
         candidates = candidates.masked_fill(~alive[beam_prefix], -torch.inf).flatten(1)
         best = candidates.topk(min(beam_size, candidates.shape[1]), dim=1)
@@ -90,34 +95,18 @@ async def beam_search(
         extended = beam_prefix.gather(1, parent) * axis.shape[1] + place
         extended = extended.masked_fill(best.values == -torch.inf, -1)
         beam_score = best.values
-        used, beam_prefix = _number(extended)
-        prefixes = [f"{prefixes[code // axis.shape[1]]}.{code % axis.shape[1]}" for code in used]
-    records = await steps.ask(records_of, prefixes)
-    kept, topk_idx = _drop_dead([records.get(uid) for uid in prefixes], beam_prefix)
-    return Found(kept, topk_idx, tuple(steps.missing), steps.num_asked)
-
-
-def _alive(prefixes: Sequence[str], live: Mapping[str, frozenset[int]], size: int) -> torch.Tensor:
-    """[P + 1, size] bool: the live coordinates below each prefix; none in the last row, which stands for no prefix."""
-    alive = torch.zeros(len(prefixes) + 1, size, dtype=torch.bool, device="cpu")
-    for n, name in enumerate(prefixes):
-        alive[n, [place for place in live.get(name, ()) if place < size]] = True
-    return alive
-
-
-def _number(codes: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """The different codes >= 0, and for each element which of them it is; -1 stays."""
-    used, index = codes.unique(return_inverse=True)
-    has_none = bool((used[:1] < 0).any())
-    return used[int(has_none) :].tolist(), index - int(has_none)
-
-
-def _drop_dead(
-    records: Sequence[ExpertRecord | None], topk_idx: torch.Tensor
-) -> tuple[list[ExpertRecord], torch.Tensor]:
+        used, index = extended.unique(return_inverse=True)
+        has_none = int(bool((used[:1] < 0).any()))  # -1 sorts first and is no prefix: it keeps its number
+        beam_prefix = index - has_none
+        codes = used[has_none:].tolist()
+        prefixes = [f"{prefixes[code // axis.shape[1]]}.{code % axis.shape[1]}" for code in codes]
+    found = await steps.ask(records_of, prefixes)
+    records = [found.get(uid) for uid in prefixes]
+    # an expert may have died since its prefix was found: the living are numbered anew and come first
     kept = [n for n, record in enumerate(records) if record is not None]
     number = torch.full((len(records) + 1,), -1, device="cpu")  # its last entry: no expert
     number[kept] = torch.arange(len(kept), device="cpu")
-    renamed = number[topk_idx]
-    order = (renamed < 0).to(torch.int8).argsort(dim=1, stable=True)  # the living first
-    return [r for r in records if r is not None], renamed.gather(1, order)
+    renamed = number[beam_prefix]
+    order = (renamed < 0).to(torch.int8).argsort(dim=1, stable=True)
+    topk_idx = renamed.gather(1, order)
+    return Found([r for r in records if r is not None], topk_idx, tuple(steps.missing), steps.num_asked)

@@ -270,6 +270,7 @@ class Cached(Discovery):
                 new = await ask(missing)
             except Unanswered as error:
                 late, new = error, error.found
+        # as old as the question: an answer may have been made when it was asked
         known.update((key, (begin, answer)) for key, answer in new.items())
         unanswered = set(late.missing if late else ())
         found = {key: known[key][1] for key in keys if key not in unanswered}
@@ -333,10 +334,11 @@ def _axis(part: str, text: str) -> range:
 async def claim_free_uids(
     discovery: Discovery, pattern: Pattern, count: int, endpoint: str, ttl: float, rng: random.Random
 ) -> list[str]:
-    """Claims count random uids of a pattern that nobody hosts; fewer if there are not so many."""
+    """Claims count random uids of a pattern that nobody hosts, or as many as there are."""
     mine: list[str] = []
     tried: set[str] = set()
     while len(mine) < count and len(tried) < pattern.size:
+        # more candidates than are needed, or a grid that is nearly full would take a question for each free uid
         wanted = min(pattern.size, len(tried) + min(4 * count, MAX_TRIED))
         candidates = [uid for uid in pattern.sample(wanted, rng) if uid not in tried]
         tried.update(candidates)

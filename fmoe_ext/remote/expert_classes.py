@@ -94,17 +94,14 @@ class _DeterministicDropout(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertClass:
-    """make(hidden_dim) -> one expert; sample(hidden_dim) -> what one row of a batch looks like, one tensor an input.
-
-    make_stacked(num_experts, hidden_dim), where given, makes many that compute together (StackedFfn's methods).
-    keywords: the names of the last inputs, where they are given by keyword.
-    """
+    """A kind of expert that servers can host."""
 
     name: str
-    make: Callable[[int], nn.Module]
-    sample: Callable[[int], tuple[torch.Tensor, ...]]
+    make: Callable[[int], nn.Module]  # (hidden_dim) -> one expert
+    sample: Callable[[int], tuple[torch.Tensor, ...]]  # (hidden_dim) -> one row of each input
+    # (num_experts, hidden_dim) -> many that compute together
     make_stacked: Callable[[int, int], _StackedFfn] | None = None
-    keywords: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()  # names of the last inputs, where they are given by keyword
 
     def call(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of one of its experts."""
@@ -121,14 +118,6 @@ class ExpertClass:
 
 def _one_row(hidden_dim: int) -> tuple[torch.Tensor, ...]:
     return (torch.empty(hidden_dim, device="cpu"),)
-
-
-def _row_and_mask(hidden_dim: int) -> tuple[torch.Tensor, ...]:
-    return torch.empty(hidden_dim, device="cpu"), torch.empty(2 * hidden_dim, device="cpu")
-
-
-def _sequence(hidden_dim: int) -> tuple[torch.Tensor, ...]:
-    return (torch.empty(0, hidden_dim, device="cpu"),)  # a size of 0 stands for any size
 
 
 class _Registry:
@@ -148,9 +137,18 @@ class _Registry:
 
 _REGISTRY = _Registry(
     ExpertClass("ffn", lambda hidden_dim: _StackedFfn(1, hidden_dim), _one_row, _StackedFfn),
-    ExpertClass("transformer", _TransformerBlock, _sequence),
+    ExpertClass(
+        "transformer",
+        _TransformerBlock,
+        lambda hidden_dim: (torch.empty(0, hidden_dim, device="cpu"),),  # a size of 0 stands for any size
+    ),
     ExpertClass("nop", _Nop, _one_row),
-    ExpertClass("det_dropout", _DeterministicDropout, _row_and_mask),
+    ExpertClass(
+        "det_dropout",
+        _DeterministicDropout,
+        # the mask is as wide as its layer
+        lambda hidden_dim: (*_one_row(hidden_dim), *_one_row(2 * hidden_dim)),
+    ),
 )
 
 

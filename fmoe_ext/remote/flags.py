@@ -17,14 +17,14 @@ DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 
 @dataclass(frozen=True)
 class _Flag:
-    """One flag. needs: flags of which one must be given too; excludes: flags that may not be given with it."""
+    """One flag."""
 
     name: str
     default: Any
-    needs: tuple[str, ...]
-    excludes: tuple[str, ...]
-    group: str | None
-    spelling: tuple[str, ...]
+    needs: tuple[str, ...]  # flags of which one must be given too
+    excludes: tuple[str, ...]  # flags that may not be given with it
+    group: str | None  # its title in --help
+    spelling: tuple[str, ...]  # short forms
     arguments: Mapping[str, Any]  # of argparse.add_argument
 
 
@@ -98,7 +98,17 @@ class Parser(argparse.ArgumentParser):
             own = list(sys.argv[1:] if arguments is None else arguments)
             arguments = [*self._configured(getattr(values, config)), *own]
             values = self._parse(arguments)
-        self._check(self._given(arguments))
+        # what is given, be it with its default: parsed again over defaults that no flag can have
+        unset = object()
+        blank = argparse.Namespace(**{one.name: unset for one in self._flags})
+        parsed = vars(self._parse(arguments, blank))
+        given = {name for name, value in parsed.items() if value is not unset and value is not None}
+        for one in self._flags:  # a flag that would be ignored is refused by name
+            if one.name in given and (both := [other for other in one.excludes if other in given]):
+                self.error(f"--{one.name} excludes --{', --'.join(both)}: leave one or the other out")
+        for one in self._flags:
+            if one.name in given and one.needs and not given & set(one.needs):
+                self.error(f"--{one.name} means nothing without --{' or --'.join(one.needs)}")
         return values
 
     def _parse(
@@ -112,22 +122,6 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found
-
-    def _given(self, arguments: Sequence[str] | None) -> set[str]:
-        """The flags that are given, be it with their defaults."""
-        unset = object()
-        blank = argparse.Namespace(**{one.name: unset for one in self._flags})
-        parsed = vars(self._parse(arguments, blank))
-        return {name for name, value in parsed.items() if value is not unset and value is not None}
-
-    def _check(self, given: set[str]) -> None:
-        """Refuses by name flags that would be ignored."""
-        for one in self._flags:
-            if one.name in given and (both := [other for other in one.excludes if other in given]):
-                self.error(f"--{one.name} excludes --{', --'.join(both)}: leave one or the other out")
-        for one in self._flags:
-            if one.name in given and one.needs and not given & set(one.needs):
-                self.error(f"--{one.name} means nothing without --{' or --'.join(one.needs)}")
 
     def _configured(self, path: Path) -> list[str]:
         """The arguments that a YAML file stands for, each checked as on the command line."""

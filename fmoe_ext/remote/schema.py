@@ -20,16 +20,14 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Schema:
-    """Dtype and shape of one row of each input, and of the output; a size of 0 stands for any size.
-
-    keywords: the names of the last inputs, which are given by keyword. parts: the shapes of several outputs, which
-    travel as one output, flat and side by side; none for an expert with one output.
-    """
+    """Dtype and shape of one row of each input, and of the output; a size of 0 stands for any size."""
 
     inputs: tuple[Row, ...]
     output: Row
-    keywords: tuple[str, ...] = ()
-    parts: tuple[tuple[int, ...], ...] = ()
+    keywords: tuple[str, ...] = ()  # names of the last inputs, which are given by keyword
+    parts: tuple[
+        tuple[int, ...], ...
+    ] = ()  # shapes of several outputs, which travel as one, flat and side by side
 
     @classmethod
     def of(
@@ -51,7 +49,9 @@ class Schema:
         try:
             inputs, output, keywords, parts = json.loads(text)
             rows = [(NAMES[DTYPES[name]], _sizes(shape)) for name, shape in [*inputs, output]]
-            schema = cls(tuple(rows[:-1]), rows[-1], _names(keywords), tuple(map(_sizes, parts)))
+            if not isinstance(keywords, list) or not all(isinstance(name, str) for name in keywords):
+                raise ValueError
+            schema = cls(tuple(rows[:-1]), rows[-1], tuple(keywords), tuple(map(_sizes, parts)))
             wide = sum(math.prod(part) for part in schema.parts)
             if len(schema.keywords) > len(inputs) or (schema.parts and rows[-1][1] != (wide,)):
                 raise ValueError
@@ -98,7 +98,7 @@ class Schema:
         return rows.pop()
 
     def check_bytes(self, rows: int, most: int, uid: str) -> None:
-        """SchemaError if an output of so many rows holds more than so many bytes; any size counts as 1."""
+        """SchemaError if an output of `rows` rows holds more than `most` bytes; any size counts as 1."""
         dtype, shape = self.output
         num_bytes = rows * math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize
         if num_bytes > most:
@@ -116,7 +116,7 @@ class Schema:
             )
 
     def check_output(self, y: torch.Tensor, num_rows: int, uid: str) -> None:
-        """SchemaError if y is no output for so many rows."""
+        """SchemaError if y is no output for num_rows rows."""
         _check_rows(y, self.output, f"output of {uid}")
         if y.shape[0] != num_rows:
             raise SchemaError(f"the output of {uid} has {y.shape[0]} rows for {num_rows}")
@@ -126,12 +126,6 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     if not all(type(size) is int and 0 <= size < MAX_SIZE for size in shape):
         raise ValueError
     return tuple(shape)
-
-
-def _names(names: Any) -> tuple[str, ...]:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError
-    return tuple(names)
 
 
 def _check_rows(x: torch.Tensor, row: tuple[str, tuple[int, ...]], what: str) -> None:

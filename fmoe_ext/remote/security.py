@@ -223,7 +223,7 @@ class Rates:
         full = self.per_second * BURST_SECONDS
         left, since = self._left.pop(peer, (full, now))
         left = min(full, left + (now - since) * self.per_second)
-        granted = left >= min(amount, full)
+        granted = left >= min(amount, full)  # a larger amount is let through too, and leaves a debt
         self._left[peer] = (left - amount if granted else left, now)
         while len(self._left) > MAX_PEERS:
             self._left.popitem(last=False)

@@ -61,7 +61,7 @@ MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
 
 
 def body_bytes(max_message_bytes: int) -> int:
-    """The bytes of tensors that always fit in a message of so many bytes."""
+    """Bound the bytes of tensors that always fit in a message of max_message_bytes."""
     return max_message_bytes - min(HEADER_BYTES, max_message_bytes // 2)
 
 
@@ -203,7 +203,7 @@ def _tensor_at(body: bytearray, dtype: torch.dtype, shape: list[int], begin: int
         return torch.empty(shape, dtype=dtype, device="cpu")
     if dtype is torch.bool:  # other bytes than 0 and 1 are no truth values
         return torch.frombuffer(body, dtype=torch.uint8, count=count, offset=begin).view(shape) != 0
-    if begin % dtype.itemsize:
+    if begin % dtype.itemsize:  # frombuffer takes any offset, but elements must be aligned
         body, begin = body[begin : begin + count * dtype.itemsize], 0
     return torch.frombuffer(body, dtype=dtype, count=count, offset=begin).view(shape)
 
@@ -216,6 +216,7 @@ def _check_entry(name: str, entry: Any, limits: Limits) -> tuple[torch.dtype, li
         raise WireError(f"tensor {name[:100]!r}: unknown dtype {str(dtype)[:100]!r}")
     if not _are_sizes(shape) or len(shape) > limits.max_dims:
         raise WireError(f"tensor {name[:100]!r}: the shape must be at most {limits.max_dims} sizes")
+    # sizes of 0 count as 1: torch multiplies the others for the strides of an empty tensor too
     if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
         raise WireError(f"tensor {name[:100]!r}: the shape {shape} has more elements than can be counted")
     if not _are_sizes(offsets) or len(offsets) != 2:
@@ -253,7 +254,15 @@ def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str,
         if codec == "bf16":
             packed[name] = tensor.to(torch.bfloat16)
         else:
-            packed[name], packed[name + _SCALE] = _to_int8(tensor)
+            # in float32 at least: a scale of 16 bits would shift every element of its row
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            if wide.numel() == 0:  # amax of no elements is an error
+                packed[name] = wide.to(torch.int8)
+                packed[name + _SCALE] = wide.new_zeros((*wide.shape[:-1], 1))
+            else:
+                scale = wide.abs().amax(-1, keepdim=True) / 127
+                packed[name] = (wide / torch.where(scale == 0, 1, scale)).round().to(torch.int8)
+                packed[name + _SCALE] = scale
     return Message(packed, notes)
 
 
@@ -290,14 +299,6 @@ def _restore(name: str, tensor: torch.Tensor, message: Message) -> torch.Tensor:
     return tensor.to(dtype)
 
 
-def _to_int8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    if wide.numel() == 0:
-        return wide.to(torch.int8), wide.new_zeros((*wide.shape[:-1], 1))
-    scale = wide.abs().amax(-1, keepdim=True) / 127
-    return (wide / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
-
-
 class ErrorFeedback:
     """Adds to each message of gradients what rounding took from the ones before, summed over their rows.
 
@@ -314,22 +315,20 @@ class ErrorFeedback:
         """compress() of tensors plus what is owed; what this message rounds away is owed from now on."""
         if self.codec == "none":
             return compress(tensors, self.codec, meta)
-        asked = {name: self._with_owed(name, tensor) for name, tensor in tensors.items()}
+        asked = dict(tensors)
+        for name, tensor in tensors.items():
+            owed = self._owed.get(name)
+            fits = (
+                tensor.dim() > 1 and tensor.numel() and owed is not None and owed.shape[0] == tensor.shape[-1]
+            )
+            if owed is not None and fits:
+                num_rows = tensor.numel() // tensor.shape[-1]
+                asked[name] = tensor + (owed / num_rows).to(tensor.dtype)
         message = compress(asked, self.codec, meta)
         for name, sent in decompress(message).items():
             if asked[name].is_floating_point() and asked[name].numel() and asked[name].dim() > 1:
-                owed = _sum_rows(asked[name] - sent)
+                lost = (asked[name] - sent).reshape(-1, sent.shape[-1])
+                owed = lost.sum(0, dtype=torch.promote_types(lost.dtype, torch.float32))
                 if owed.isfinite().all():  # a server refuses the others, and what was owed still is
                     self._owed[name] = owed
         return message
-
-    def _with_owed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        owed = self._owed.get(name)
-        if owed is None or tensor.dim() < 2 or owed.shape[0] != tensor.shape[-1] or not tensor.numel():
-            return tensor
-        num_rows = tensor.numel() // tensor.shape[-1]
-        return tensor + (owed / num_rows).to(tensor.dtype)
-
-
-def _sum_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1]).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))

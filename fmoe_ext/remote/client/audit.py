@@ -1,4 +1,10 @@
-"""Auditor: recomputes random rows of what servers answer, and names those that cheat."""
+"""Auditor: recomputes random rows of what servers answer, and names those that cheat.
+
+A server that saves work by answering with noise is not seen by training alone. An audit asks another replica for the
+weights and computes a few rows of the answer again. Both must be of one version: weights move on with every update,
+so that an audit which meets an update says nothing and is tried again. Rows are chosen after the answer, so that a
+server cannot compute only those.
+"""
 
 import random
 from collections import Counter
@@ -21,12 +27,12 @@ TOLERANCES = MappingProxyType({"none": 1e-3, "bf16": 0.02, "int8": 0.05})
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one audit: the largest difference between answer and recomputation, relative to the largest number."""
+    """The result of one audit."""
 
     uid: str
-    endpoint: str
-    num_rows: int
-    error: float
+    endpoint: str  # of the server that answered
+    num_rows: int  # that were recomputed
+    error: float  # largest difference between answer and recomputation, relative to the largest number
 
 
 class Auditor:
@@ -56,7 +62,7 @@ class Auditor:
         self._random = random.Random(seed)
 
     def watch(self, share: float) -> "Auditor":
-        """Audits so many of the client's ordinary calls from now on, forward and backward, each within its deadline.
+        """Audits this share of the client's ordinary calls from now on, forward and backward, within their deadlines.
 
         A call that is caught raises Cheated, and where failures are tolerated counts as one. client.counts has
         "audits" and "audits without a result": the weights had moved on, or did not come in time.
@@ -205,7 +211,14 @@ class Auditor:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         inputs: Sequence[torch.Tensor],
     ) -> Finding:
-        errors = [_relative_error(got, true) for got, true in pairs if true.numel()]
+        # a floor of the divisor, for rows of zeros; a NaN fails the comparison below, as it must
+        errors = [
+            ((got - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
+            if got.shape == true.shape
+            else float("inf")
+            for got, true in pairs
+            if true.numel()
+        ]
         error = max(errors, default=0.0)
         if not all(e <= self.tolerance for e in errors):
             self.caught[outcome.endpoint] += 1
@@ -214,12 +227,6 @@ class Auditor:
                 f"allowed ({len(chosen)} of {inputs[0].shape[0]} rows recomputed)"
             )
         return Finding(handle.uid, outcome.endpoint, len(chosen), error)
-
-
-def _relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
-    if got.shape != true.shape:
-        return float("inf")
-    return ((got - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
 
 
 def _version(state: Message) -> int:

@@ -133,13 +133,8 @@ def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> er
     if code is Code.RESOURCE_EXHAUSTED:
         return errors.Busy(text)
     if code is Code.UNAVAILABLE:
-        text += _by_proxy(endpoint)
+        # grpc takes a proxy from the environment without a word, and it may not reach a server that is near
+        host, proxies = endpoint.rpartition(":")[0], urllib.request.getproxies()
+        if {"grpc", "https", "http"} & proxies.keys() and not urllib.request.proxy_bypass(host):
+            text += f" (calls go to the proxy of grpc_proxy, https_proxy or http_proxy; no_proxy={host} leads past it)"
     return errors.ExpertGone(text) if code in _GONE else errors.Refused(f"{text} ({code.name})")
-
-
-def _by_proxy(endpoint: str) -> str:
-    """Says that a call went to a proxy, which grpc takes from the environment; nothing where there is none."""
-    host, proxies = endpoint.rpartition(":")[0], urllib.request.getproxies()
-    if not {"grpc", "https", "http"} & proxies.keys() or urllib.request.proxy_bypass(host):
-        return ""
-    return f" (calls go to the proxy of grpc_proxy, https_proxy or http_proxy; no_proxy={host} leads past it)"

@@ -120,7 +120,9 @@ class _Attempts:
             )
             if hopeless or now + pause >= deadline:
                 self.note_failure(handle)
-                raise _final(failure, handle, now - begin)
+                kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
+                remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
+                raise kind(f"{handle.uid} failed after {now - begin:.3g} s: {failure}{remedy}")
             if self._client.discovery is not None:  # ask it anew at the next attempt
                 self._client.discovery.forget([handle.uid])
                 handle.record = None
@@ -150,7 +152,11 @@ class _Attempts:
                     self._client.counts["hedges"] += bool(waiting)
                     call = self._client.caller.call(endpoint, method, data, deadline - time.monotonic())
                     waiting[asyncio.ensure_future(call)] = endpoint
-                pause = self._hedge_after(handle) if untried else None
+                # without a measured call of this expert, a second is the guess of what is usual
+                usual = handle.usual_seconds
+                slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
+                hedge_after = self._client.settings.hedge_after
+                pause = (slow if hedge_after is None else hedge_after) if untried else None
                 done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     endpoint = waiting.pop(task)
@@ -166,12 +172,6 @@ class _Attempts:
                 task.cancel()
         assert failure is not None
         raise failure
-
-    def _hedge_after(self, handle: Handle) -> float:
-        if self._client.settings.hedge_after is not None:
-            return self._client.settings.hedge_after
-        usual = handle.usual_seconds
-        return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
 
     def note_failure(self, handle: Handle) -> None:
         self._client.counts["failures"] += 1
@@ -269,18 +269,24 @@ class Client:
         sent = compress({str(n): x for n, x in enumerate(inputs)}, self.settings.compression, meta)
         gradient = handle.feedback.compress({protocol.GRAD: grad}, {})  # inputs have no error to make up for
         data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
+        # one silent server must leave time for its successor, which knows the request by its id
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
             record = await self._attempts.resolve(handle, deadline)
             left = min(longest, deadline - time.monotonic())
-            endpoint = record.endpoints[0]
+            endpoint = record.endpoints[0]  # only the leader takes gradients
             return await self.caller.call(endpoint, protocol.BACKWARD, data, left), endpoint
 
         answer, endpoint = await self._attempts.repeat(handle, timeout - (time.monotonic() - begin), attempt)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
-            _check_gradients(outcome, inputs)
+            wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
+            given = [(x.dtype, list(x.shape)) for x in outcome.tensors]
+            if given != wanted:
+                raise SchemaError(f"gradients of {wanted} were asked for, but {given[:8]} came")
+            if not all(map(is_finite, outcome.tensors)):
+                raise SchemaError("a gradient holds NaN or infinity")
         handle.version = max(handle.version, outcome.version)
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
@@ -326,19 +332,3 @@ def _outcome(answer: Message, endpoint: str) -> Outcome:
     if not (version.isascii() and version.isdecimal()) or len(version) > 18:
         raise SchemaError("the answer names no version")
     return Outcome(tuple(decompress(answer).values()), int(version), endpoint)
-
-
-def _check_gradients(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> None:
-    """SchemaError if the gradients do not fit the floating inputs, or are not finite."""
-    wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
-    given = [(x.dtype, list(x.shape)) for x in outcome.tensors]
-    if given != wanted:
-        raise SchemaError(f"gradients of {wanted} were asked for, but {given[:8]} came")
-    if not all(map(is_finite, outcome.tensors)):
-        raise SchemaError("a gradient holds NaN or infinity")
-
-
-def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
-    kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
-    remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
-    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{remedy}")

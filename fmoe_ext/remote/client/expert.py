@@ -23,30 +23,26 @@ MARGIN = 1.0  # seconds that the loop may take beyond a deadline before its call
 
 @dataclass(frozen=True)
 class Call:
-    """An expert and its inputs."""
+    """A call of one expert."""
 
     handle: Handle
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]  # as its schema says, a batch in dimension 0
 
 
 @dataclass
 class Batch:
-    """Calls that go together. failed[n]: why call n has no output, None if it has one.
-
-    tolerant: a call that fails gives no output (None), or zero as gradient; otherwise it raises RemoteError.
-    grace: seconds that calls have left once enough of the others have ended (is_enough); None for their deadlines.
-    """
+    """Calls that go together, as one step of autograd."""
 
     client: Client
     calls: Sequence[Call]
-    forward_timeout: float
+    forward_timeout: float  # seconds
     backward_timeout: float
-    tolerant: bool = False
-    grace: float | None = None
+    tolerant: bool = False  # a failed call gives None, or zero as gradient, and no RemoteError
+    grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
     def __post_init__(self) -> None:
-        self.failed: list[Exception | None] = [None] * len(self.calls)
-        self.versions = [0] * len(self.calls)
+        self.failed: list[Exception | None] = [None] * len(self.calls)  # why a call has no output
+        self.versions = [0] * len(self.calls)  # of the weights that answered; a gradient names it
         self.grad_failed: list[Exception | None] = [None] * len(self.calls)
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
@@ -103,6 +99,7 @@ class Batch:
         results = self._run_all(calls, timeout, lambda done: self.is_enough(done, True))
         outcomes = self._settle(results, self.failed)
         self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
+        # autograd needs an output for a call that failed too
         empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0, device="cpu")
         return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
 
@@ -171,7 +168,7 @@ async def _all(calls: Sequence[Any], grace: float | None, is_enough: Callable[[S
                 if task.done() and not task.cancelled() and not task.exception()
             }
             now = time.monotonic()
-            if not begin and is_enough(succeeded):
+            if not begin and is_enough(succeeded):  # grace counts from the first time that it was enough
                 begin = now
             left = None if not begin else max(0.0, begin + grace - now)
             if left == 0.0:

@@ -83,9 +83,15 @@ class RemoteMixtureOfExperts(nn.Module):
         rows = ops.permute(x.flatten(1), routing.row_idx, routing.inverse)
         counts = routing.tokens_per_expert.tolist()
         outputs, batch = self._call(found, rows, counts, x.shape[1:], topk_idx)
-        alive = self._alive(batch, topk_idx)
+        answered = torch.tensor([error is None for error in batch.failed] or [False], device=topk_idx.device)
+        alive = answered[topk_idx.clamp(min=0)] & (topk_idx >= 0)  # [T, K]: choices whose expert answered
         self._check_enough(alive.sum(1), batch, found)
-        weights = _masked_softmax(self._logits(scores, found, topk_idx), alive)
+        logits = self._logits(scores, found, topk_idx)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        # the lowest number instead of -inf: a sample without a living expert gets zeros, not NaN
+        floor = torch.finfo(logits.dtype).min
+        weights = logits.masked_fill(~alive, floor).softmax(-1) * alive
         some = next((y for y in outputs if y is not None), x[:0])
         width, shape = math.prod(some.shape[1:]), some.shape[1:]
         flat = [
@@ -99,20 +105,18 @@ class RemoteMixtureOfExperts(nn.Module):
     def _search(self, scores: tuple[torch.Tensor, ...]) -> Found:
         timeout = self.client.settings.forward_timeout
         assert self.client.discovery is not None
-        masked = [self._without_gone(n, axis.detach()) for n, axis in enumerate(scores)]
+        masked = [axis.detach() for axis in scores]
+        # A place of a longer uid stands for many experts, so that in a larger grid none can be left out by it.
+        if len(self.grid_size) == 1:
+            gone = [coordinates(uid)[0] for uid, handle in self._handles.items() if handle.is_gone]
+            index = torch.tensor(gone, dtype=torch.int64, device=masked[0].device)
+            masked[0] = masked[0].index_fill(1, index, -torch.inf)
         search = beam_search(self.client.discovery, self.uid_prefix, masked, self.k_best, timeout)
         found = loop.run(search, timeout + MARGIN)
         self.client.counts["keys not found in time"] += len(found.missing)
         if found.missing:
             log.warning("%s", _unfound(found))
         return found
-
-    def _without_gone(self, dimension: int, axis: torch.Tensor) -> torch.Tensor:
-        """Scores with -inf for experts that did not answer lately; exact for grids of one dimension only."""
-        if len(self.grid_size) > 1:
-            return axis
-        gone = [coordinates(uid)[dimension] for uid, handle in self._handles.items() if handle.is_gone]
-        return axis.index_fill(1, torch.tensor(gone, dtype=torch.int64, device=axis.device), -torch.inf)
 
     def _call(
         self, found: Found, rows: torch.Tensor, counts: list[int], shape: torch.Size, topk_idx: torch.Tensor
@@ -136,15 +140,12 @@ class RemoteMixtureOfExperts(nn.Module):
             choices=topk_idx,
         )
         outputs = batch.run() if calls else []
-        if any(y is not None for y in outputs):
-            outputs = batch.refuse_misfits(outputs, [_most_common(outputs)] * len(outputs))
+        answered = [y for y in outputs if y is not None]
+        if answered:  # the kind that most experts return counts: one liar must not make the others misfits
+            ((kind, _),) = Counter((y.dtype, y.shape[1:]) for y in answered).most_common(1)
+            usual = next(y for y in answered if (y.dtype, y.shape[1:]) == kind)
+            outputs = batch.refuse_misfits(outputs, [usual] * len(outputs))
         return outputs or [None], batch
-
-    def _alive(self, batch: "_KMinBatch", topk_idx: torch.Tensor) -> torch.Tensor:
-        """[T, K]: the choices whose expert answered."""
-        answered = torch.tensor([error is None for error in batch.failed] or [False], device=topk_idx.device)
-        alive = answered[topk_idx.clamp(min=0)] & (topk_idx >= 0)
-        return alive
 
     def _check_enough(self, num_alive: torch.Tensor, batch: "_KMinBatch", found: Found) -> None:
         fewest = int(num_alive.min()) if num_alive.numel() else self.k_min
@@ -174,18 +175,18 @@ class RemoteMixtureOfExperts(nn.Module):
 
 @dataclass
 class _KMinBatch(Batch):
-    """A batch for samples that chose experts (choices [T, K], -1: none). Its backward raises if some sample gets
-    gradients from fewer than backward_k_min of them."""
+    """A batch for samples that chose experts."""
 
-    k_min: int = 1
-    backward_k_min: int = 1
+    k_min: int = 1  # experts that must answer a sample
+    backward_k_min: int = 1  # experts whose gradients must reach a sample, or backward raises
+    # [T, K] into calls, -1: none
     choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64, device="cpu"))
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
         return self._have_enough(succeeded, self.k_min if is_forward else self.backward_k_min)
 
     def _have_enough(self, succeeded: Set[int], wanted: int) -> bool:
-        """True if every sample has so many experts that succeeded, or all that it chose."""
+        """True if `wanted` of each sample's experts succeeded, or all that it chose."""
         device = self.choices.device
         arrived = torch.tensor([n in succeeded for n in range(len(self.calls))], device=device)
         num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
@@ -206,13 +207,6 @@ class _KMinBatch(Batch):
                 f"{reasons[:3]}"
             )
         return found
-
-
-def _most_common(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """An output of the kind that most experts return."""
-    kinds = Counter((y.dtype, y.shape[1:]) for y in outputs if y is not None)
-    ((kind, _),) = kinds.most_common(1)
-    return next(y for y in outputs if y is not None and (y.dtype, y.shape[1:]) == kind)
 
 
 def _unfound(found: Found) -> str:
@@ -255,12 +249,6 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         """[n] for each dimension of the grid, each with the sum 1; uniform before the first forward."""
         return [getattr(self, f"_utilization_{n}") for n in range(len(self.grid_size))]
 
-    def _note_utilization(self, probabilities: Sequence[torch.Tensor]) -> None:
-        for average, p in zip(self.grid_utilization, probabilities, strict=True):
-            if p.shape[0]:
-                chosen = p.argmax(-1).bincount(minlength=p.shape[-1]) / p.shape[0]
-                average.lerp_(chosen.to(average.dtype), self.utilization_alpha)
-
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         noisy = x
         if self.training and self.jitter_eps:
@@ -268,17 +256,13 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         scores = self._scores(noisy)
         probabilities = [axis.softmax(-1) for axis in scores]
         if self.training:
-            self._note_utilization(probabilities)
+            for average, p in zip(self.grid_utilization, probabilities, strict=True):
+                if p.shape[0]:
+                    chosen = p.argmax(-1).bincount(minlength=p.shape[-1]) / p.shape[0]
+                    average.lerp_(chosen.to(average.dtype), self.utilization_alpha)
         losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneRank()) for p in probabilities]
         y = self._mix(x, scores)
         if self.k_best == 1:  # a softmax over one choice has no gradient: weigh by its probability
             best = torch.stack([p.amax(-1) for p in probabilities]).prod(0)
             y = y * best.view(-1, *(1 for _ in y.shape[1:]))
         return y, torch.stack(losses).mean()
-
-
-def _masked_softmax(logits: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-    """Softmax over the living; zeros where nobody lives."""
-    scores = logits.float() if logits.dtype != torch.float64 else logits
-    floor = torch.finfo(scores.dtype).min
-    return scores.masked_fill(~alive, floor).softmax(-1) * alive

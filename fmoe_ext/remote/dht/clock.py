@@ -52,12 +52,10 @@ class NetworkClock:
             self.offset = statistics.median(self._offsets.values())
             self._stepped_at = received
         else:
-            self._step(statistics.median([self.offset, *self._offsets.values()]), received)
-
-    def _step(self, wanted: float, now: float) -> None:
-        furthest = MAX_RATE * min(max(0.0, now - self._stepped_at), LONGEST_PAUSE)
-        self._stepped_at = now
-        self.offset += max(-furthest, min(furthest, wanted - self.offset))
+            wanted = statistics.median([self.offset, *self._offsets.values()])
+            furthest = MAX_RATE * min(max(0.0, received - self._stepped_at), LONGEST_PAUSE)
+            self._stepped_at = received
+            self.offset += max(-furthest, min(furthest, wanted - self.offset))
 
     def seconds_until(self, moment: float) -> float:
         """The seconds from now to a moment of the network's time."""

@@ -98,7 +98,16 @@ class KademliaDiscovery(Discovery):
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         keys = {uid: uid_key(check_uid(uid)) for uid in uids}
         clock = self.node.clock
-        found = await self._ask(keys, timeout, lambda uid, near: _expert(uid, near, clock))
+
+        def expert(uid: str, near: Nearby) -> ExpertRecord | None:
+            record = elect(near.holders, uid, clock.now())
+            if record is None:
+                return None
+            # the network's time becomes this host's: who reads the record knows no other clock
+            expires = time.monotonic() + clock.seconds_until(record.expires)
+            return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
+
+        found = await self._ask(keys, timeout, expert)
         return [found[uid] for uid in uids]
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
@@ -188,6 +197,7 @@ class KademliaDiscovery(Discovery):
         said = [r for at in near[uid_key(uid)].holders for r in at.records if r.uid == uid]
         own = [r for r in said if r.owner == self.identity.public and r.is_live(now)]
         newest = max((r.fence for r in said), default=0)
+        # a claim keeps its age while it lives, a new one is younger than all that are known: the older one wins
         fence = own[0].fence if own else max(int(now * 1000), newest + 1)
         metadata = dict(claim.metadata)
         if claim.endpoint != records.ENDPOINT:
@@ -234,14 +244,6 @@ class KademliaDiscovery(Discovery):
 def _is_answered(nearby: Nearby) -> bool:
     """True if the search reached the nearest nodes, or found records on its way."""
     return bool(nearby.holders) and (nearby.is_complete or any(at.records for at in nearby.holders))
-
-
-def _expert(uid: str, nearby: Nearby, clock: NetworkClock) -> ExpertRecord | None:
-    record = elect(nearby.holders, uid, clock.now())
-    if record is None:
-        return None
-    expires = time.monotonic() + clock.seconds_until(record.expires)
-    return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
 
 
 def _values(nearby: Nearby, clock: NetworkClock) -> dict[str, records.Value]:

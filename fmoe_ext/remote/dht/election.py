@@ -1,7 +1,11 @@
-"""Elections: which record of a uid most of the nearest nodes vouch for, and how many show a claim to a beam search."""
+"""Elections: which record of a uid most of the nearest nodes vouch for, and how many show a claim to a beam search.
+
+Nodes do not agree with each other; the node that asks counts. Each node has one vote, or a liar could repeat itself,
+and everybody breaks ties the same way, so that all who see the same nodes name the same owner.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fmoe_ext.remote.dht.node import Holder, Nearby
 from fmoe_ext.remote.dht.records import SignedRecord, uid_key
@@ -17,17 +21,14 @@ def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | Non
         if record.owner not in last or last[record.owner].sequence < record.sequence:
             last[record.owner] = record
     live = [record for record in last.values() if record.is_live(now)]
-    votes = Counter(
-        owner for at in holders if (owner := _vote(at, uid, {r.owner for r in live}, now)) is not None
-    )
+    candidates = {record.owner for record in live}
+    votes: Counter[str] = Counter()
+    for at in holders:  # a node stands for one owner, however many records it repeats
+        kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
+        first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
+        if first is not None:
+            votes[first.owner] += 1
     return _winner(live, votes) if live else None
-
-
-def _vote(at: Holder, uid: str, candidates: Collection[str], now: float) -> str | None:
-    """The owner that a node stands for: one, however many records it repeats."""
-    kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
-    first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
-    return None if first is None else first.owner
 
 
 def is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) -> bool:

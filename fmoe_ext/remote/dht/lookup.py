@@ -1,4 +1,9 @@
-"""Lookup: from node to node towards keys, always asking the nearest that are known (Kademlia's iterative search)."""
+"""Lookup: from node to node towards keys, always asking the nearest that are known (Kademlia's iterative search).
+
+Each answer names nodes that are nearer still. A search ends when the nearest ones known have all answered: then nobody
+nearer is left, unless all of them hide one. A batch has hundreds of keys, so the searches run side by side and
+share calls.
+"""
 
 import asyncio
 import time

@@ -54,19 +54,19 @@ class BadMessage(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """The sender, and the network's time as it has it."""
+    """The beginning of each message."""
 
-    node_id: int
-    time: float
-    endpoint: str = ""
+    node_id: int  # of the sender
+    time: float  # the network's, as the sender has it
+    endpoint: str = ""  # where the sender listens
 
 
 @dataclass(frozen=True)
 class Found:
     """The answer of one node for a key."""
 
-    peers: Sequence[Peer] = ()
-    records: Sequence[SignedRecord] = ()
+    peers: Sequence[Peer] = ()  # the nearest to the key that it knows
+    records: Sequence[SignedRecord] = ()  # that it keeps there
 
 
 class Item(NamedTuple):
@@ -106,9 +106,22 @@ def encode_request(request: Request) -> bytes:
 def encode_answer(answer: Answer) -> bytes:
     body = _dump_header(answer.header)
     if answer.found:
-        body["found"] = {_dump_id(key): _dump_found(found) for key, found in answer.found.items()}
+        body["found"] = {
+            _dump_id(key): {
+                "peers": [[_dump_id(peer.node_id), peer.endpoint] for peer in found.peers],
+                "records": [_dump_record(record) for record in found.records],
+            }
+            for key, found in answer.found.items()
+        }
     if answer.refused:
-        body["refused"] = [refusal and _dump_refusal(refusal) for refusal in answer.refused]
+        body["refused"] = [
+            refusal
+            and {
+                "reason": refusal.reason[:MAX_REASON],
+                "record": refusal.holder and _dump_record(refusal.holder),
+            }
+            for refusal in answer.refused
+        ]
     return _dump(body)
 
 
@@ -237,25 +250,17 @@ def _load_item(value: Any) -> Item | str:
         return str(error)[:MAX_REASON]
 
 
-def _dump_found(found: Found) -> dict[str, Any]:
-    return {
-        "peers": [[_dump_id(peer.node_id), peer.endpoint] for peer in found.peers],
-        "records": [_dump_record(record) for record in found.records],
-    }
-
-
 def _load_found(value: Any) -> Found:
     if not isinstance(value, dict):
         raise BadMessage("what is found must be an object")
     peers = _list("peers", value.get("peers"), BUCKET_SIZE)
     records = _list("records", value.get("records"), max(MAX_OWNERS, MAX_UNDER_PREFIX))
-    return Found(tuple(_load_peer(peer) for peer in peers), _genuine(records))
-
-
-def _load_peer(value: Any) -> Peer:
-    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
-        raise BadMessage("a node must be [id, endpoint]")
-    return _peer(*value)
+    nodes: list[Peer] = []
+    for peer in peers:
+        if not isinstance(peer, list) or len(peer) != 2 or not all(isinstance(text, str) for text in peer):
+            raise BadMessage("a node must be [id, endpoint]")
+        nodes.append(_peer(*peer))
+    return Found(tuple(nodes), _genuine(records))
 
 
 @functools.lru_cache(MAX_KNOWN_PEERS)
@@ -276,11 +281,6 @@ def _genuine(records: Sequence[Any]) -> tuple[SignedRecord, ...]:
         except BadRecord:
             continue
     return tuple(genuine)
-
-
-def _dump_refusal(refusal: Refusal) -> dict[str, Any]:
-    holder = refusal.holder and _dump_record(refusal.holder)
-    return {"reason": refusal.reason[:MAX_REASON], "record": holder}
 
 
 def _load_refusal(value: Any) -> Refusal:

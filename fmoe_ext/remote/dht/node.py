@@ -1,4 +1,9 @@
-"""KademliaNode: one node of the DHT. It knows some others, finds the rest through them, and keeps records for all."""
+"""KademliaNode: one node of the DHT. It knows some others, finds the rest through them, and keeps records for all.
+
+After Maymounkov and Mazieres 2002. Nodes and keys are numbers, and a record lies at the nodes whose numbers are nearest
+to its key. A node knows many near ones and few far ones, so that every step of a search halves the distance at least.
+Only a node that has answered at its endpoint is believed to be there: what others say about it is a hint.
+"""
 
 import asyncio
 import contextlib
@@ -61,19 +66,19 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Holder:
-    """One of the nodes nearest to a key, and what lies there; peer None is this node itself."""
+    """One of the nodes nearest to a key."""
 
-    peer: Peer | None
-    records: Sequence[SignedRecord]
+    peer: Peer | None  # None: this node itself
+    records: Sequence[SignedRecord]  # what lies there
 
 
 @dataclass(frozen=True)
 class Nearby:
-    """The nodes nearest to a key. is_complete: no nearer one is left that has not been asked."""
+    """The nodes nearest to a key."""
 
     holders: Sequence[Holder]
-    is_complete: bool
-    hops: int
+    is_complete: bool  # no nearer one is left that has not been asked
+    hops: int  # nodes between us and the nearest, that one included
 
 
 class _Neighbours:
@@ -141,7 +146,7 @@ class _Neighbours:
             self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
 
     async def _greet(self, endpoint: str) -> None:
-        """Omit our own endpoint, or two nodes would greet each other forever."""
+        """Call a stranger back, without our endpoint: two nodes would greet each other forever."""
         request = Request(Header(self.table.own_id, self._clock.now()))
         try:
             with contextlib.suppress(Unreachable):
@@ -243,6 +248,7 @@ class KademliaNode:
 
     async def _maintain(self) -> None:
         while True:
+            # nodes that were started together shall not search together for ever
             await asyncio.sleep(self.options.refresh_period * self.rng.uniform(0.8, 1.2))
             try:
                 await self.refresh()
@@ -269,6 +275,7 @@ class KademliaNode:
             peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
             found[key] = Found(peers, self.store.find(key, self.clock.now()))
             size += messages.size_of(found[key])
+            # who asks sees which keys are missing, and asks for them again
             if size > messages.FULL_ANSWER_BYTES:
                 break
         return found
@@ -296,6 +303,7 @@ class KademliaNode:
         holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
         if self.is_serving:
             holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
+        # XOR is Kademlia's distance: every node orders the others by it in the same way
         holders.sort(key=lambda at: (at.peer.node_id if at.peer else self.node_id) ^ search.key)
         return Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
 

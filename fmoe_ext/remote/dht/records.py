@@ -120,6 +120,7 @@ class Identity:
         return self._key.sign(data)
 
 
+# Cached by its bytes: every answer to a search repeats records, and checking a signature is slow.
 @functools.lru_cache(_VERIFIED)
 def read_record(payload: str, signature: str) -> SignedRecord:
     """The record in bytes from anywhere; BadRecord unless every field is in bounds and its owner signed them."""
@@ -131,8 +132,12 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         raise BadRecord("a record must be JSON") from None
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
+    try:
+        uid = check_uid(values["uid"])
+    except ValueError as error:
+        raise BadRecord(str(error)) from None
     record = SignedRecord(
-        _check_record_uid(values["uid"]),
+        uid,
         check_endpoint(values["endpoint"], may_be_empty=True),
         _hexadecimal("owner", values["owner"], 64),
         _count("fence", values["fence"]),
@@ -154,13 +159,6 @@ def is_signed(public: bytes, signature: bytes, data: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-def _check_record_uid(uid: Any) -> str:
-    try:
-        return check_uid(uid)
-    except ValueError as error:
-        raise BadRecord(str(error)) from None
 
 
 def check_endpoint(endpoint: Any, may_be_empty: bool = False) -> str:

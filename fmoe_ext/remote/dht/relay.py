@@ -41,10 +41,10 @@ class RelayOptions:
 
 @dataclass
 class _Call:
-    """A call from outside; `accepted` by its host on a connection that stays open until `ended`."""
+    """A call from outside."""
 
-    accepted: asyncio.Future[Streams]
-    ended: asyncio.Event
+    accepted: asyncio.Future[Streams]  # the connection that its host has made for it
+    ended: asyncio.Event  # until then that connection stays open
 
 
 class Relay:
@@ -61,7 +61,12 @@ class Relay:
     async def start(self, listen_on: str) -> int:
         """Listens -> the port; OSError if it is in use."""
         self._host, port = _split(listen_on)
-        self._server = await asyncio.start_server(self._accept, self._host, port)
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # a task of ours, that close() ends
+            _keep(self._tasks, _closing(writer, self._welcome(reader, writer)))
+
+        self._server = await asyncio.start_server(accept, self._host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -71,11 +76,6 @@ class Relay:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _keep(
-            self._tasks, _closing(writer, self._welcome(reader, writer))
-        )  # a task of ours, that close() ends
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = await _read(reader, PATIENCE)
@@ -89,6 +89,7 @@ class Relay:
     async def _host_of(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: dict[str, Any]
     ) -> None:
+        # in constant time, or the token could be guessed byte by byte
         if not hmac.compare_digest(str(line["attach"]).encode(), self.options.token.encode()):
             return await _write(writer, {"error": "the relay asks for another token"})
         if self.num_hosts >= self.options.max_hosts:
@@ -122,7 +123,7 @@ class Relay:
         port = wanted if type(wanted) is int and 1024 <= wanted < 1 << 16 else 0
         try:
             return await asyncio.start_server(accept, self._host, port)
-        except OSError:
+        except OSError:  # the port that it had before is taken: any other, which it then announces
             return await asyncio.start_server(accept, self._host, 0)
 
     async def _join(
@@ -217,6 +218,7 @@ async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle
     """Passes bytes both ways until one side ends, breaks, or is silent for idle seconds."""
     ways = [asyncio.ensure_future(_pump(a[0], b[1], rate, idle)) for a, b in ((one, other), (other, one))]
     try:
+        # HTTP/2 needs both directions: when one ends, the connection is over
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for way in ways:
@@ -244,7 +246,7 @@ async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str
     try:
         data = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
     except asyncio.LimitOverrunError:
-        data = b" " * (MAX_LINE + 1)
+        data = b" " * (MAX_LINE + 1)  # the reader's own limit: too long in any case
     if len(data) > MAX_LINE:
         raise ValueError(f"a line has at most {MAX_LINE} bytes")
     line = json.loads(data)

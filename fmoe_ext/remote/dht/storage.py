@@ -1,4 +1,9 @@
-"""The memory of a node: RoutingTable, other nodes by XOR distance (Kademlia's k-buckets), and RecordStore."""
+"""The memory of a node: RoutingTable, other nodes by XOR distance (Kademlia's k-buckets), and RecordStore.
+
+Everything here may come from an attacker. So each collection has a bound, and what stands in a full one is not pushed
+out by newcomers: nodes that answer stay, records that live stay. Where owners compete for room below a prefix, each has
+an equal share, or one could fill it with claims alone.
+"""
 
 import heapq
 from collections import Counter, OrderedDict
@@ -21,10 +26,10 @@ class Peer:
 
 @dataclass
 class _Bucket:
-    """Nodes at distances [2^i, 2^(i+1)), silent for longest first, and spares for when one fails."""
+    """Nodes at distances [2^i, 2^(i+1)), least recently seen first."""
 
     peers: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
-    spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
+    spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)  # for when one fails
 
 
 class RoutingTable:
@@ -86,7 +91,7 @@ class RoutingTable:
         return heapq.nsmallest(count or self.bucket_size, reliable, key=lambda peer: peer.node_id ^ key)
 
     def doubtful(self) -> list[Peer]:
-        """Of each bucket the node that was silent for longest, and those that did not answer last time."""
+        """List the least recently seen node of each bucket, and nodes that missed the last request."""
         oldest = (next(iter(bucket.peers.values()), None) for bucket in self._buckets.values())
         failing = (peer for peer in self if peer.node_id in self._failures)
         return list(dict.fromkeys(peer for peer in (*oldest, *failing) if peer is not None))
@@ -113,10 +118,10 @@ PREFIX_BYTES = 6 << 20  # of the records under a prefix in one answer
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a record is not kept; `holder` is the record that stands in its way."""
+    """Why a record is not kept."""
 
     reason: str
-    holder: SignedRecord | None = None
+    holder: SignedRecord | None = None  # the record that stands in its way
 
 
 @dataclass
@@ -136,6 +141,7 @@ class _Slot:
     def give_way(self, owner: str, now: float) -> str | None:
         """The uid that makes room for a new one of an owner: one of the owner with most, if that has two more."""
         most, count = self.num_of_owner.most_common(1)[0]
+        # with a lead of one, two owners would push each other out in turn
         if count < self.num_of_owner[owner] + 2:
             return None
         alone = [(uid, owners[most].record) for uid, owners in self.by_uid.items() if set(owners) == {most}]
@@ -244,7 +250,7 @@ class RecordStore:
         is_new_uid = slot is not None and record.uid not in slot.by_uid
         crowded = is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX
         if len(self) >= self.max_records or crowded or len(entries) >= MAX_OWNERS:
-            self.purge(now)
+            self.purge(now)  # what has expired holds room until the next refresh
         if len(self) >= self.max_records:
             return Refusal(f"this node keeps no more than {self.max_records} records")
         if self._num_of_owner[record.owner] >= MAX_OF_OWNER:
@@ -283,7 +289,7 @@ class RecordStore:
 def _against_the_last_word(entries: dict[str, _Entry], record: SignedRecord, now: float) -> Refusal | None:
     own = entries.get(record.owner)
     if own is not None and now < own.forget_at:
-        if record.payload == own.record.payload:
+        if record.payload == own.record.payload:  # a message that was repeated
             return None
         if record.sequence <= own.record.sequence:
             return Refusal(f"its owner has said something newer (sequence {own.record.sequence})", own.record)

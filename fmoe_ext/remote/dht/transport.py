@@ -117,15 +117,13 @@ class GrpcTransport:
             channel = grpc.aio.insecure_channel(endpoint, protocol.channel_options(MAX_ANSWER_BYTES))
             self._channels[endpoint] = channel
         self._channels.move_to_end(endpoint)
+        # the least recently used channel goes, unless a call is under way on it
         if len(self._channels) > MAX_CHANNELS:
-            self._close_idle()
+            idle = next((endpoint for endpoint in self._channels if endpoint not in self._busy), None)
+            if idle is not None:
+                closing = asyncio.ensure_future(self._channels.pop(idle).close())
+                closing.add_done_callback(lambda _: None)
         return channel
-
-    def _close_idle(self) -> None:
-        idle = next((endpoint for endpoint in self._channels if endpoint not in self._busy), None)
-        if idle is not None:
-            closing = asyncio.ensure_future(self._channels.pop(idle).close())
-            closing.add_done_callback(lambda _: None)
 
 
 def _network_of(host: str) -> str | None:

@@ -59,7 +59,11 @@ def build(fields: Mapping[int, Value]) -> bytes:
         if isinstance(value, (int, bytes, str)):
             value = [value] if value else []
         for one in value:
-            parts.append(_field(number, one))
+            if isinstance(one, int):
+                parts.append(_varint(number << 3 | _VARINT) + _varint(one))
+            else:
+                data = one.encode() if isinstance(one, str) else one
+                parts.append(_varint(number << 3 | _BYTES) + _varint(len(data)) + data)
     return b"".join(parts)
 
 
@@ -86,15 +90,8 @@ def parse(data: bytes) -> _Fields:
     return fields
 
 
-def _field(number: int, value: int | bytes | str) -> bytes:
-    if isinstance(value, int):
-        return _varint(number << 3 | _VARINT) + _varint(value)
-    data = value.encode() if isinstance(value, str) else value
-    return _varint(number << 3 | _BYTES) + _varint(len(data)) + data
-
-
 def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
+    value &= (1 << 64) - 1  # negative numbers travel as 64 bits in two's complement
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -138,12 +135,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a transaction: whether its comparisons held, the store's revision, what its ranges found, which cluster."""
+    """The answer to a transaction."""
 
-    succeeded: bool
-    revision: int
-    ranges: list[list[Entry]]
-    cluster: int = 0
+    succeeded: bool  # its comparisons held
+    revision: int  # of the store
+    ranges: list[list[Entry]]  # what each read found
+    cluster: int = 0  # the id of the cluster
 
 
 def created_at(key: str, revision: int) -> bytes:
@@ -154,10 +151,6 @@ def created_at(key: str, revision: int) -> bytes:
 def changed_at(key: str, revision: int) -> bytes:
     """Holds if key was last changed at that revision; 0: if it does not exist."""
     return build({2: _MOD, 3: key, 6: [revision]})
-
-
-def _has_value(key: str, value: bytes) -> bytes:
-    return build({2: _VALUE, 3: key, 7: [value]})
 
 
 def put(key: str, value: bytes, lease: int = 0) -> bytes:
@@ -331,7 +324,8 @@ class EtcdDiscovery(Discovery):
         value = dump(Leader("", endpoint))
         for uid in uids:
             key = leader_key(uid)
-            await self.etcd.transact([_has_value(key, value)], [delete(key)], timeout=timeout)
+            is_own = build({2: _VALUE, 3: key, 7: [value]})  # the key is not another server's by now
+            await self.etcd.transact([is_own], [delete(key)], timeout=timeout)
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         deadline, records = time.monotonic() + timeout, []

@@ -64,12 +64,12 @@ class Members:
 
 @dataclass(frozen=True)
 class Offer:
-    """An end that a server has; record: the revision of the record that it answers to."""
+    """The end of the log that a server has."""
 
     term_of_end: int
     leader_of_end: str
     version: int
-    record: int
+    record: int  # revision of the record that the offer answers to
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,12 @@ class Following:
             await self._install(replica, copy)
             await self.site.peers.call(leader.endpoint, messages.READY, request, COPY_SECONDS)
             self.site.server.metrics.add("copies_taken_total")
-            await self._await_record(replica.uid)
+            # the leader has written the record: the next look shall find this server in it
+            for _ in range(20):
+                record, _ = self.site.registry.view.members(replica.uid)
+                if record is not None and self.site.name in record.endpoints:
+                    break
+                await asyncio.sleep(0.05)
             log.info("%s is replicated here from version %s on", replica.uid, copy.meta.get("version"))
         except (Exception, asyncio.CancelledError) as error:
             if replica.role is Role.JOINING:
@@ -187,14 +192,6 @@ class Following:
         finally:
             replica.copying = None
 
-    async def _await_record(self, uid: str) -> None:
-        """Waits a little for the view to show what the leader has written."""
-        for _ in range(20):
-            record, _ = self.site.registry.view.members(uid)
-            if record is not None and self.site.name in record.endpoints:
-                return
-            await asyncio.sleep(0.05)
-
     async def _install(self, replica: Replica, copy: Message) -> None:
         term = Term(messages.number(copy, "seen"), copy.meta.get("seen_leader", ""))
         if term < replica.ledger.seen:
@@ -205,6 +202,6 @@ class Following:
         replica.ledger.see(term)
         replica.role = Role.FOLLOWER
         early, replica.early = replica.early, []
-        for append in early:
+        for append in early:  # the copy has some of these already
             if append.end > replica.ledger.end and append.term == term:
                 self.receive(replica, append)

@@ -34,19 +34,16 @@ LEAST_RESERVED = 64  # updates that may be acknowledged after a note, before the
 
 
 class _Members:
-    """Members of an expert in a leader's term.
-
-    record: as it is in etcd. needed: those whose confirmation an update needs, this server too; a server is needed
-    before the record has it, and until a record without it is written. senders: of members and of servers that join.
-    Every change holds the lock `changing`.
-    """
+    """Members of an expert in a leader's term."""
 
     def __init__(self, leader: "Leader", record: keys.Members):
-        self.record = record
+        self.record = record  # as it is in etcd
         self.reserved = record.reserved  # no later version is acknowledged; never above that of the registry
+        # Servers that must confirm an update, this one too. A server is needed before the record has it, and until
+        # a record without it is written: who reads the record then finds every acknowledged update at each member.
         self.needed = set(record.endpoints)
-        self.senders: dict[str, Sender] = {}
-        self.changing = asyncio.Lock()
+        self.senders: dict[str, Sender] = {}  # of members and of servers that join
+        self.changing = asyncio.Lock()  # held by every change
         self._leader, self._site, self._uid = leader, leader.site, leader.uid
         self._host_asked = self._noted_at = 0.0
 
@@ -76,9 +73,8 @@ class _Members:
     async def _write(self, endpoints: dict[str, str], version: int = 0) -> None:
         """Writes the record. version: one that is to be acknowledged."""
         record = self._noted(endpoints, version)
-        self.reserved = min(
-            self.reserved, record.reserved
-        )  # while it is not known which record the registry has
+        # the smaller one, while it is not known which record the registry has
+        self.reserved = min(self.reserved, record.reserved)
         try:
             is_written = await self._site.registry.set_members(self._uid, self._leader.guard, record)
             reason = "fenced"
@@ -113,9 +109,8 @@ class _Members:
     def _noted(self, endpoints: dict[str, str], version: int = 0) -> keys.Members:
         leader = self._leader
         reserved = max(leader.committed.version, version)
-        if (
-            since := reserved - self.record.version
-        ):  # nothing for an expert at rest, so that nothing counts as lost
+        # nothing is reserved for an expert at rest, so that nothing counts as lost
+        if since := reserved - self.record.version:
             reserved += max(LEAST_RESERVED, 2 * since)
         record = recovery.with_end(self.record, leader.committed)
         requests = leader.ledger.requests_at(leader.committed.version)
@@ -202,11 +197,9 @@ class _Members:
                     await self._write(dict(self.record.endpoints))
         except NotLeader:
             return
-        if len({*self.needed, *self.senders}) < self._site.options.replicas:
-            await self._find_another(now)
-
-    async def _find_another(self, now: float) -> None:
-        options = self._site.server.options
+        if len({*self.needed, *self.senders}) >= self._site.options.replicas:
+            return
+        options = self._site.server.options  # a replica must be of the same class and width
         free = {
             name: entry
             for name, entry in self._site.registry.view.servers().items()
@@ -216,7 +209,7 @@ class _Members:
         if not free or now - self._host_asked < HOST_AGAIN:
             return
         self._host_asked = now
-        name = min(free, key=lambda name: (free[name].num_experts, name))
+        name = min(free, key=lambda name: (free[name].num_experts, name))  # the one with the least to do
         request = encode(Message({}, {"uid": self._uid}))
         endpoint, timeout = free[name].endpoint, self._site.options.ack_timeout
         try:
@@ -307,19 +300,16 @@ class Leader:
                 replies = await asyncio.gather(*(sender.put(append) for append in appends))
                 reply = replies[-1]
             elif is_longer and sender.server in self.site.registry.view.servers():
-                await self._yield_to(sender.server)
+                # a member whose log is longer leads, so that nothing has to be rolled back
+                record = replace(self.members.record, successor=sender.server)
+                try:
+                    await self.site.registry.resign(self.uid, self.guard, record)
+                except DiscoveryError as error:
+                    log.warning("%s: %s", self.uid, error)
+                self.end(f"{sender.server} has a longer log")
                 raise NotLeader
         if reply is None or not reply.is_accepted:
             await self.members.remove(sender, sender.failure or "its log is another one")
-
-    async def _yield_to(self, name: str) -> None:
-        """A member whose log is longer leads, so that nothing has to be rolled back."""
-        record = replace(self.members.record, successor=name)
-        try:
-            await self.site.registry.resign(self.uid, self.guard, record)
-        except DiscoveryError as error:
-            log.warning("%s: %s", self.uid, error)
-        self.end(f"{name} has a longer log")
 
     def probe(self) -> Append:
         return Append(self.uid, self.term, self.ledger.committed, self.shipped)
@@ -337,6 +327,7 @@ class Leader:
                 break
             self.shipped = logged.end
             append = Append(self.uid, self.term, self.ledger.committed, logged.end, logged)
+            # to all at once, joining servers too, in the order of the log: each sender keeps it
             acks = [(sender, sender.put(append)) for sender in self.members.senders.values()]
             if acks or logged.end.version > self.members.reserved:
                 task = asyncio.create_task(self._commit(logged.end, acks))
@@ -363,7 +354,7 @@ class Leader:
         if not self.holds():
             self.end("its lease is over")
             return
-        self.committed = max(self.committed, end)
+        self.committed = max(self.committed, end)  # acks of later updates may be whole first
         self.ledger.commit(self.committed.version)
         done = [one for one in self._waiting if one[0] <= self.committed.version]
         self._waiting = [one for one in self._waiting if one[0] > self.committed.version]

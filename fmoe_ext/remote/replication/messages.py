@@ -27,19 +27,19 @@ class Append:
 
     uid: str
     term: Term  # of the leader who sends it
-    committed: int
-    end: End
-    logged: Logged | None = None
+    committed: int  # version that every member has
+    end: End  # of the leader's log, up to this update
+    logged: Logged | None = None  # the update
 
 
 @dataclass(frozen=True)
 class Reply:
-    """end, seen: of the log of the server that answers."""
+    """A follower's answer to an append."""
 
     is_accepted: bool
-    end: End
-    seen: Term
-    reason: str = ""
+    end: End  # of its log
+    seen: Term  # the largest that it knows of
+    reason: str = ""  # of a refusal
 
 
 def append_message(append: Append) -> Message:
@@ -64,11 +64,6 @@ def read_append(message: Message) -> Append:
         update = Update(uid, end.version, _requests(message))
         logged = Logged(_read_end(message, "previous"), end, update, message.meta.get("digest", ""))
     return Append(uid, _read_term(message, "term"), number(message, "committed"), end, logged)
-
-
-def _reply_message(reply: Reply) -> Message:
-    meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
-    return Message({}, {**meta, **_term("seen", reply.seen), **_end("end", reply.end)})
 
 
 def _read_reply(message: Message) -> Reply:
@@ -222,7 +217,9 @@ class _Replicas(Protocol):
 async def answer(replicas: _Replicas, method: str, message: Message) -> Message:
     """The answer to a call of another server."""
     if method == APPEND:
-        return _reply_message(replicas.append(read_append(message)))
+        reply = replicas.append(read_append(message))
+        meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
+        return Message({}, {**meta, **_term("seen", reply.seen), **_end("end", reply.end)})
     uid = _text(message, protocol.UID)
     if method == JOIN:
         return await replicas.admit(uid, _text(message, "server"), _text(message, "endpoint"))

@@ -1,4 +1,9 @@
-"""Recovery: what a server does about an expert that nobody leads. No effects: a function of what it sees."""
+"""Recovery: what a server does about an expert that nobody leads. No effects: a function of what it sees.
+
+A member in the record has every acknowledged update, so any of them may lead at once. Where none is left, the servers
+that have some state offer the end of their logs, and the best one leads after a wait, in which a member may return.
+What its log lacks is lost, and counted: the record says how far the last leader may have acknowledged.
+"""
 
 import enum
 from collections.abc import Collection, Mapping
@@ -89,14 +94,14 @@ def count_lost_at_most(vacancy: Vacancy) -> int:
 
 
 def count_lost_gradients(vacancy: Vacancy) -> int:
-    """At least so many gradients are in the lost updates, each of which has one or more."""
+    """Count the gradients in the lost updates, at least: each update has one or more."""
     known = 0 if vacancy.record is None else vacancy.record.requests
     lost = count_lost(vacancy)
     return max(lost, known - vacancy.requests) if lost else 0
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
-    """starts with that of one more term; the oldest are forgotten."""
+    """Add the start of one more term; the oldest are forgotten."""
     known = sorted({**{int(t): v for t, v in starts.items()}, term: version}.items())
     return {str(t): v for t, v in known[-MAX_STARTS:]}
 

@@ -265,6 +265,7 @@ class Registry:
         before = self._revision
         answer = await self.store.transact(compare, success, failure, timeout=self.ttl / 2)
         is_another = self._cluster not in (0, answer.cluster)
+        # etcd's revision only grows: one that shrinks comes from a backup, and what was written since is gone
         if answer.revision < before or is_another:
             if self._revision >= before:  # not noticed by another call meanwhile
                 log.error(
@@ -314,6 +315,7 @@ class Registry:
             log.warning("%s; reading everything anew", error)
 
     async def _new_lease(self) -> None:
+        # before the request: this server must not believe in its lease for longer than etcd does
         begin = self._clock()
         self._lease = await self.store.grant(self.ttl)
         await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self._lease)])

@@ -79,8 +79,16 @@ class ReplicatedExperts:
         self.succession = Succession(site, self._confirming, self._wake.set)
         loop = asyncio.get_running_loop()
 
+        def await_commit(uid: str, version: int, finish: Finish, fail: Fail) -> None:
+            replica = self.replicas.get(uid)
+            if replica is None or replica.leader is None:
+                fail(NotLeader(f"not the leader of {uid} any more"))
+            else:
+                replica.leader.await_commit(version, finish, fail)
+
         def when_committed(uid: str, version: int, finish: Finish, fail: Fail) -> None:
-            loop.call_soon_threadsafe(self._await_commit, uid, version, finish, fail)
+            # called on the thread that computes; replication lives on the loop
+            loop.call_soon_threadsafe(await_commit, uid, version, finish, fail)
 
         server.host.is_replicated = True
         server.host.when_committed = when_committed
@@ -133,13 +141,6 @@ class ReplicatedExperts:
             other, _ = self.registry.view.leader(uid)
             raise NotLeader(f"not the leader of {uid}: {other.endpoint if other else 'nobody'} is")
 
-    def _await_commit(self, uid: str, version: int, finish: Finish, fail: Fail) -> None:
-        replica = self.replicas.get(uid)
-        if replica is None or replica.leader is None:
-            fail(NotLeader(f"not the leader of {uid} any more"))
-        else:
-            replica.leader.await_commit(version, finish, fail)
-
     def _add(self, uid: str) -> None:
         if uid not in self.replicas:
             ledger = self.server.host.find(uid).ledger
@@ -156,7 +157,9 @@ class ReplicatedExperts:
     # ---------------------------------------------------------------- calls of other servers
 
     def append(self, append: Append) -> Reply:
-        return self.following.receive(self._find(append.uid), append)
+        if append.uid not in self.replicas:
+            raise ExpertMissing(f"{append.uid} is not hosted here")
+        return self.following.receive(self.replicas[append.uid], append)
 
     async def admit(self, uid: str, name: str, endpoint: str) -> Message:
         return await self._led(uid).members.admit(name, endpoint)
@@ -189,11 +192,6 @@ class ReplicatedExperts:
             finally:
                 self._hosting.discard(uid)
         self._wake.set()
-
-    def _find(self, uid: str) -> Replica:
-        if uid not in self.replicas:
-            raise ExpertMissing(f"{uid} is not hosted here")
-        return self.replicas[uid]
 
     def _led(self, uid: str) -> Leader:
         self.may_step(uid)
@@ -246,9 +244,8 @@ class ReplicatedExperts:
 
     async def _look_after(self, replica: Replica, guard: int) -> None:
         leader = replica.leader
-        if (
-            leader is None or leader.guard != guard
-        ):  # an answer of the registry was lost, on the way up or down
+        # the key is not this leader's: an answer of the registry was lost, on the way up or down
+        if leader is None or leader.guard != guard:
             if leader is not None:
                 leader.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)

@@ -1,5 +1,8 @@
 """Checkpoints: one file an expert, with a checksum over every byte; damaged files are named and kept.
 
+Disks return wrong bytes without an error, and a power cut leaves half a file. So a file is written under another name,
+synced and renamed, and what is read is compared before it is believed. A file that differs is set aside under a name
+of its own: nothing overwrites what may be the only copy.
 A file is a safetensors file. Its last tensor, "checksums" [n + 1, 16], holds the BLAKE2b digest of each MiB before it,
 the header included, and a digest of those n digests.
 """
@@ -152,7 +155,7 @@ class Checkpoints:
                 with contextlib.suppress(OSError):
                     self.files.remove(temporary)
                 raise
-            self.files.sync()
+            self.files.sync()  # the rename is not on the disk before the folder is
 
     def load(self, uid: str) -> Message | None:
         """The state that was saved last; None without one, Damaged or Misnamed if it must not be used."""
@@ -242,8 +245,9 @@ def _misnamed(files: _Files, uid: str, holds: str) -> Misnamed:
 
 def encode_with_checksums(state: Message) -> Iterator[Any]:
     """The bytes of a checkpoint, in parts."""
+    # the table's size depends on the file's, and the header that names it may grow by a digit: try until it holds
     count, parts = 1, _parts(state, 1)
-    while (needed := -(-sum(map(len, parts)) // CHUNK)) != count:  # the header names the size of the table
+    while (needed := -(-sum(map(len, parts)) // CHUNK)) != count:
         count, parts = needed, _parts(state, needed)
     digests, digest, room = [], _new_digest(), CHUNK
     for part in parts:
@@ -265,7 +269,7 @@ def encode_with_checksums(state: Message) -> Iterator[Any]:
 
 
 def _parts(state: Message, num_chunks: int) -> list[Any]:
-    """All but the table of a file with so many chunks."""
+    """Encode a file with num_chunks chunks, without its table."""
     table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8, device="cpu")
     return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
 

@@ -1,4 +1,9 @@
-"""Experts with one owner each: claimed in a directory, copied by others in case the owner vanishes."""
+"""Experts with one owner each: claimed in a directory, copied by others in case the owner vanishes.
+
+A directory without a leader cannot promise that only one server serves an expert: two networks that were apart may both
+have given it away. So a server that loses its claim keeps the expert with all it has learned and stops serving it; a
+later claim may give it back.
+"""
 
 import asyncio
 import logging
@@ -186,7 +191,7 @@ class DeclaredExperts:
     async def _renew(self, server: Server) -> None:
         ttl = server.options.ttl
         while True:
-            await asyncio.sleep(ttl / 3)
+            await asyncio.sleep(ttl / 3)  # one renewal may fail without the loss of the claim
             uids = list(server.host.experts)
             metadata = {"version": str(max((e.version for e in server.host.experts.values()), default=0))}
             try:
@@ -233,29 +238,26 @@ class DeclaredExperts:
     async def stop(self) -> None:
         """Withdraws them; they stay declared until the copies elsewhere are complete."""
         await _end(self._copying)
-        if self._server is not None:
-            await self._hand_over(self._server)
+        if (server := self._server) is not None:
+            copies, experts = server.service.copies, server.host.experts
+
+            def may_step(uid: str) -> None:
+                raise NotLeader(f"not the leader of {uid}: this server is about to leave")
+
+            # no more gradients: a copy that is complete must not fall behind again
+            copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
+            server.host.may_step = server.service.may_step = may_step
+            await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
+            while time.monotonic() < end:
+                if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
+                    break
+                await asyncio.sleep(LOOK_SECONDS)
         await _end(self._renewing)
         if self._server is not None:
             try:
                 await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
             except DiscoveryError as error:
                 log.warning("the uids could not be withdrawn, they expire: %s", error)
-
-    async def _hand_over(self, server: Server) -> None:
-        """Takes no more gradients for experts of which others keep copies, and waits until these are complete."""
-        copies, experts = server.service.copies, server.host.experts
-
-        def may_step(uid: str) -> None:
-            raise NotLeader(f"not the leader of {uid}: this server is about to leave")
-
-        copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
-        server.host.may_step = server.service.may_step = may_step
-        await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
-        while time.monotonic() < end:
-            if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
-                break
-            await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

@@ -60,8 +60,8 @@ class Held:
     """The bytes that a call holds of a ByteBudget."""
 
     budget: "ByteBudget"
-    peer: str
-    count: int
+    peer: str  # the caller's name, or address
+    count: int  # bytes, as of now
 
     def resize(self, count: int) -> None:
         """Holds another number of bytes from now on; QueueFull, at once, if there is no room for more."""
@@ -115,6 +115,7 @@ class ByteBudget:
     def has_room(self, peer: str, count: int, own: int = 0) -> bool:
         """True if a call of a peer that holds `own` bytes may hold so many more."""
         of_peer = self._of_peer[peer]
+        # its only call may be larger than a share, or a large call could never come
         is_fair = of_peer == own or of_peer + count <= self.limit // 2
         return is_fair and self.num_bytes + count <= self.limit
 
@@ -132,7 +133,7 @@ class ByteBudget:
     def _admit(self) -> None:
         for turn, (peer, count) in list(self._waiting.items()):
             if self.num_bytes + count > self.limit:
-                break
+                break  # smaller calls behind it must not pass it for ever
             if not turn.done() and self.has_room(peer, count):
                 del self._waiting[turn]
                 self.add(peer, count)
@@ -156,7 +157,7 @@ class ByteBudget:
         try:
             await asyncio.wait_for(asyncio.shield(turn), seconds)
         except BaseException as error:
-            if self._waiting.pop(turn, None) is None:
+            if self._waiting.pop(turn, None) is None:  # it was admitted in the moment in which it gave up
                 self.add(peer, -count)
             self._admit()
             if isinstance(error, asyncio.TimeoutError):
@@ -235,6 +236,7 @@ class FairQueue:
         limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
         expired: list[Job] = []
         passed = 0  # peers in a row that had nothing that fits
+        # round robin: one job of each peer in turn, until no peer's next job fits
         while self._peers and passed < len(self._peers):
             peer, waiting = next(iter(self._peers.items()))
             self._peers.move_to_end(peer)

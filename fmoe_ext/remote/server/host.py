@@ -48,7 +48,7 @@ class Hosted:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """The number of updates that the weights have had."""
         return self.ledger.version
 
     @property
@@ -96,11 +96,6 @@ Fail: TypeAlias = "Callable[[Exception], None]"
 WhenCommitted: TypeAlias = "Callable[[str, int, Finish, Fail], None]"
 
 
-def _committed_at_once(uid: str, version: int, finish: Finish, fail: Fail) -> None:
-    """Nobody else has to know of an update before its senders do."""
-    finish()
-
-
 class ExpertHost:
     """when_committed(uid, version, finish, fail): calls finish() once the update may be answered, otherwise fail().
 
@@ -120,7 +115,8 @@ class ExpertHost:
         self.training = training or Training()
         self.training.make_optimizer([torch.zeros(1, device="cpu")])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
-        self.when_committed: WhenCommitted = _committed_at_once
+        # without replicas nobody else has to know of an update before its senders do
+        self.when_committed: WhenCommitted = lambda uid, version, finish, fail: finish()
         self.is_replicated = False  # set before the first expert: steps need a leader
         self.may_step: Callable[[str], None] = lambda uid: None
         self._stack = stack or make_stack(expert_class, hidden_dim, torch.device(device))
@@ -264,7 +260,12 @@ class ExpertHost:
             return True
         version = expert.ledger.applied.get(job.request_id) if job.request_id else None
         if version is not None:
-            answer = self._answer_again(expert, job, version)
+            tensors = self._replies.get(expert.uid, job.request_id)
+            # where the answer is forgotten: the gradient by the weights of now, without an update
+            if tensors is None:
+                (grads,) = self._stack.backward([_part(expert, [job])])
+                tensors = _given(grads.inputs)
+            answer = Answer(tensors, version)
             self.when_committed(job.uid, version, lambda: job.done(answer), job.done)
             return True
         bound, seen = self.training.max_staleness, job.seen_version
@@ -273,14 +274,6 @@ class ExpertHost:
             job.done(StaleGradient(text))
             return True
         return False
-
-    def _answer_again(self, expert: Hosted, job: Job, version: int) -> Answer:
-        """The first answer; when it is forgotten, the gradient by the weights of now, without an update."""
-        tensors = self._replies.get(expert.uid, job.request_id)
-        if tensors is None:
-            (grads,) = self._stack.backward([_part(expert, [job])])
-            tensors = _given(grads.inputs)
-        return Answer(tensors, version)
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
         sizes = [request.grad.shape[0] for request in update.requests]

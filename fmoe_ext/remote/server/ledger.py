@@ -1,4 +1,9 @@
-"""Ledger: the history of one expert (term, version, request ids, uncommitted updates); ReplyCache: late answers."""
+"""Ledger: the history of one expert (term, version, request ids, uncommitted updates); ReplyCache: late answers.
+
+A client whose answer was lost sends its gradient again. So that it counts once, the ledger remembers the ids of the
+requests that were applied, and a copy of the expert carries them along. Logs are compared by their end, a term and a
+version: two logs with the same end are the same, because a term has one leader, which gives each version once.
+"""
 
 import threading
 from collections import OrderedDict
@@ -34,28 +39,28 @@ class End:
 class Request:
     """One client's gradient, as it came."""
 
-    request_id: str
+    request_id: str  # "": the client does not repeat it
     inputs: tuple[torch.Tensor, ...]
     grad: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Update:
-    """One step of one expert: version is what it leads to. The same requests in the same order give the same bits."""
+    """One step of one expert."""
 
     uid: str
-    version: int
-    requests: tuple[Request, ...]
+    version: int  # to which it leads
+    requests: tuple[Request, ...]  # the same ones in the same order give the same bits
 
 
 @dataclass(frozen=True)
 class Logged:
-    """An update in the log. digest: of the weights after it, "" if not taken."""
+    """An update in the log."""
 
-    previous: End
+    previous: End  # of the log before it
     end: End
     update: Update
-    digest: str = ""
+    digest: str = ""  # of the weights after it, "" if not taken
 
 
 class Ledger:
@@ -172,7 +177,7 @@ class Ledger:
             self._note(update)
 
     def install(self, end: End, applied: "OrderedDict[str, int]", num_requests: int) -> None:
-        """Replaces the history by that of a copy."""
+        """Replaces the history with a copy's."""
         with self.lock:
             self.start = None
             self.end, self.version = end, end.version

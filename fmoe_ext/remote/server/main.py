@@ -43,7 +43,12 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         raise SystemExit(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     if tokens and own is None and (flags.registry or flags.copies_of):
         raise SystemExit("servers call each other: name this server's token with --own_token")
-    credentials = _credentials(flags, own)
+    if flags.tls_ca is not None:  # this server shows its own certificate to the others
+        credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, own)
+    elif flags.tls_certificate is not None and (flags.registry or flags.copies_of):
+        raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
+    else:
+        credentials = Credentials(token=own)
     if flags.registry is not None:
         replication = dataclasses.replace(
             build(Replication, flags), registry=flags.registry.removeprefix(ETCD)
@@ -54,15 +59,6 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials) if flags.copies_of else None
     )
     return DeclaredExperts(discovery, copies)
-
-
-def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
-    """The proofs that this server shows to others."""
-    if flags.tls_ca is not None:
-        return Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
-    if flags.tls_certificate is not None and (flags.registry or flags.copies_of):
-        raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
-    return Credentials(token=token)
 
 
 def _open_dht(flags: argparse.Namespace) -> Discovery:
@@ -107,7 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status.main(given[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = parse(given)
-    _check_device(flags.device)
+    try:
+        torch.empty(0, device=flags.device)
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        raise SystemExit(f"--device {flags.device} cannot be used here: {why}") from None
     if flags.num_threads is not None:
         torch.set_num_threads(flags.num_threads)
     if flags.custom_module_path is not None:
@@ -161,13 +161,6 @@ def _describe(error: Exception) -> str:
     """An error that nobody expected: its kind, its text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {reason(error)[:300]} ({frame.filename}:{frame.lineno})"
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise SystemExit(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _run_file(path: Path) -> None:

@@ -28,8 +28,7 @@ NETWORK = "how others find it"
 
 @dataclass(frozen=True)
 class Training:
-    """The way gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
-    the forward that a client saw and its backward.
+    """The way gradients change experts.
 
     scheduler "linear": the learning rate of an expert's update n (from 0) is lr times n / num_warmup_steps, then
     (num_training_steps - n) / (num_training_steps - num_warmup_steps), then 0. n is the expert's version, so the

@@ -96,6 +96,7 @@ class Saver:
         while True:
             await asyncio.sleep(period)
             begin = time.monotonic()
+            # beside the save: a disk that hangs never returns to us
             watch = asyncio.create_task(self._say_late(begin, period))
             try:
                 await self.save()
@@ -108,6 +109,7 @@ class Saver:
 
     async def _say_late(self, begin: float, period: float) -> None:
         while True:
+            # twice as late each time, so that a disk which hangs for a day does not fill the log
             await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
             self.late = time.monotonic() - begin
             text = "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s"

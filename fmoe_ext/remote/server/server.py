@@ -54,7 +54,8 @@ class Server:
         self.metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
         self.guard = Guard(options.security)
-        most = options.max_bytes_in_flight or _bytes_in_flight()
+        sizes = [limit.num_bytes for limit in limits()]  # none where the size of the memory is unknown
+        most = options.max_bytes_in_flight or (max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None)
         budget = None if most is None else ByteBudget(most, options.max_waiting)
         self.service = ExpertService(self.compute, self.guard, self.metrics, call, budget)
         self.service.max_rows = options.max_rows
@@ -118,7 +119,7 @@ class Server:
                 target = f"{reachable_here(self.options.listen_on)}:{port}"
                 attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
                 self._attachment = await attachment.start()
-            await self.placement.start(self)
+            await self.placement.start(self)  # experts are there before the first call can come
             await self._grpc.start()
             if self.options.http_on is not None:
                 await self.pages.start(self.options.http_on)
@@ -131,7 +132,16 @@ class Server:
             if (rate := self.options.checkpoint_check_rate) > 0:
                 self._tasks.append(asyncio.create_task(self.saver.check_regularly(rate * 1e6)))
         log.info("Server started at %s", self.endpoint)
-        _log_experts(self.host, self.options.expert_cls)
+        active, waiting = [], []
+        for uid in sorted(self.host.experts):
+            try:
+                self.host.may_step(uid)
+                active.append(uid)
+            except NotLeader:
+                waiting.append(uid)
+        log.info("Got %d active experts of type %s: %s", len(active), self.options.expert_cls, active)
+        if waiting:
+            log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
 
     def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
         """More methods on the same port; before it opens."""
@@ -145,7 +155,7 @@ class Server:
         for task in self._tasks:
             task.cancel()
         try:
-            await self.placement.stop()
+            await self.placement.stop()  # before the port closes: others take over while calls still end
             if self._grpc is not None:
                 await self._grpc.stop(DRAIN_SECONDS)
         finally:
@@ -242,19 +252,6 @@ class Server:
         }
 
 
-def _log_experts(host: ExpertHost, expert_cls: str) -> None:
-    active, waiting = [], []
-    for uid in sorted(host.experts):
-        try:
-            host.may_step(uid)
-            active.append(uid)
-        except NotLeader:
-            waiting.append(uid)
-    log.info("Got %d active experts of type %s: %s", len(active), expert_cls, active)
-    if waiting:
-        log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
-
-
 def _bind(server: grpc.aio.Server, options: Options) -> int:
     """The port that is listened on; OSError if it cannot be."""
     credentials, where = options.security.server_credentials(), options.listen_on
@@ -267,12 +264,6 @@ def _bind(server: grpc.aio.Server, options: Options) -> int:
         raise OSError(text) from None
 
 
-def _bytes_in_flight() -> int | None:
-    """The default of --max_bytes_in_flight; None where the size of the memory is unknown."""
-    sizes = [limit.num_bytes for limit in limits()]
-    return max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None
-
-
 def _announced(listen_on: str, port: int) -> str:
     """The endpoint that others can reach: the address that is listened on, or for all addresses this host's own."""
     host = listen_on.rpartition(":")[0]
@@ -282,7 +273,7 @@ def _announced(listen_on: str, port: int) -> str:
 
 
 def _own_address() -> str:
-    """The address of the interface that leads outside; 127.0.0.1 where none does. Nothing is sent."""
+    """Find the address of the interface that leads outside; 127.0.0.1 where none does. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737)

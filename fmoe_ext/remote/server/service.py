@@ -1,4 +1,9 @@
-"""The methods that clients call, and the thread that computes: every error a status code with one sentence."""
+"""The methods that clients call, and the thread that computes: every error a status code with one sentence.
+
+One event loop reads calls and one thread computes; a queue lies between. So no expert needs a lock for its weights,
+calls that wait are computed together, and a call that is slow to arrive holds up nobody. What could exhaust the server
+is bounded before it is read: bytes by Intake, calls by the queue.
+"""
 
 import asyncio
 import concurrent.futures
@@ -99,10 +104,10 @@ LATE_LOOK = 3.0  # seconds that a look may be late on a busy machine, beside one
 
 @dataclass
 class _Copy:
-    """The best copy of one expert: which version it is, until when its holder should have looked again."""
+    """The best copy of one expert."""
 
     version: int = -1
-    due: float = 0.0
+    due: float = 0.0  # time.monotonic() until which its holder should have looked again
 
 
 class _CopiesElsewhere:
@@ -195,7 +200,9 @@ class Intake:
         """The call; ends it with a status code if the block raises. Calls that change experts need the right to."""
         begin, code = time.monotonic(), Code.OK
         try:
-            announced = _announced(context)
+            text = str(dict(context.invocation_metadata() or ()).get(protocol.BYTES, ""))
+            is_number = text.isascii() and text.isdecimal() and len(text) <= 12
+            announced = int(text) if is_number else None  # nothing, or nonsense: room for the largest call
             peer = self.guard.admit(context, announced or 0, gradient=name in CHANGES)
             seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
             room = self._room_for(announced)
@@ -250,7 +257,7 @@ class Intake:
             raise WireError("the call has no message")
         held.resize(len(data))
         message = decode(data, self.limits)
-        held.resize(len(data) + unpacked_bytes(message))
+        held.resize(len(data) + unpacked_bytes(message))  # compressed tensors take more memory than they sent
         self._ended_bytes += held.count
         return message
 
@@ -364,6 +371,7 @@ class ExpertService:
         self.may_step(uid)
         request_id, seen = _request_id(message), _seen_version(message)
         key = (uid, request_id)
+        # a client that repeats a call while the first one waits gets the answer of that one: it is one update
         future = self._under_way.get(key)
         if future is None or not request_id:
             future = asyncio.get_running_loop().create_future()
@@ -372,6 +380,7 @@ class ExpertService:
             self.compute.queue.put(job)
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
+        # shielded: others may wait for it after this caller left
         return self._reply(message, await asyncio.shield(future))
 
     async def _state(self, call: Call) -> Message:
@@ -433,12 +442,6 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
         loop.call_soon_threadsafe(settle, result)
 
     return settle_soon
-
-
-def _announced(context: Any) -> int | None:
-    """The bytes that a call says it has; None if it says nothing that makes sense."""
-    text = str(dict(context.invocation_metadata() or ()).get(protocol.BYTES, ""))
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 12 else None
 
 
 def _text(message: Message, key: str) -> str:

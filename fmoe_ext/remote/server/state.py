@@ -56,7 +56,7 @@ def write_state(host: ExpertHost, message: Message) -> None:
             )
     host.add([uid])
     expert = host.find(uid)
-    expert.ledger.broken = "a copy was not installed to its end"
+    expert.ledger.broken = "a copy was not installed to its end"  # install() clears it
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
     buffers = _named(message, "buffer/")  # a state of an earlier release has none
     _copy_all(buffers, {name: x for name, x in host.buffers(uid).items() if name in buffers}, uid)
@@ -126,6 +126,7 @@ def _load_optimizer(expert: Hosted, tensors: dict[str, torch.Tensor], names: Seq
 
 
 def _copy_all(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], uid: str) -> None:
+    # all are checked before the first is copied: a bad state must not leave half of an expert
     for name, p in wanted.items():
         x = given.get(name)
         if x is None or x.shape != p.shape or x.dtype != p.dtype:
