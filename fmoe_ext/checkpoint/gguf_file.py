@@ -142,8 +142,8 @@ class GgufFile:
         name = _PART.fullmatch(self.path.name)
         if name is None or int(name[3]) != count:
             raise CheckpointError(
-                f"{self.path} is one of {count} parts of a model (split.count), which are found by their names: call them "
-                f"NAME-00001-of-{count:05d}.gguf and so on, as they were"
+                f"{self.path} is one of {count} parts of a model (split.count), which are found by their names: "
+                f"call them NAME-00001-of-{count:05d}.gguf and so on, as they were"
             )
         paths = [
             inside(self.path.parent, f"{name[1]}-{number:05d}-of-{count:05d}.gguf")

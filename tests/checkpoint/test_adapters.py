@@ -310,6 +310,20 @@ def test_damage_is_named(made, change, text, tmp_path, capsys):
     assert status and re.search(text, said), said
 
 
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_extended_vocabulary_is_named_with_the_way_out(made, tmp_path):
+    _, base_folder, folder, _, _ = made
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in Base(base_folder).tensors if "embed_tokens" in name)
+    tokens, width = Base(base_folder).tensors[name].shape
+    tensors[f"base_model.model.{name}"] = torch.zeros(tokens + 3, width)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    (problem,) = check(read_adapter(tmp_path), Base(base_folder))["problems"]
+    assert f"{name} has {tokens + 3} tokens, the base {tokens}" in problem
+    assert f"model.resize_token_embeddings({tokens + 3})" in problem
+
+
 def test_base_of_another_shape_and_quantised_bases_are_named(made, tmp_path):
     name, base_folder, folder, _, _ = made
     other = next(b for b in BASES if b != name)

@@ -49,9 +49,10 @@ DISAGREEMENTS = {
     "skip": r"ranks \[0, 1\] do not exchange the same tokens; .*the layer \(rank 0: \d+, rank 1: \d+\)$",
     "dtype": r"they differ in the dtype of the tokens \(rank 0: torch\.float32, rank 1: torch\.float64\)$",
     "width": r"they differ in the elements of a token \(rank 0: 4, rank 1: 6\)$",
-    "num_experts": r"experts of a rank, .*\) must be the same .*: rank 1 has \(\d+, 6, 3, 1, None, 'choice', 'full'\), the ",
-    "bound": r"max_rows_per_rank, exchange, wire\) must be the same .*: rank 1 has \(\d+, 4, 2, 1, 16, 'choice', 'full'\), "
-    r"the others .*, 12, 'choice', 'full'\)$",
+    "num_experts": r"experts of a rank, .*\) must be the same .*: rank 1 has \(\d+, 6, 3, 1, None, 'choice', "
+    r"'full'\), the ",
+    "bound": r"max_rows_per_rank, exchange, wire\) must be the same .*: rank 1 has \(\d+, 4, 2, 1, 16, 'choice', "
+    r"'full'\), the others .*, 12, 'choice', 'full'\)$",
     "groups": r"^rank [01]: the exchange in the group of ranks \[0, 1\] failed: .* did not reach this layer.*"
     r"may end another by SIGABRT",
 }

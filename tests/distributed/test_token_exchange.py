@@ -185,7 +185,9 @@ def rejects():
         ValueError, match='exchange must be "choice", "token", "node" or "auto", but got \'tokens\''
     ):
         make(exchange="tokens")
-    with pytest.raises(ValueError, match=r"max_rows_per_rank, exchange\) must be the same on ranks \[0, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"max_rows_per_rank, exchange, wire\) must be the same on ranks \[0, 1\]"
+    ):
         make(exchange=["token", "choice"][dist.get_rank()])(inputs())
     layer = make(exchange="token", gate=SoftmaxGate)
     with batch_invariant(), pytest.raises(RuntimeError, match="exchange='token' sums the results"):

@@ -57,6 +57,15 @@ def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
             wrong.append(
                 f"{module}: the base's weight is {list(shape)}, the adapter of {[b.shape[0], a.shape[1]]}"
             )
+    for key, whole in adapter.others.items():  # embeddings and heads that PEFT saves whole
+        of_whole = of_base.base.tensors.get(key.removeprefix(PREFIX))
+        if of_whole is not None and ".lora_" not in key and of_whole.shape[0] != whole.shape[0]:
+            tokens = whole.shape[0]
+            wrong.append(
+                f"{key.removeprefix(PREFIX)} has {tokens} tokens, the base {of_whole.shape[0]}: the vocabulary was "
+                f"extended. Extend the base's too, model.resize_token_embeddings({tokens}) and save_pretrained(), "
+                "and give that folder as base"
+            )
     return wrong
 
 
