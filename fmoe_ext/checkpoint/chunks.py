@@ -217,6 +217,8 @@ def fingerprints(
     chunks: Mapping[Place, Callable[[], torch.Tensor]], shared: Set[Place]
 ) -> dict[Place, Fingerprint]:
     """Computes fingerprints of the chunks that other ranks have too."""
+    if not shared:  # one process: the 8 MiB of weights would be its peak of memory
+        return {}
     seeded = torch.Generator("cpu").manual_seed(0)  # the same on every rank
     weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
     weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64

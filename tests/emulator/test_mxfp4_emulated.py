@@ -237,6 +237,7 @@ def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
             given |= {f"lora_a{i}": adapter.a, f"lora_b{i}": adapter.b, f"scale{i}": adapter.scale}
     needs = [True, lora, lora, lora, lora, True]
 
+    @torch.no_grad()
     def results():
         forward = frozen_arguments.forward(**given)
         y, *kept = frozen_mlp(*forward)
