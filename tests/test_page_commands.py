@@ -79,7 +79,7 @@ NEEDS_THE_CLONE = re.compile(
 
 def commands_of(code):
     """(command, exit status) of a block: lines without comments, continued ones joined; a comment says a status."""
-    for line in code.replace("\\\n", " ").splitlines():
+    for line in code.replace("\\\n", "").splitlines():  # as a shell joins them
         status = re.search(r"# exit code (\d)", line)
         command = re.sub(r"\s+", " ", re.sub(r"(^|\s+)#.*", "", line)).strip()
         if command:

@@ -79,7 +79,9 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     if getattr(inner, "dtype", None) is not None:
         inner.dtype = dtype
     try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        # an encoder may have embeddings of its own; the head is tied to the decoder's
+        reader = model.get_decoder() if getattr(config, "is_encoder_decoder", False) else model
+        embedding, head = reader.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:  # of models that read no tokens
         return
     if not isinstance(embedding, nn.Embedding):
