@@ -78,22 +78,23 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     config.dtype = dtype
     if getattr(inner, "dtype", None) is not None:
         inner.dtype = dtype
+    if getattr(config, "is_encoder_decoder", False):  # two vocabularies, and ties of their own
+        return
     try:
-        # an encoder may have embeddings of its own; the head is tied to the decoder's
-        reader = model.get_decoder() if getattr(config, "is_encoder_decoder", False) else model
-        embedding, head = reader.get_input_embeddings(), model.get_output_embeddings()
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:  # of models that read no tokens
         return
     if not isinstance(embedding, nn.Embedding):
         return
+    a, b = embedding.weight, getattr(head, "weight", None)
+    if b is not None and a.shape != b.shape:  # Mllama embeds 8 tokens more than it predicts
+        return
     if hasattr(inner, "vocab_size"):
-        inner.vocab_size = embedding.weight.shape[0]
-    head_weight = getattr(head, "weight", None)
-    if head_weight is not None:
+        inner.vocab_size = a.shape[0]
+    if b is not None:
         part = config if hasattr(config, "tie_word_embeddings") else inner
-        a, b = embedding.weight, head_weight
         # two parameters of one memory are tied too; the address of one without memory is 0
-        part.tie_word_embeddings = a is b or (0 != a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+        part.tie_word_embeddings = a is b or 0 != a.data_ptr() == b.data_ptr()
 
 
 @torch.no_grad()
