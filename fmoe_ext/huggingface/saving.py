@@ -87,14 +87,14 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     if not isinstance(embedding, nn.Embedding):
         return
     a, b = embedding.weight, getattr(head, "weight", None)
-    if b is not None and a.shape != b.shape:  # Mllama embeds 8 tokens more than it predicts
+    # Mllama embeds 8 tokens more than it predicts; without a head nothing says how many are of the vocabulary
+    if b is None or a.shape != b.shape:
         return
     if hasattr(inner, "vocab_size"):
         inner.vocab_size = a.shape[0]
-    if b is not None:
-        part = config if hasattr(config, "tie_word_embeddings") else inner
-        # two parameters of one memory are tied too; the address of one without memory is 0
-        part.tie_word_embeddings = a is b or 0 != a.data_ptr() == b.data_ptr()
+    part = config if hasattr(config, "tie_word_embeddings") else inner
+    # two parameters of one memory are tied too; the address of one without memory is 0
+    part.tie_word_embeddings = a is b or 0 != a.data_ptr() == b.data_ptr()
 
 
 @torch.no_grad()
