@@ -91,11 +91,10 @@ void cp_async(uint32_t dst, const void* src, int chunk, int bytes) {
   queue_copy(f, {CpAsync::copy, l.offset, src, chunk, bytes});
 }
 
-void cp_async_mbar_arrive(uint32_t bar, bool noinc) {
+void cp_async_mbar_arrive_noinc(uint32_t bar) {
   Inside inside;
   Location l = locate(bar, 8, 8);
-  Mbarrier& m = mbarrier_at(l);
-  if (!noinc) m.pending++;
+  mbarrier_at(l);
   queue_copy(self(), {CpAsync::arrive, l.offset});
 }
 

@@ -8,7 +8,6 @@ namespace emu {
 namespace {
 
 constexpr const char* kWaitNames[] = {"ready",
-                                      "spinning",
                                       "done",
                                       "mbarrier",
                                       "bar.sync",
@@ -16,8 +15,7 @@ constexpr const char* kWaitNames[] = {"ready",
                                       "wgmma.wait_group",
                                       "cp.async.wait_group",
                                       "cp.async.bulk.wait_group",
-                                      "setmaxnreg.inc",
-                                      "barrier.cluster"};
+                                      "setmaxnreg.inc"};
 
 std::string format_text(const char* format, va_list args) {
   char text[1024];
@@ -49,7 +47,7 @@ std::string wait_detail(Cta* cta, const Fiber* f) {
   using ul = unsigned long;
   switch (f->wait) {
     case Wait::mbarrier: {
-      const Location l = locate(static_cast<uint32_t>(f->wait_a), 8, 8, cta);
+      const Location l = locate(static_cast<uint32_t>(f->wait_a), 8, 8);
       const Mbarrier& m = l.cta->mbarriers[l.offset];
       return text(
           " %s parity %lu; it is in phase %lu (parity %lu), %ld of %u arrivals and %ld bytes outstanding",
@@ -93,20 +91,17 @@ std::string place(Cta* cta, uint32_t offset) {
 }
 
 std::string report(const char* head) {
+  Cta* cta = machine.cta.get();
+  std::map<std::tuple<Wait, uint64_t, uint64_t>, std::vector<Fiber*>> groups;
+  for (Fiber* f : cta->threads)
+    if (f->wait != Wait::done) groups[{f->wait, f->wait_a, f->wait_b}].push_back(f);
   std::string result = head;
-  for (auto& cluster : machine.clusters)
-    for (auto& cta : cluster->ctas) {
-      std::map<std::tuple<Wait, uint64_t, uint64_t>, std::vector<Fiber*>> groups;
-      for (Fiber* f : cta->threads)
-        if (f->wait != Wait::done) groups[{f->wait, f->wait_a, f->wait_b}].push_back(f);
-      if (groups.empty()) continue;
-      result += text("\n block (%u,%u,%u): %d of %zu threads live", cta->block_idx.x, cta->block_idx.y,
-                     cta->block_idx.z, cta->live_threads, cta->threads.size());
-      for (auto& [key, fibers] : groups)
-        result += text("\n  threads %s wait for %s", ranges(fibers).c_str(),
-                       kWaitNames[static_cast<int>(fibers[0]->wait)]) +
-                  wait_detail(cta.get(), fibers[0]);
-    }
+  result += text("\n block (%u,%u,%u): %d of %zu threads live", cta->block_idx.x, cta->block_idx.y,
+                 cta->block_idx.z, cta->live_threads, cta->threads.size());
+  for (auto& [key, fibers] : groups)
+    result += text("\n  threads %s wait for %s", ranges(fibers).c_str(),
+                   kWaitNames[static_cast<int>(fibers[0]->wait)]) +
+              wait_detail(cta, fibers[0]);
   return result;
 }
 
@@ -120,7 +115,7 @@ void check_thread_exit(Fiber* f) {
 void check_block_exit(Cta* cta) {
   const uint3 b = cta->block_idx;
   for (auto& work : machine.pool)
-    if (work.tma && (work.tma->cta == cta || receives(*work.tma, *cta)))
+    if (work.tma)
       fail("block (%u,%u,%u) exits with a TMA load in flight", b.x, b.y, b.z);
   for (auto& [offset, m] : cta->mbarriers)
     if (m.tx_bytes)

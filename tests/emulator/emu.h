@@ -26,7 +26,6 @@ struct Config {
   uint64_t seed = 0;                 // 0: threads run in order; otherwise in an order drawn from the seed
   Landing landing = Landing::lazy;   // lazy: asynchronous work lands only when no thread can run
   int preempt = 0;                   // > 0: an emulated call gives way with probability 1 / preempt
-  int resident_clusters = 1;         // clusters that run at the same time
   int capability = 80, num_sms = 3;  // what current_device_info() says
   bool is_capturing = false;         // what is_capturing() says
 };
@@ -48,17 +47,17 @@ struct Thread {
 extern Thread* current;  // the thread that runs now
 extern dim3 grid_dim, block_dim;
 
-void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::function<void()>& body);
+void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 [[noreturn]] void fail(const char* format, ...);
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
             Args&&... args) {
   std::tuple<std::remove_cv_t<Params>...> params(static_cast<Params>(args)...);
-  run(grid, block, dim3(1, 1, 1), shared_bytes, [&] { std::apply(kernel, params); });
+  run(grid, block, shared_bytes, [&] { std::apply(kernel, params); });
 }
 
-// ---- shared memory; addresses are offsets in the block's window, the rank in the cluster + 1 in bits 24..31
+// ---- shared memory; addresses are offsets in the block's window
 char* dynamic_shared();
 void* static_shared(const void* tag, size_t bytes, size_t align);
 uint32_t shared_address(const void* p);
@@ -68,30 +67,17 @@ void st_shared8(uint32_t address, const float2& v);
 inline float flushed(float v) { return std::fabs(v) < 0x1p-126f ? v * 0.f : v; }
 void label_shared(const void* p, const char* label);  // a name for reports
 
-// ---- threads, warps, clusters
-void yield();
+// ---- threads and warps
 void bar_sync(int id, int num_threads);  // num_threads 0: the whole block
-void cluster_sync();
-uint32_t cluster_rank();
-uint32_t cluster_size();
-uint32_t map_to_rank(uint32_t address, uint32_t rank);
 void setmaxnreg(int registers, bool increase);
 
 enum class WarpOpKind {
   sync,
   shfl,
   shfl_up,
-  shfl_down,
   shfl_xor,
   ballot,
-  all,
-  any,
   match_any,
-  match_all,
-  reduce_add,
-  reduce_min,
-  reduce_max,
-  elect,
   stmatrix,
   ldmatrix,
   mma
@@ -124,11 +110,10 @@ void mbar_wait(uint32_t bar, uint32_t parity);
 
 // ---- asynchronous copies
 void cp_async(uint32_t dst, const void* src, int chunk, int bytes);
-void cp_async_mbar_arrive(uint32_t bar, bool noinc);
+void cp_async_mbar_arrive_noinc(uint32_t bar);
 void cp_async_commit();
 void cp_async_wait(int pending);  // < 0: everything
-void tma_load(uint32_t dst, const CUtensorMap*, uint32_t bar, int rank, const int* coordinates,
-              int multicast = -1);  // blocks of the cluster by bit; -1: its own only
+void tma_load(uint32_t dst, const CUtensorMap*, uint32_t bar, int rank, const int* coordinates);
 void tma_store(const CUtensorMap*, uint32_t src, int rank, const int* coordinates, bool add);
 void bulk_commit();
 void bulk_wait(int pending);
@@ -140,14 +125,13 @@ CUresult encode_tiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void* 
                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                       CUtensorMapFloatOOBfill);
 
-// ---- warpgroup matrix multiply: d [64 x n] += a [64 x 16] b [16 x n]; a_regs replaces descriptor a when
-// given
+// ---- warpgroup matrix multiply: d [64 x n] += a [64 x 16] b [16 x n], operands by descriptor
 struct WgmmaShape {
   int n;
   bool accumulate, a_mn_major, b_mn_major, f16;
   bool operator==(const WgmmaShape&) const = default;
 };
-void wgmma(float* d, WgmmaShape, uint64_t a, const uint32_t* a_regs, uint64_t b);
+void wgmma(float* d, WgmmaShape, uint64_t a, uint64_t b);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int pending);

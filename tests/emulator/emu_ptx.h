@@ -54,7 +54,7 @@ inline void mbar_init(uint32_t bar, uint32_t count) { emu::mbar_init(bar, count)
 inline void mbar_arrive(uint32_t bar) { emu::mbar_arrive(bar); }
 inline void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) { emu::mbar_arrive(bar, bytes); }
 inline void mbar_wait(uint32_t bar, uint32_t parity) { emu::mbar_wait(bar, parity); }
-inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive(bar, true); }
+inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive_noinc(bar); }
 inline void fence_mbar_init() { emu::fence_mbar_init(); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
 
@@ -100,7 +100,7 @@ template <int kCount>
 void fence_accumulators(float (&)[kCount]) {}
 template <class T, bool kAlongM, bool kAlongN, int kRegisters>
 void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {
-  emu::wgmma(d, {2 * kRegisters, accumulate, kAlongM, kAlongN, std::is_same_v<T, __half>}, a, nullptr, b);
+  emu::wgmma(d, {2 * kRegisters, accumulate, kAlongM, kAlongN, std::is_same_v<T, __half>}, a, b);
 }
 
 }  // namespace fmoe_ext::ptx

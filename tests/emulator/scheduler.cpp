@@ -1,4 +1,4 @@
-// Fibers and the launch loop: start clusters, run ready threads one after another, let asynchronous work
+// Fibers and the launch loop: start a block, run its ready threads one after another, let asynchronous work
 // land.
 #include "scheduler.h"
 
@@ -34,7 +34,6 @@ namespace {
 constexpr size_t kStackBytes = kAsan ? 512 << 10 : 128 << 10;
 constexpr size_t kGuardBytes = 4096;
 constexpr uint32_t kRegistersPerCta = 65536;
-constexpr int kMaxIdleRounds = 100'000;  // rounds in which every thread only spins
 
 const std::function<void()>* body;
 void* caller_stack_pointer;
@@ -108,16 +107,16 @@ Fiber* new_fiber() {
   return f;
 }
 
-std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, uint32_t num_threads,
-                             uint32_t dynamic_offset, size_t shared_bytes) {
+void start_block(uint64_t index, size_t shared_bytes) {
+  const auto x = static_cast<uint32_t>(index % grid_dim.x), rest = static_cast<uint32_t>(index / grid_dim.x);
+  const uint32_t num_threads = block_dim.x * block_dim.y * block_dim.z;
   auto cta = std::make_unique<Cta>();
-  cta->cluster = cluster;
-  cta->rank = rank;
-  cta->block_idx = block_idx;
+  cta->block_idx = {x, rest % grid_dim.y, rest / grid_dim.y};
   cta->live_threads = num_threads;
   tsan_new_cta(cta.get());
 
-  cta->dynamic_offset = dynamic_offset;
+  // The dynamic part is only 16-byte aligned, as on the device: a random offset shows code that assumes more.
+  cta->dynamic_offset = kReservedBytes + (config.seed ? random_number() % 64 * 16 : 0);
   cta->end = cta->dynamic_offset + shared_bytes;
   cta->capacity = (cta->end + kMaxStaticBytes + 1023) / 1024 * 1024 + 1024;  // room for gaps between arrays
   Unobserved unobserved;
@@ -144,64 +143,31 @@ std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, u
     f->warp->lane[f->lane] = f;
     f->warp->registers = registers;
     f->warpgroup = &cta->warpgroups[t / 128];
-    f->block_idx = block_idx;
+    f->block_idx = cta->block_idx;
     f->thread_idx = {t % block_dim.x, t / block_dim.x % block_dim.y, t / block_dim.x / block_dim.y};
     cta->threads.push_back(f);
     machine.ready.push_back(f);
   }
-  return cta;
+  machine.cta = std::move(cta);
 }
 
-void start_cluster(uint64_t index, dim3 shape, size_t shared_bytes) {
-  auto cluster = std::make_unique<Cluster>();
-  const dim3 grid(grid_dim.x / shape.x, grid_dim.y / shape.y, grid_dim.z / shape.z);
-  const uint32_t x = index % grid.x * shape.x, y = index / grid.x % grid.y * shape.y,
-                 z = index / grid.x / grid.y * shape.z;
-  const uint32_t num_threads = block_dim.x * block_dim.y * block_dim.z;
-  // The dynamic part is only 16-byte aligned, as on the device: a random offset shows code that assumes more.
-  // It is the same in all blocks of a cluster.
-  const uint32_t dynamic_offset = kReservedBytes + (config.seed ? random_number() % 64 * 16 : 0);
-  for (uint32_t r = 0; r < shape.x * shape.y * shape.z; ++r) {
-    const uint3 block_idx{x + r % shape.x, y + r / shape.x % shape.y, z + r / shape.x / shape.y};
-    cluster->live_threads += num_threads;
-    cluster->ctas.push_back(new_cta(cluster.get(), r, block_idx, num_threads, dynamic_offset, shared_bytes));
-  }
-  machine.clusters.push_back(std::move(cluster));
-}
-
-// The device promises no order: what only the blocks that come later repair is seen when they come earlier.
-uint64_t cluster_in_order(uint64_t number, uint64_t num_clusters) {
-  return config.seed % 2 ? num_clusters - 1 - number : number;
-}
-
-void retire_clusters(bool all) {
+void retire_block() {
   Unobserved unobserved;
-  std::erase_if(machine.clusters, [&](auto& cluster) {
-    if (cluster->live_threads && !all) return false;
-    for (auto& cta : cluster->ctas) {
-      tsan_retire_cta(cta.get());
-      asan_unpoison(cta->shared.get(), cta->capacity);
-      for (Fiber* f : cta->threads) {
-        tsan_retire_fiber(f);
-        free_fibers.push_back(f);
-      }
-    }
-    return true;
-  });
+  Cta* cta = machine.cta.get();
+  tsan_retire_cta(cta);
+  asan_unpoison(cta->shared.get(), cta->capacity);
+  for (Fiber* f : cta->threads) {
+    tsan_retire_fiber(f);
+    free_fibers.push_back(f);
+  }
+  machine.pool.clear();  // commits and arrivals that nobody waits for
+  machine.cta.reset();
 }
 
 void end_thread(Fiber* f) {
-  Cta* cta = f->cta;
   check_thread_exit(f);
-  --cta->live_threads;
-  finish_barrier(cta, 0);
-  --cta->cluster->live_threads;
-  finish_cluster_barrier(cta->cluster);
-  if (cta->live_threads == 0) {
-    check_block_exit(cta);
-    statistics.blocks++;
-  }
-  if (cta->cluster->live_threads == 0) retire_clusters(false);
+  --f->cta->live_threads;
+  finish_barrier(f->cta, 0);
 }
 
 Fiber* next_ready() {
@@ -216,44 +182,30 @@ Fiber* next_ready() {
   return f;
 }
 
-void run_to_end(dim3 cluster, size_t shared_bytes) {
-  const uint64_t num_clusters =
-      static_cast<uint64_t>(grid_dim.x) * grid_dim.y * grid_dim.z / (cluster.x * cluster.y * cluster.z);
-  uint64_t next = 0;
-  int idle_rounds = 0;
-  for (;;) {
-    while (next < num_clusters && machine.clusters.size() < static_cast<size_t>(config.resident_clusters))
-      start_cluster(cluster_in_order(next++, num_clusters), cluster, shared_bytes);
-    if (machine.clusters.empty()) return;
+void run_block() {
+  Cta* cta = machine.cta.get();
+  while (cta->live_threads) {
     const bool lands_now = config.landing == Landing::random && random_number() % 8 == 0;
     if (!machine.pool.empty() && (machine.ready.empty() || lands_now)) {
       land(config.seed ? random_number() % machine.pool.size() : 0);
-      idle_rounds = 0;
       continue;
     }
-    if (machine.ready.empty()) {
-      if (machine.yielded.empty()) throw Error(report("deadlock:"));
-      if (++idle_rounds > kMaxIdleRounds) throw Error(report("livelock (only spinning threads):"));
-      wake_all(machine.yielded);
-    }
+    if (machine.ready.empty()) throw Error(report("deadlock:"));
     Fiber* f = next_ready();
     resume(f);
     if (machine.failed) throw Error(machine.error);
-    if (f->wait == Wait::yield)
-      machine.yielded.push_back(f);
-    else
-      idle_rounds = 0;
     if (f->wait == Wait::done) end_thread(f);
   }
+  check_block_exit(cta);
+  statistics.blocks++;
 }
 
 }  // namespace
 
-void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::function<void()>& kernel) {
+void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
   const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
   if (shared_bytes > kMaxSharedBytes) throw Error("more than 227 KiB of dynamic shared memory");
-  if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x % cluster.x ||
-      grid.y % cluster.y || grid.z % cluster.z)
+  if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0)
     throw Error("launch with a shape that the device refuses");
   ensure_context();
   TsanLaunch tsan_launch;
@@ -263,12 +215,17 @@ void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::fu
   grid_dim = grid;
   block_dim = block;
   try {
-    run_to_end(cluster, shared_bytes);
+    const uint64_t num_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    // The device promises no order: what only the blocks that come later repair is seen when they come earlier.
+    for (uint64_t i = 0; i < num_blocks; ++i) {
+      start_block(config.seed % 2 ? num_blocks - 1 - i : i, shared_bytes);
+      run_block();
+      retire_block();
+    }
   } catch (...) {
     machine.landing = false;
     machine.in_fiber = false;
-    machine.pool.clear();
-    retire_clusters(true);
+    if (machine.cta) retire_block();
     throw;
   }
 }
@@ -300,15 +257,9 @@ void wake_all(std::vector<Fiber*>& fibers) {
 }
 
 void maybe_preempt() {
-  self()->converged = false;
   if (config.preempt == 0 || random_number() % config.preempt != 0) return;
   wake(self());
   to_scheduler(false);
-}
-
-void yield() {
-  Inside inside;
-  block(Wait::yield);
 }
 
 void leave_failed_thread() {

@@ -67,24 +67,14 @@ void label_shared(const void* p, const char* label) {
   self()->cta->labels[shared_address(p)] = label;
 }
 
-Location locate(uint32_t address, size_t bytes, size_t align, Cta* own) {
-  Cta* cta = own ? own : self()->cta;
-  if (const uint32_t rank = address >> 24) {
-    if (rank > cta->cluster->ctas.size())
-      fail("address 0x%x names block %u of a smaller cluster", address, rank - 1);
-    cta = cta->cluster->ctas[rank - 1].get();
-    address &= 0xffffff;
-  }
+Location locate(uint32_t address, size_t bytes, size_t align) {
+  Cta* cta = machine.cta.get();
   if (address < cta->dynamic_offset || address + bytes > cta->end)
     fail("shared-memory access [0x%x, +%zu) outside the allocation [0x%x, 0x%x)", address, bytes,
          cta->dynamic_offset, cta->end);
   if (address % align) fail("shared-memory address 0x%x is not aligned to %zu", address, align);
   return {cta, address};
 }
-
-uint32_t cluster_rank() { return self()->cta->rank; }
-uint32_t cluster_size() { return static_cast<uint32_t>(self()->cta->cluster->ctas.size()); }
-uint32_t map_to_rank(uint32_t address, uint32_t rank) { return (rank + 1) << 24 | (address & 0xffffff); }
 
 namespace {
 template <class Fn>

@@ -1,4 +1,4 @@
-// The emulated machine: threads, warps, warpgroups, blocks, clusters, and the asynchronous work under way.
+// The emulated machine: threads, warps, warpgroups, the block that runs, and the asynchronous work under way.
 #pragma once
 
 #include <deque>
@@ -19,7 +19,6 @@ constexpr uint32_t kMaxStaticBytes = 48 << 10;
 constexpr int kPhases = 8;  // tokens kept per barrier, by phase
 
 struct Cta;
-struct Cluster;
 
 struct WarpOp {
   WarpOpKind kind;
@@ -43,7 +42,7 @@ struct Mbarrier {
   uint64_t phase = 0;
   std::vector<Fiber*> waiting;
   Fiber* initialiser = nullptr;
-  bool published = false;  // to the asynchronous proxy and to the cluster, by fence.mbarrier_init
+  bool published = false;  // to the asynchronous proxy, by fence.mbarrier_init
   char tokens[kPhases] = {};
 };
 struct NamedBarrier {
@@ -73,7 +72,6 @@ struct TmaCopy {
   TensorMap map{};
   int coordinates[5] = {};
   uint32_t shared = 0, bar = 0;
-  int multicast = -1;
   bool add = false;     // a store that adds
   bool commit = false;  // marks the end of a bulk group instead
   Cta* cta = nullptr;
@@ -89,11 +87,9 @@ struct Accumulator {
 struct Wgmma {
   WgmmaShape shape;
   uint64_t a, b;
-  bool a_in_registers;
   int num_threads = 0;
   uint64_t fence = ~0ull;  // the oldest proxy fence of the issuing threads
   Accumulator* accumulator = nullptr;
-  std::vector<uint32_t> a_registers;
   uint32_t first_byte[2] = {~0u, ~0u}, end_byte[2] = {0, 0};  // of operands a and b in shared memory
 };
 struct Warpgroup {
@@ -108,7 +104,7 @@ struct Warpgroup {
   char issued = 0, landed = 0;
 };
 
-enum class Wait { ready, yield, done, mbarrier, barrier, warp, wgmma, cp_async, bulk, registers, cluster };
+enum class Wait { ready, done, mbarrier, barrier, warp, wgmma, cp_async, bulk, registers };
 
 struct Fiber : Thread {
   Cta* cta;
@@ -131,12 +127,10 @@ struct Fiber : Thread {
   uint64_t stores_committed = 0, stores_done = 0;
   bool stores_queued = false;
 
-  uint64_t cluster_phase = 0;
   uint64_t wgmma_next = 0, wgmma_commits = 0;
   bool wgmma_fenced = false;
   uint64_t proxy_fence = 0;  // time of the last fence.proxy.async
   uint64_t ordered = 0;      // time of the last barrier or wait that orders it after other lanes
-  bool converged = false;    // with its warp: nothing came after the last operation of the whole warp
 
   void* asan_fake_stack = nullptr;
   void* tsan_fiber = nullptr;
@@ -154,8 +148,6 @@ struct Chunk {
   Fiber* reader = nullptr;
 };
 struct Cta {
-  Cluster* cluster;
-  uint32_t rank;
   uint3 block_idx;
   int live_threads;
   uint32_t dynamic_offset, end;  // the allocation: [dynamic_offset, end)
@@ -175,13 +167,6 @@ struct Cta {
   std::vector<Fiber*> waiting_for_registers;
   void* tsan_fiber = nullptr;
 };
-struct Cluster {
-  std::vector<std::unique_ptr<Cta>> ctas;
-  int live_threads = 0, arrived = 0;
-  uint64_t phase = 0;
-  std::vector<Fiber*> waiting;
-  char tokens[kPhases] = {};
-};
 
 // Asynchronous work that may land at any moment.
 struct Work {
@@ -192,9 +177,8 @@ struct Work {
 };
 
 struct Machine {
-  std::vector<std::unique_ptr<Cluster>> clusters;
+  std::unique_ptr<Cta> cta;  // blocks run one after another: nothing in cuda/ waits for another block
   std::deque<Fiber*> ready;
-  std::vector<Fiber*> yielded;
   std::vector<Work> pool;
   uint64_t clock = 0, random_state = 1;
   bool in_fiber = false, landing = false, failed = false;
@@ -220,7 +204,7 @@ struct Location {
   uint32_t offset;
   char* pointer() const { return cta->shared.get() + offset; }
 };
-Location locate(uint32_t address, size_t bytes, size_t align, Cta* own = nullptr);
+Location locate(uint32_t address, size_t bytes, size_t align);
 void mark_copies(Cta*, uint32_t offset, uint32_t bytes, int delta);
 void mark_stores(Cta*, uint32_t offset, uint32_t bytes, int delta);
 bool copy_in_flight(Cta*, uint32_t offset, uint32_t bytes);
@@ -240,12 +224,10 @@ void check_published(Location, const char* who);
 void arrive(Location, uint32_t expect_tx);
 void complete_tx(Location, uint32_t bytes);
 void finish_barrier(Cta*, int id);
-void finish_cluster_barrier(Cluster*);
 
 // ---- async.cpp, tma.cpp, wgmma.cpp
 void submit(Work);
 void land(size_t index);
-bool receives(const TmaCopy&, const Cta&);
 void land_tma_load(TmaCopy&);
 void land_bulk_stores(Fiber*);
 void land_wgmma_group(Warpgroup*);

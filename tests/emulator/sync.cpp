@@ -1,4 +1,4 @@
-// Barriers: bar.sync, mbarriers, the cluster barrier, and the register pool of setmaxnreg.
+// Barriers: bar.sync, mbarriers, and the register pool of setmaxnreg.
 #include <cstdlib>
 
 #include "state.h"
@@ -87,9 +87,6 @@ void settle(Mbarrier& m) {
 
 void arrive(Location l, uint32_t expect_tx) {
   Mbarrier& m = mbarrier_at(l);
-  if (l.cta->live_threads == 0)
-    fail("arrival at mbarrier %s of block %u of the cluster, which has ended", place(l.cta, l.offset).c_str(),
-         l.cta->rank);
   if (m.pending < 1)
     fail("mbarrier %s: more than its %u arrivals in phase %lu", place(l.cta, l.offset).c_str(), m.count,
          static_cast<unsigned long>(m.phase));
@@ -111,7 +108,6 @@ void mbar_init(uint32_t bar, uint32_t count) {
   Inside inside;
   Location l = locate(bar, 8, 8);
   if (count == 0 || count > 0xfffff) fail("mbarrier.init with count %u", count);
-  self()->converged = false;
   const uint64_t word = kMbarrierMagic | l.offset;
   asan_unpoison(l.pointer(), 8);
   std::memcpy(l.pointer(), &word, sizeof word);
@@ -125,9 +121,7 @@ void mbar_init(uint32_t bar, uint32_t count) {
 void mbar_arrive(uint32_t bar, uint32_t expect_tx) {
   Inside inside;
   maybe_preempt();
-  const Location l = locate(bar, 8, 8);
-  if (l.cta != self()->cta) check_published(l, "an arrival from another block");
-  arrive(l, expect_tx);
+  arrive(locate(bar, 8, 8), expect_tx);
 }
 
 void mbar_wait(uint32_t bar, uint32_t parity) {
@@ -142,29 +136,6 @@ void mbar_wait(uint32_t bar, uint32_t parity) {
   Mbarrier& m = mbarrier_at(l);
   acquire(self(), &m.tokens[(m.phase - 1) % kPhases]);
   self()->ordered = machine.clock;
-}
-
-void finish_cluster_barrier(Cluster* cluster) {
-  if (cluster->arrived == 0 || cluster->arrived < cluster->live_threads) return;
-  cluster->arrived = 0;
-  ++cluster->phase;
-  wake_all(cluster->waiting);
-}
-
-void cluster_sync() {
-  Inside inside;
-  Fiber* f = self();
-  if (!f->converged) fail("barrier.cluster (.aligned) without __syncwarp: the warp may not have converged");
-  Cluster* cluster = f->cta->cluster;
-  const uint64_t phase = cluster->phase;
-  release(f, &cluster->tokens[phase % kPhases]);
-  ++cluster->arrived;
-  finish_cluster_barrier(cluster);
-  while (cluster->phase == phase) {
-    cluster->waiting.push_back(f);
-    block(Wait::cluster);
-  }
-  acquire(f, &cluster->tokens[phase % kPhases]);
 }
 
 void setmaxnreg(int registers, bool increase) {

@@ -1,4 +1,4 @@
-// Tensor maps and the copies that go through them, up to 5 dimensions, with swizzle, clipping and multicast.
+// Tensor maps and the copies that go through them, up to 5 dimensions, with swizzle and clipping.
 #include "state.h"
 
 namespace emu {
@@ -69,13 +69,7 @@ TmaCopy new_copy(const CUtensorMap* encoded, int rank, const int* coordinates) {
 
 }  // namespace
 
-bool receives(const TmaCopy& copy, const Cta& cta) {
-  if (cta.cluster != copy.cta->cluster) return false;
-  return copy.multicast < 0 ? &cta == copy.cta : copy.multicast >> cta.rank & 1;
-}
-
-void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, const int* coordinates,
-              int multicast) {
+void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, const int* coordinates) {
   Inside inside;
   maybe_preempt();
   auto copy = std::make_shared<TmaCopy>(new_copy(map, rank, coordinates));
@@ -85,24 +79,15 @@ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, cons
   copy->cta = l.cta;
   copy->shared = l.offset;
   copy->bar = bar;
-  copy->multicast = multicast;
   release(self(), &self()->issued);
-  const auto& ctas = l.cta->cluster->ctas;
-  if (multicast == 0 || (multicast > 0 && multicast >> ctas.size()))
-    fail("TMA load for the blocks 0x%x of a cluster of %zu", multicast, ctas.size());
-  for (auto& cta : ctas) {
-    if (!receives(*copy, *cta)) continue;
-    if (cta->live_threads == 0) fail("TMA load into block %u of the cluster, which has ended", cta->rank);
-    check_async_destination(cta.get(), l.offset, bytes, "TMA load");
-    if (copy_in_flight(cta.get(), l.offset, bytes))
-      fail("TMA load overwrites %s while another copy to it is in flight",
-           place(cta.get(), l.offset).c_str());
-    for (uint32_t offset = l.offset; offset < l.offset + bytes; offset += 16)
-      if (used_without_fence(cta.get(), offset, self()->proxy_fence))
-        fail("TMA load overwrites %s, used through the generic proxy, without fence.proxy.async",
-             place(cta.get(), offset).c_str());
-    mark_copies(cta.get(), l.offset, bytes, 1);
-  }
+  check_async_destination(l.cta, l.offset, bytes, "TMA load");
+  if (copy_in_flight(l.cta, l.offset, bytes))
+    fail("TMA load overwrites %s while another copy to it is in flight", place(l.cta, l.offset).c_str());
+  for (uint32_t offset = l.offset; offset < l.offset + bytes; offset += 16)
+    if (used_without_fence(l.cta, offset, self()->proxy_fence))
+      fail("TMA load overwrites %s, used through the generic proxy, without fence.proxy.async",
+           place(l.cta, offset).c_str());
+  mark_copies(l.cta, l.offset, bytes, 1);
   submit({Work::tma_load, nullptr, nullptr, copy});
 }
 
@@ -110,25 +95,20 @@ void land_tma_load(TmaCopy& copy) {
   acquire(nullptr, &copy.issuer->issued);
   const TensorMap& map = copy.map;
   const uint32_t bytes = box_bytes(map);
-  for (auto& cta : copy.cta->cluster->ctas) {
-    if (!receives(copy, *cta)) continue;
-    mark_copies(cta.get(), copy.shared, bytes, -1);
-    for_box(copy, [&](uint32_t offset, const char* global) {
-      char* dst = cta->shared.get() + swizzle(copy.shared + offset, kSwizzleSpan[map.swizzle]);
-      if (offset % 16 == 0) {
-        note_write(nullptr, dst, 16);
-        if (global) note_read(nullptr, global, map.element_bytes);
-      }
-      if (global)
-        copy_bytes(dst, global, map.element_bytes);
-      else
-        zero_bytes(dst, map.element_bytes);
-    });
-    note_async_write(cta.get(), copy.shared, bytes);
-    complete_tx(
-        copy.multicast < 0 ? locate(copy.bar, 8, 8, cta.get()) : Location{cta.get(), copy.bar & 0xffffff},
-        bytes);
-  }
+  mark_copies(copy.cta, copy.shared, bytes, -1);
+  for_box(copy, [&](uint32_t offset, const char* global) {
+    char* dst = copy.cta->shared.get() + swizzle(copy.shared + offset, kSwizzleSpan[map.swizzle]);
+    if (offset % 16 == 0) {
+      note_write(nullptr, dst, 16);
+      if (global) note_read(nullptr, global, map.element_bytes);
+    }
+    if (global)
+      copy_bytes(dst, global, map.element_bytes);
+    else
+      zero_bytes(dst, map.element_bytes);
+  });
+  note_async_write(copy.cta, copy.shared, bytes);
+  complete_tx(locate(copy.bar, 8, 8), bytes);
 }
 
 void tma_store(const CUtensorMap* map, uint32_t src, int rank, const int* coordinates, bool add) {

@@ -21,8 +21,6 @@ uint32_t shuffle_source(const WarpOp& op, uint32_t lane) {
       return first | (arg & (width - 1));
     case WarpOpKind::shfl_up:
       return lane < first + arg ? lane : lane - arg;
-    case WarpOpKind::shfl_down:
-      return lane + arg > last ? lane : lane + arg;
     default:
       return (lane ^ arg) > last ? lane : lane ^ arg;
   }
@@ -35,40 +33,6 @@ void shuffle(WarpOp& op, Operand (&out)[32]) {
       fail("%s: lane %u reads lane %u, which is not in mask %08x", op.what, lane, source, op.mask);
     out[lane].value = op.in[source].value;
   });
-}
-
-uint64_t reduce(const WarpOp& op) {
-  const uint32_t first = std::countr_zero(op.mask);
-  uint64_t result = op.kind == WarpOpKind::reduce_min ? ~0u : 0;
-  for_lanes(op.mask, [&](uint32_t lane) {
-    const uint32_t v = static_cast<uint32_t>(op.in[lane].value);
-    switch (op.kind) {
-      case WarpOpKind::reduce_add:
-        result = static_cast<uint32_t>(result + v);
-        break;
-      case WarpOpKind::reduce_min:
-        result = std::min<uint64_t>(result, v);
-        break;
-      case WarpOpKind::reduce_max:
-        result = std::max<uint64_t>(result, v);
-        break;
-      case WarpOpKind::match_all:
-        result |= op.in[lane].value != op.in[first].value;
-        break;
-      default:
-        result |= static_cast<uint64_t>(v != 0) << lane;
-    }
-  });
-  switch (op.kind) {
-    case WarpOpKind::all:
-      return result == op.mask;
-    case WarpOpKind::any:
-      return result != 0;
-    case WarpOpKind::match_all:
-      return result ? 0 : op.mask;
-    default:
-      return result;
-  }
 }
 
 // ldmatrix and stmatrix: 8x8 matrices of 16-bit elements; lane 8 q + r holds the address of row r of matrix
@@ -131,7 +95,6 @@ void execute(Warp* warp, WarpOp& op) {
       break;
     case WarpOpKind::shfl:
     case WarpOpKind::shfl_up:
-    case WarpOpKind::shfl_down:
     case WarpOpKind::shfl_xor:
       shuffle(op, out);
       break;
@@ -142,9 +105,6 @@ void execute(Warp* warp, WarpOp& op) {
         });
       });
       break;
-    case WarpOpKind::elect:
-      out[std::countr_zero(op.mask)].value = 1;
-      break;
     case WarpOpKind::stmatrix:
     case WarpOpKind::ldmatrix:
     case WarpOpKind::mma:
@@ -152,10 +112,10 @@ void execute(Warp* warp, WarpOp& op) {
       // Lane by lane: TSan intercepts memcpy, and would see the emulator write to a thread's stack.
       for_lanes(op.mask, [&](uint32_t lane) { out[lane] = op.in[lane]; });
       break;
-    default: {
-      const uint64_t result = reduce(op);
-      for_lanes(op.mask, [&](uint32_t lane) { out[lane].value = result; });
-    }
+    case WarpOpKind::ballot:
+      uint64_t votes = 0;
+      for_lanes(op.mask, [&](uint32_t lane) { votes |= uint64_t{op.in[lane].value != 0} << lane; });
+      for_lanes(op.mask, [&](uint32_t lane) { out[lane].value = votes; });
   }
   for_lanes(op.mask, [&](uint32_t lane) { warp->lane[lane]->result = out[lane]; });
 }
@@ -204,7 +164,6 @@ Operand collective(WarpOpKind kind, uint32_t mask, const Operand& operand, const
     acquire(f, token);
     f->ordered = machine.clock;
   }
-  f->converged = mask == ~0u;
   return f->result;
 }
 

@@ -1,5 +1,4 @@
-// wgmma: operands by shared-memory descriptor (or A in registers), groups that finish later, accumulators in
-// flight.
+// wgmma: operands by shared-memory descriptor, groups that finish later, accumulators in flight.
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -103,16 +102,6 @@ multiply_add(const float* __restrict a, const float* __restrict b, float* __rest
 int fragment_row(int t, int i) { return t / 32 * 16 + t % 32 / 4 + (i >> 1 & 1) * 8; }
 int fragment_col(int t, int i) { return i / 4 * 8 + t % 4 * 2 + (i & 1); }
 
-void load_a_registers(const Wgmma& op, float* out) {
-  for (int t = 0; t < 128; ++t)
-    for (int i = 0; i < 8; ++i) {
-      const int reg = i / 2, row = t / 32 * 16 + t % 32 / 4 + (reg & 1) * 8,
-                k = (reg >> 1) * 8 + t % 4 * 2 + i % 2;
-      out[row * 16 + k] = element_to_float(
-          static_cast<uint16_t>(op.a_registers[t * 4 + reg] >> (16 * (i % 2))), op.shape.f16);
-    }
-}
-
 Accumulator* find_accumulator(Warpgroup* w, int thread, float* d, int n) {
   for (auto& a : w->accumulators)
     if (a->registers[thread] == d) return a.get();
@@ -138,10 +127,7 @@ void land_wgmma_group(Warpgroup* w) {
     statistics.wgmmas++;
     if (op.num_threads != 128)
       fail("wgmma issued by %d of the 128 threads of warpgroup %d", op.num_threads, w->index);
-    if (op.a_in_registers)
-      load_a_registers(op, a);
-    else
-      load_operand(w->cta, op, 0, a, 16, 1);
+    load_operand(w->cta, op, 0, a, 16, 1);
     load_operand(w->cta, op, 1, b, 1, 256);
     Accumulator* acc = op.accumulator;
     if (!op.shape.accumulate) std::fill(std::begin(acc->value), std::end(acc->value), 0.f);
@@ -155,7 +141,7 @@ void land_wgmma_group(Warpgroup* w) {
   wake_all(w->waiting);
 }
 
-void wgmma(float* d, WgmmaShape shape, uint64_t a, const uint32_t* a_regs, uint64_t b) {
+void wgmma(float* d, WgmmaShape shape, uint64_t a, uint64_t b) {
   Inside inside;
   Fiber* f = self();
   Warpgroup* w = f->warpgroup;
@@ -168,15 +154,12 @@ void wgmma(float* d, WgmmaShape shape, uint64_t a, const uint32_t* a_regs, uint6
     op.shape = shape;
     op.a = a;
     op.b = b;
-    op.a_in_registers = a_regs != nullptr;
-    if (a_regs) op.a_registers.resize(512);
-    if (!a_regs) find_extent(op, 0);
+    find_extent(op, 0);
     find_extent(op, 1);
   }
   Wgmma& op = w->ops[f->wgmma_next++ - w->first_op];
-  if (op.shape != shape || op.a != a || op.b != b || op.a_in_registers != (a_regs != nullptr))
+  if (op.shape != shape || op.a != a || op.b != b)
     fail("wgmma operands differ between the threads of warpgroup %d", w->index);
-  if (a_regs) std::memcpy(&op.a_registers[thread * 4], a_regs, 16);
   op.num_threads++;
   op.fence = std::min(op.fence, f->proxy_fence);
   if (!op.accumulator) {
