@@ -69,12 +69,13 @@ class SpreadLayer(nn.Module):
         overlap_degree: int | str = 1,
         max_rows_per_rank: int | None = None,
         exchange: str = "choice",
+        wire: str = "full",
     ) -> None:
         """Leaves on this rank its share of the experts: rank r of the group keeps [r * e, (r + 1) * e) of E = size * e.
 
         For a layer that was made for one process, with the same parameters on all ranks of the group. All of them call
         it, in one order of layers, before they make an optimizer: the parameters of the experts are new ones. Tags stay
-        as they are. Arguments: FMoE, group is its moe_group.
+        as they are. Arguments: ParallelLayout, group is its moe_group.
         Raises ValueError, and changes nothing, if the experts are spread already, the ranks do not divide them, or the
         gate must know its ranks when it is made.
         """
@@ -88,7 +89,9 @@ class SpreadLayer(nn.Module):
         if isinstance(self.gate, BaseGate):
             self.gate.check_spread(size)
         num_local = self.num_experts // size
-        self.expert_parallel = ExpertParallel(group, num_local, overlap_degree, max_rows_per_rank, exchange)
+        self.expert_parallel = ExpertParallel(
+            group, num_local, overlap_degree, max_rows_per_rank, exchange, wire
+        )
         self.num_local_experts, self.world_size = num_local, size
         self.gate.num_local_experts, self.gate.world_size = num_local, size
         self.share_gate(gate_group)

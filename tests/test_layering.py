@@ -284,6 +284,7 @@ MODULE_STATE = {
     "experts.py": {"_gated"},  # layers of gated experts, which an optimizer asks, weak
     "linear.py": {"_noted_casts"},  # pairs of dtypes of which a warning was given
     "gpu/kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
+    "frozen/kept.py": {"KEPT"},  # decoded weights on each GPU that wait for their backward
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (

@@ -1,6 +1,6 @@
 """ExpertParallel: where the experts of a layer live, and how its tokens get there."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -124,7 +124,7 @@ class _Route:
     """Route of a forward's tokens."""
 
     exchange: str  # what has a row, a name of EXCHANGES
-    kind: type[Exchange]  # its class: a compiled graph cannot look it up
+    kind: Callable[..., Exchange]  # its class: a compiled graph cannot look it up
     chunk_ends: list[int]  # where the chunks of a rank's experts end
 
 
@@ -224,6 +224,12 @@ class ExpertParallel(ExpertPlacement):
     def chunk_ends(self) -> list[int]:
         """Ends of the chunks of a rank's experts in the next forward."""
         return self._route.chunk_ends
+
+    def carry_by(self, name: str, kind: Callable[..., Exchange]) -> None:
+        """Let an exchange of another library, under a name of its own, carry the tokens in one chunk."""
+        self.exchange = name
+        self._route = _Route(name, kind, [self.num_local_experts])
+        self.layout = f"{self.layout} by {name}"  # which the ranks compare before the first rows
 
     def choose_route(self, max_chunks: int, step: Step | None = None) -> _Route:
         """Choose the route of this forward's tokens; all ranks call it before they send.

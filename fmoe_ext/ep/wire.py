@@ -49,7 +49,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor, wire: str) -> None:
         out.copy_(codes * packed[:, width:].contiguous().view(torch.float32))
         return
     exponent = packed[:, width:].int()
-    scale = torch.ldexp(torch.ones((), device=out.device), exponent - 127).masked_fill(
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - 127).masked_fill(
         exponent == 255, torch.nan
     )
     out.copy_((codes.unflatten(1, (-1, _BLOCK)) * scale[..., None]).flatten(1))

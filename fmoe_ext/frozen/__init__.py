@@ -4,6 +4,7 @@ from fmoe_ext.frozen.formats import FORMATS
 from fmoe_ext.frozen.formats.nf4 import nf4_scales
 from fmoe_ext.frozen.frozen_gemm import frozen_gemm, frozen_gemm_ref
 from fmoe_ext.frozen.frozen_mlp import frozen_mlp, frozen_mlp_ref
+from fmoe_ext.frozen.kept import keep_decoded
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "frozen_gemm_ref",
     "frozen_mlp",
     "frozen_mlp_ref",
+    "keep_decoded",
     "nf4_scales",
     "quantize",
 ]

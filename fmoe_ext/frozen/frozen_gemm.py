@@ -1,8 +1,10 @@
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from fmoe_ext.frozen import kept
 from fmoe_ext.frozen.formats import FORMATS
 from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops import chooser
@@ -17,6 +19,9 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable,
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
+
+# the operator's arguments do not say whether gradients are recorded
+_has_backward = ContextVar("a backward of this product will follow", default=False)
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 # For devices without such kernels; those of cuda/ return the same where none of them is on and fits.
@@ -69,7 +74,13 @@ def frozen_gemm(
         x, bias = cast_for_autocast(x, bias)
         y: torch.Tensor = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing)
         return y
-    return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
+    if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
+    token = _has_backward.set(True)
+    try:
+        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
+    finally:
+        _has_backward.reset(token)
 
 
 def frozen_gemm_ref(
@@ -161,17 +172,20 @@ def packed_product(
     zero: torch.Tensor | None,
     number: int,
     interleaved: bool = False,
+    *,
+    keep: bool = False,
 ) -> torch.Tensor:
     """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
 
-    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise one pass decodes it in memory, to the dtype of rows,
-    for this product.
+    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise one pass decodes it in memory, to the dtype of rows.
+    keep: a backward will follow, whose product is the transposed one (kept.py).
     """
     if number == FORMATS["mxfp4"].number and scale is not None:
         y = mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)
         if y is not None:
             return y
-    decoded = torch.ops.fmoe_ext._decode_packed(weight, scale, zero, number, interleaved, rows.dtype)
+    packing = scale, zero, number, interleaved
+    decoded = kept.KEPT.decoded(weight, packing, rows.dtype, keep=keep, last=transposed)
     return grouped_gemm(rows, decoded, offs, bias, transposed)
 
 
@@ -183,7 +197,7 @@ def composed(
     *packing: Any,
 ) -> torch.Tensor:
     """frozen_gemm on CUDA."""
-    return packed_product(x, weight, _offs_of(offs, x), bias, False, *packing)
+    return packed_product(x, weight, _offs_of(offs, x), bias, False, *packing, keep=_has_backward.get())
 
 
 def composed_backward(

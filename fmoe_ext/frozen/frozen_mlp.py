@@ -207,6 +207,7 @@ class _FrozenWeight:
         self.weight, self.format = (a.w1, a.w1_format) if which == 1 else (a.w2, a.w2_format)
         tensors = (a.w1_scale, a.w1_zero) if which == 1 else (a.w2_scale, a.w2_zero)
         self.packing = *tensors, self.format, which == 1 and bool(a.w1_interleaved)
+        self.keep = bool(getattr(a, "save", False))  # of a forward: a backward will follow
 
     def product(
         self,
@@ -218,7 +219,7 @@ class _FrozenWeight:
         """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed."""
         if self.format == 0:
             return grouped_gemm(rows, self.weight, offs, bias, transposed)
-        return packed_product(rows, self.weight, offs, bias, transposed, *self.packing)
+        return packed_product(rows, self.weight, offs, bias, transposed, *self.packing, keep=self.keep)
 
 
 def _product(

@@ -1,5 +1,7 @@
 """wire="fp8" and "mxfp8": rows and gradients travel in 8 bits; how far results and gradients are from full ones."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +88,28 @@ def close_but_not_equal(wire, exchange, dtype):
     assert all(1e-3 < error < 0.08 for error in found_errors), (wire, exchange, found_errors)
 
 
+def spread_layer_is_near_one_process(wire, exchange):
+    """spread(wire=) of a whole layer: output and gradients of both ranks' tokens beside one process in full."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = FMoETransformerMLP(E, D, H, top_k=K, activation="swiglu")
+    for p in whole.parameters():
+        p.data.normal_(0, 0.2)
+    layer = copy.deepcopy(whole)
+    layer.spread(exchange=exchange, wire=wire)
+    assert layer.expert_parallel.wire == wire
+    x = torch.randn(size * 24, D)
+    truth = gradients(whole, x.clone())
+    y, dx, *dexperts, dgate = gradients(layer, x.chunk(size)[rank].clone())
+    dist.all_reduce(dgate)
+    found = [*(part.contiguous() for part in (y, dx, *dexperts)), dgate]
+    expected = [*(t.chunk(size)[rank] for t in truth[:-1]), truth[-1]]
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+    assert all((error < 1e-5) if wire == "full" else (1e-3 < error < 0.08) for error in errors), errors
+    dist.barrier()
+    return errors
+
+
 def refuse():
     for wrong, text in (
         ({"wire": "fp4"}, "wire must be one of full, fp8, mxfp8"),
@@ -105,3 +129,10 @@ def test_gradients_of_two_ranks(pool):
     ):
         pool.run(close_but_not_equal, wire, exchange, dtype, world_size=2)
     pool.run(refuse, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("wire", "exchange"), [("full", "choice"), ("fp8", "choice"), ("mxfp8", "token"), ("fp8", "token")]
+)
+def test_spread_layer_of_two_ranks(pool, wire, exchange):
+    pool.run(spread_layer_is_near_one_process, wire, exchange, world_size=2)

@@ -1,0 +1,120 @@
+"""Decoded copies of packed weights that wait for their backward, within a bound.
+
+On CUDA a packed weight is decoded in memory and multiplied. The backward of a layer needs the same numbers again:
+decoding twice costs as much as reading the weight in 16 bits four times. A copy is kept from a forward that will have a
+backward until that backward takes it. Under activation checkpointing a layer's repeated forward and its backward follow
+each other, so one layer's copies are alive; without it the last layers of the forward are kept, whose backward comes
+first. What would exceed the bound makes room by dropping the oldest, and a copy that is gone is decoded again: the bits
+are the same.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+_SHARE = (
+    4  # of the free memory, the default bound is one part: activations come after the first layer is decoded
+)
+_Key: TypeAlias = tuple[Any, ...]
+
+
+def keep_decoded(limit: int | None) -> None:
+    """Bound the decoded weights that frozen_mlp and frozen_gemm keep on each GPU for the backward, in bytes.
+
+    None, the default: a quarter of the memory that is free at that moment. 0 keeps none. What exceeds a smaller bound
+    is dropped at once. A weight that a kernel multiplies without decoding it in memory is not kept, nor is anything on
+    the CPU, during the capture of a CUDA graph, or by torch.compile. Raises ValueError for a negative bound.
+
+    Example:
+
+        >>> frozen.keep_decoded(2 * 2**30)  # two GiB
+        >>> frozen.keep_decoded(None)
+    """
+    if limit is not None and limit < 0:
+        raise ValueError(f"limit must be a number of bytes from 0 on, or None, but got {limit}")
+    KEPT.set_limit(limit)
+
+
+class KeptWeights:
+    """Decoded weights by the packed ones, the oldest first; free_bytes says what is free on a device."""
+
+    def __init__(self, free_bytes: Callable[[torch.device], int]) -> None:
+        self._free_bytes = free_bytes
+        self._limit: int | None = None
+        # a copy, and what drops it with its weight
+        self._copies: OrderedDict[_Key, tuple[torch.Tensor, weakref.finalize[Any, Any]]] = OrderedDict()
+        self._lock = (
+            threading.RLock()
+        )  # autograd takes from a thread of its own; a finaliser may run anywhere
+
+    def decoded(
+        self, weight: torch.Tensor, packing: tuple[Any, ...], dtype: torch.dtype, *, keep: bool, last: bool
+    ) -> torch.Tensor:
+        """Decode a packed weight, or find its copy. keep: for a backward that will come; last: this is it."""
+        # A weight that was written to since has another version; a copy belongs to the stream that it was made on.
+        stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+        key = (id(weight.untyped_storage()), weight.data_ptr(), weight._version, packing[2:], dtype, stream)
+        with self._lock:
+            copy = self._pop(key)
+        if copy is None:
+            copy = torch.ops.fmoe_ext._decode_packed(weight, *packing, dtype)
+        if keep and not last:
+            self._put(key, weight, copy)
+        return copy
+
+    def set_limit(self, limit: int | None) -> None:
+        """Bound the bytes on each device from now on; None: by what is free."""
+        with self._lock:
+            self._limit = limit
+            for device in {copy.device for copy, _ in self._copies.values()}:
+                self._make_room(device, 0)
+
+    def num_bytes(self, device: torch.device) -> int:
+        """Count the bytes of the copies on a device."""
+        with self._lock:
+            return sum(copy.nbytes for copy, _ in self._copies.values() if copy.device == device)
+
+    def _put(self, key: _Key, weight: torch.Tensor, copy: torch.Tensor) -> None:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # its memory would belong to the graph, whose replays write it
+        with self._lock:
+            if self._make_room(copy.device, copy.nbytes):
+                drop = weakref.finalize(weight.untyped_storage(), self._pop, key)
+                drop.atexit = False
+                self._copies[key] = copy, drop
+
+    def _make_room(self, device: torch.device, needed: int) -> bool:
+        """Drop the oldest copies until `needed` bytes more fit; False if they cannot."""
+        held = self.num_bytes(device)
+        # what is kept counts as free: the bound must not shrink by what it allowed
+        limit = (self._free_bytes(device) + held) // _SHARE if self._limit is None else self._limit
+        if needed > limit:
+            return False
+        for key in [key for key, (copy, _) in self._copies.items() if copy.device == device]:
+            if held + needed <= limit:
+                break
+            dropped = self._pop(key)
+            held -= 0 if dropped is None else dropped.nbytes
+        return True
+
+    def _pop(self, key: _Key) -> torch.Tensor | None:
+        with self._lock:
+            copy, drop = self._copies.pop(key, (None, None))
+        if drop is not None:
+            drop.detach()
+        return copy
+
+
+def _free_on(device: torch.device) -> int:
+    """Bytes that are free on a GPU, those that torch's allocator holds unused among them; 0 on others."""
+    if device.type != "cuda":
+        return 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+KEPT = KeptWeights(_free_on)

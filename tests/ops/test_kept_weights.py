@@ -1,0 +1,152 @@
+"""Decoded weights kept for the backward: decoded once a layer and step, within a bound, with the same bits."""
+
+import gc
+
+import pytest
+import torch
+
+from fmoe_ext import frozen
+from fmoe_ext.frozen import kept
+from fmoe_ext.frozen.frozen_gemm import composed as gemm
+from fmoe_ext.frozen.frozen_gemm import composed_backward as gemm_backward
+from fmoe_ext.frozen.frozen_mlp import composed as mlp
+from fmoe_ext.frozen.frozen_mlp import composed_backward as mlp_backward
+from tests.ops.test_quantized import packed
+
+NAMES = ("frozen_gemm", "frozen_gemm_backward", "frozen_mlp", "frozen_mlp_backward")
+pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+E, OUT, IN = 2, 64, 256
+SIZE = E * OUT * IN * 4  # bytes of a copy in float32
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """As on CUDA: products decode in memory. The packed weights that were decoded, in order."""
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for name, kernel in zip(NAMES, (gemm, gemm_backward, mlp, mlp_backward), strict=True):
+        library.impl(name, kernel, "CPU", allow_override=True)
+    calls = []
+
+    def decode(weight, *packing):
+        calls.append(weight.data_ptr())
+        return frozen.Quantized.of_rows(weight, *packing[:4]).dequantize(packing[4])
+
+    library.impl("_decode_packed", decode, "CPU")
+    monkeypatch.setattr(kept, "KEPT", kept.KeptWeights(lambda device: 0))
+    yield calls
+    library._destroy()
+
+
+def layer(seed=0):
+    return packed("q4_k", E, OUT, IN, seed)
+
+
+def step(weights, x=None):
+    """Forward through each weight and backward; the gradient of x."""
+    x = torch.ones(5, IN) if x is None else x
+    x.requires_grad_()
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    loss = sum(frozen.frozen_gemm(x, weight, offs).square().sum() for weight in weights)
+    return torch.autograd.grad(loss, x)[0]
+
+
+def test_backward_takes_what_the_forward_decoded(decoded):
+    weight = layer()
+    expected = step([weight])
+    assert len(decoded) == 2  # there and back: nothing is kept by default on a CPU
+    frozen.keep_decoded(SIZE)
+    decoded.clear()
+    assert torch.equal(step([weight]), expected)
+    assert len(decoded) == 1 and kept.KEPT.num_bytes(CPU) == 0
+
+
+def test_the_oldest_go_first(decoded):
+    """Of three layers two fit: the backward begins with the last, which are there."""
+    frozen.keep_decoded(2 * SIZE)
+    weights = [layer(seed) for seed in range(3)]
+    step(weights)
+    first, *rest = (weight.rows().data_ptr() for weight in weights)
+    assert decoded == [first, *rest, first] and kept.KEPT.num_bytes(CPU) == 0
+    frozen.keep_decoded(SIZE - 1)
+    decoded.clear()
+    step(weights[:1])
+    assert len(decoded) == 2
+
+
+def test_a_smaller_bound_drops_at_once(decoded):
+    frozen.keep_decoded(4 * SIZE)
+    x = torch.ones(5, IN, requires_grad=True)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    alive = [frozen.frozen_gemm(x, weight, offs) for weight in (layer(0), layer(1))]
+    assert kept.KEPT.num_bytes(CPU) == 2 * SIZE
+    frozen.keep_decoded(SIZE)
+    assert kept.KEPT.num_bytes(CPU) == SIZE
+    frozen.keep_decoded(0)
+    assert kept.KEPT.num_bytes(CPU) == 0 and alive[0].requires_grad
+    with pytest.raises(ValueError, match="limit must be a number of bytes from 0 on, or None, but got -1"):
+        frozen.keep_decoded(-1)
+
+
+def test_by_default_a_quarter_of_what_is_free(decoded, monkeypatch):
+    free = 8 * SIZE
+    kept.KEPT._free_bytes = lambda device: free - kept.KEPT.num_bytes(device)
+    x = torch.ones(5, IN, requires_grad=True)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    weights = [layer(seed) for seed in range(4)]
+    outputs = []
+    for number, weight in enumerate(weights, 1):
+        outputs.append(frozen.frozen_gemm(x, weight, offs))
+        assert kept.KEPT.num_bytes(CPU) == min(number, 2) * SIZE
+
+
+def test_without_a_backward_nothing_is_kept(decoded):
+    frozen.keep_decoded(4 * SIZE)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    frozen.frozen_gemm(torch.ones(5, IN), layer(), offs)
+    with torch.no_grad():
+        frozen.frozen_gemm(torch.ones(5, IN, requires_grad=True), layer(), offs)
+    assert kept.KEPT.num_bytes(CPU) == 0 and len(decoded) == 2
+
+
+def test_a_weight_that_changed_or_died_has_no_copy(decoded):
+    frozen.keep_decoded(4 * SIZE)
+    weight, other = layer(0), layer(1)
+    x = torch.ones(5, IN, requires_grad=True)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    frozen.frozen_gemm(x, weight, offs)
+    weight.data.copy_(other.data)
+    assert torch.equal(step([weight]), step([other]))
+    frozen.frozen_gemm(x, weight, offs)
+    assert kept.KEPT.num_bytes(CPU) > 0
+    del weight, other
+    gc.collect()
+    assert kept.KEPT.num_bytes(CPU) == 0
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_frozen_mlp(decoded, save):
+    frozen.keep_decoded(16 * SIZE)
+    w1, w2 = packed("q4_k", E, 2 * 256, IN, 0), packed("q8_0", E, IN, 256, 1)
+    x = torch.randn(4, IN, generator=torch.Generator().manual_seed(0)).requires_grad_(save)
+    row_idx, inverse = torch.arange(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)[:, None]
+    arguments = (
+        x,
+        row_idx,
+        inverse,
+        torch.tensor([1, 4], dtype=torch.int32),
+        w1,
+        None,
+        w2,
+        None,
+        None,
+        "swiglu",
+    )
+    y = frozen.frozen_mlp(*arguments)
+    assert (kept.KEPT.num_bytes(CPU) > 0) == save
+    if save:
+        y.square().sum().backward()
+        truth = x.detach().clone().requires_grad_()
+        frozen.frozen_mlp_ref(truth, *arguments[1:]).square().sum().backward()
+        torch.testing.assert_close(x.grad, truth.grad, rtol=1e-4, atol=1e-4)
+    assert len(decoded) == 2 and kept.KEPT.num_bytes(CPU) == 0
