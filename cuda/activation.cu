@@ -1,8 +1,5 @@
 // The activation of the expert MLP between its two products, and its gradient; one warp a row, 16 bytes of
 // each operand at a time wherever the widths and the pointers allow it.
-#include <algorithm>
-#include <initializer_list>
-
 #include "activation.cuh"
 #include "grouped_rows.cuh"
 
@@ -85,14 +82,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     dot = warp_sum(dot);
     if (lane == 0 && kept) dscale[choice] = dot;
   }
-}
-
-// True if all rows of H elements can be read 16 bytes at a time.
-template <typename T>
-bool is_wide(int64_t H, std::initializer_list<const void*> matrices) {
-  return H % kVec16<T> == 0 && std::all_of(matrices.begin(), matrices.end(), [](const void* p) {
-           return reinterpret_cast<uintptr_t>(p) % 16 == 0;
-         });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -154,10 +155,34 @@ void dispatch_dtype(Dtype dtype, const Body& body) {
   }
 }
 
+// Calls body with the indices in their own type.
+template <class Body>
+void dispatch_indices(Indices indices, const Body& body) {
+  indices.is_int64 ? body(static_cast<const int64_t*>(indices.data))
+                   : body(static_cast<const int32_t*>(indices.data));
+}
+
+// True if rows of `width` elements of all these matrices can be read 16 bytes at a time.
+template <typename T>
+bool is_wide(int64_t width, std::initializer_list<const void*> matrices) {
+  return width % kVec16<T> == 0 && std::all_of(matrices.begin(), matrices.end(), [](const void* p) {
+           return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+         });
+}
+
 // ---- warps
 template <typename T>
 __device__ __forceinline__ T warp_sum(T v) {
   for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kFullMask, v, step);
+  return v;
+}
+// The sum of this lane's value and those of the lanes before it.
+template <typename T>
+__device__ __forceinline__ T warp_prefix_sum(T v) {
+  for (int step = 1; step < 32; step *= 2) {
+    const T before = __shfl_up_sync(kFullMask, v, step);
+    if (static_cast<int>(threadIdx.x % 32) >= step) v += before;
+  }
   return v;
 }
 

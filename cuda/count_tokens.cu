@@ -42,12 +42,11 @@ void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts,
   const size_t shared_bytes = shared_histogram ? num_experts * sizeof(int) : 0;
   const unsigned blocks = grid_for(ceil_div(num_choices, kThreads * kPerThread));
   auto* counts = reinterpret_cast<unsigned long long*>(tokens_per_expert);
-  if (topk_idx.is_int64)
-    launch(count_tokens_kernel<int64_t>, blocks, kThreads, shared_bytes, stream,
-           static_cast<const int64_t*>(topk_idx.data), num_choices, num_experts, counts, shared_histogram);
-  else
-    launch(count_tokens_kernel<int32_t>, blocks, kThreads, shared_bytes, stream,
-           static_cast<const int32_t*>(topk_idx.data), num_choices, num_experts, counts, shared_histogram);
+  dispatch_indices(topk_idx, [&](auto* idx) {
+    using index_t = std::remove_const_t<std::remove_pointer_t<decltype(idx)>>;
+    launch(count_tokens_kernel<index_t>, blocks, kThreads, shared_bytes, stream, idx, num_choices,
+           num_experts, counts, shared_histogram);
+  });
 }
 
 }  // namespace fmoe_ext

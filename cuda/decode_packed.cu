@@ -1,7 +1,14 @@
-// A packed weight decoded in memory, in one pass, for whatever multiplies by it: each number is computed in
-// float as csrc/gemm/decode.h does it, operation by operation, and rounded once. One warp a row; a thread
-// decodes 8 columns.
-#include "common.cuh"
+// A packed weight decoded in memory, in one pass, for whatever multiplies by it.
+//
+// A format says where the codes of a row lie, what a code stands for, and where the scale of its block lies:
+// in the row's bytes (GGUF), in a tensor beside it, or once for 128 x 128 numbers. Every number is computed
+// in float as csrc/gemm/decode.h does it, operation by operation, and rounded once: the bits are the CPU's.
+//
+// The pass is bound by memory: 4 bits are read and 16 written. So a warp takes a row, a thread 8 columns,
+// which it stores by one access of 16 bytes; 8 columns never straddle a block, whose scale is looked up once.
+// Columns and places in a row are 32-bit numbers, and a group of any size divides by a multiplication: 64-bit
+// quotients took most instructions, and the registers around them spilled on compute capability 10.0.
+#include "grouped_rows.cuh"
 #include "gemm/packed.h"
 
 namespace fmoe_ext {
@@ -50,6 +57,20 @@ __device__ __forceinline__ uint32_t four_bytes(const uint8_t* p) {
   return p[0] | p[1] << 8 | p[2] << 16 | static_cast<uint32_t>(p[3]) << 24;
 }
 
+// A weight, and what the pass divides columns and rows by.
+struct Source {
+  explicit Source(const PackedMatrix& matrix)
+      : m(matrix),
+        rows(static_cast<int>(m.rows)),
+        columns(static_cast<int>(m.columns)),
+        groups(static_cast<int>(m.group ? m.columns / m.group : 0)),
+        part_rows(static_cast<int>(m.part_rows)),
+        group(static_cast<int>(m.group)),
+        part(part_rows) {}
+  PackedMatrix m;
+  int rows, columns, groups, part_rows;  // of an expert; groups of columns, rows of a part of scaled squares
+  Divisor group, part;
+};
 // One row of a packed weight.
 struct Row {
   const uint8_t* data;
@@ -59,23 +80,26 @@ struct Row {
   const float* factors;
 };
 template <PackedFormat format>
-__device__ __forceinline__ Row row_of(const PackedMatrix& m, int64_t expert, int64_t row) {
-  const int64_t half = m.rows / 2;
-  const int64_t at = !m.interleaved ? row : row < half ? 2 * row : 2 * (row - half) + 1;
-  const int64_t line = expert * m.rows + at;
-  constexpr int64_t kSquare = gemm::kScaledSquare;
+__device__ __forceinline__ Row row_of(const Source& s, int64_t expert, int row) {
+  const PackedMatrix& m = s.m;
+  const int half = s.rows / 2;
+  const int at = !m.interleaved ? row : row < half ? 2 * row : 2 * (row - half) + 1;
+  const int64_t line = expert * s.rows + at;
   int64_t scale_row = line;
-  if constexpr (format == PackedFormat::fp8_block)
-    scale_row = expert * m.scale_rows + at / m.part_rows * ((m.part_rows + kSquare - 1) / kSquare) +
-                at % m.part_rows / kSquare;
+  if constexpr (format == PackedFormat::fp8_block) {
+    constexpr int kSquare = gemm::kScaledSquare;
+    const int part = s.part.divide(at);
+    scale_row = expert * m.scale_rows + part * ((s.part_rows + kSquare - 1) / kSquare) +
+                (at - part * s.part_rows) / kSquare;
+  }
   return {m.data + line * m.row_bytes, m.scale ? m.scale + scale_row * m.scale_row_bytes : nullptr,
-          m.zero ? m.zero + (expert * ((m.rows + 7) / 8) + at / 8) * (m.columns / m.group) : nullptr,
-          static_cast<int>(at % 8 * 4), m.factors ? m.factors + 2 * line : nullptr};
+          m.zero ? m.zero + (expert * ((s.rows + 7) / 8) + at / 8) * s.groups : nullptr, at % 8 * 4,
+          m.factors ? m.factors + 2 * line : nullptr};
 }
-__device__ __forceinline__ float scale_at(const PackedMatrix& m, const Row& row, int64_t i) {
+__device__ __forceinline__ float scale_at(ScaleType type, const Row& row, int i) {
   const auto* p = reinterpret_cast<const uint8_t*>(row.scale);
-  if (m.scale_type == ScaleType::float32) return reinterpret_cast<const float*>(p)[i];
-  if (m.scale_type == ScaleType::float16) return half_at(p + 2 * i);
+  if (type == ScaleType::float32) return reinterpret_cast<const float*>(p)[i];
+  if (type == ScaleType::float16) return half_at(p + 2 * i);
   return float_of(static_cast<uint32_t>(p[2 * i]) << 16 | static_cast<uint32_t>(p[2 * i + 1]) << 24);
 }
 
@@ -89,10 +113,9 @@ __device__ __forceinline__ float2 step_of_k(const uint8_t* block, int s) {
 
 // Columns [c, c + 8) of a row. Bytes past its end are not read; what belongs there has no meaning.
 template <PackedFormat format>
-__device__ __forceinline__ void decode_eight(const PackedMatrix& m, const Row& row, int64_t c,
+__device__ __forceinline__ void decode_eight(const Source& source, const Row& row, int c,
                                              float (&out)[kColumns]) {
-  const int64_t group = c / 32, block = c / 256;
-  const int in_group = static_cast<int>(c % 32), s = static_cast<int>(c % 256 / 32);
+  const int group = c / 32, block = c / 256, in_group = c % 32, s = c % 256 / 32;
   if constexpr (format == PackedFormat::mxfp4 || format == PackedFormat::nvfp4 ||
                 format == PackedFormat::int4 || format == PackedFormat::nf4) {
     const uint32_t codes = four_bytes(row.data + c / 2);
@@ -101,16 +124,17 @@ __device__ __forceinline__ void decode_eight(const PackedMatrix& m, const Row& r
     if constexpr (format == PackedFormat::mxfp4) scale = e8m0(static_cast<uint8_t>(row.scale[group]));
     if constexpr (format == PackedFormat::nvfp4)
       scale = 256.f * small_e4m3(static_cast<uint8_t>(row.scale[c / 16])) * row.factors[0] / row.factors[1];
-    if constexpr (format == PackedFormat::int4 || format == PackedFormat::nf4)
-      scale = scale_at(m, row, c / m.group);
-    if (format == PackedFormat::int4 && row.zero)
-      zero = static_cast<uint32_t>(row.zero[c / m.group]) >> row.zero_shift & 15;
+    if constexpr (format == PackedFormat::int4 || format == PackedFormat::nf4) {
+      const int own = source.group.divide(c);
+      scale = scale_at(source.m.scale_type, row, own);
+      if (format == PackedFormat::int4 && row.zero)
+        zero = static_cast<uint32_t>(row.zero[own]) >> row.zero_shift & 15;
+    }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const int code = codes >> 4 * (format == PackedFormat::nf4 ? i ^ 1 : i) & 15;
-      if constexpr (format ==
-                    PackedFormat::mxfp4)  // twice the number, by half of a scale that stays a number
-        out[i] = 2 * kE2M1.v[code] * (0.5f * scale);
+      if constexpr (format == PackedFormat::mxfp4)
+        out[i] = 2 * kE2M1.v[code] * (0.5f * scale);  // 2^128 is no float, its half is
       else if constexpr (format == PackedFormat::nvfp4)
         out[i] = kE2M1.v[code] * scale;
       else if constexpr (format == PackedFormat::int4)
@@ -120,11 +144,11 @@ __device__ __forceinline__ void decode_eight(const PackedMatrix& m, const Row& r
     }
   } else if constexpr (format == PackedFormat::fp8_block || format == PackedFormat::mxfp8) {
     constexpr bool is_mx = format == PackedFormat::mxfp8;
-    const float scale =
-        is_mx ? e8m0(static_cast<uint8_t>(row.scale[group])) : scale_at(m, row, c / gemm::kScaledSquare);
+    const float scale = is_mx ? e8m0(static_cast<uint8_t>(row.scale[group]))
+                              : scale_at(source.m.scale_type, row, c / int{gemm::kScaledSquare});
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const float small = c + i < m.columns ? small_e4m3(row.data[c + i]) : 0.f;
+      const float small = c + i < source.columns ? small_e4m3(row.data[c + i]) : 0.f;
       out[i] = small * 256.f * scale;  // the first is exact, and 256 * scale may be infinite
     }
   } else if constexpr (format == PackedFormat::q8_0) {
@@ -175,71 +199,48 @@ __device__ __forceinline__ void decode_eight(const PackedMatrix& m, const Row& r
 }
 
 template <PackedFormat format, typename T>
-__global__ void __launch_bounds__(kThreads) decode_packed_kernel(PackedMatrix m, T* __restrict__ out) {
-  const bool is_wide = m.columns % kColumns == 0;
-  for (int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; r < m.num_experts * m.rows;
-       r += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const Row row = row_of<format>(m, r / m.rows, r % m.rows);
-    for (int64_t c = threadIdx.x % 32 * kColumns; c < m.columns; c += 32 * kColumns) {
-      float values[kColumns];
-      decode_eight<format>(m, row, c, values);
-      Vec<T, kColumns> rounded;
+__global__ void __launch_bounds__(kThreads)
+    decode_packed_kernel(const __grid_constant__ Source source, T* __restrict__ out) {
+  // Other formats have whole blocks of 32 or 256 columns.
+  const bool is_wide = format != PackedFormat::fp8_block || source.columns % kColumns == 0;
+  for (int64_t expert = blockIdx.y; expert < source.m.num_experts; expert += gridDim.y)
+    for (int r = blockIdx.x * kWarps + threadIdx.x / 32; r < source.rows; r += gridDim.x * kWarps) {
+      const Row row = row_of<format>(source, expert, r);
+      T* const out_row = out + (expert * source.rows + r) * source.columns;
+      for (int c = threadIdx.x % 32 * kColumns; c < source.columns; c += 32 * kColumns) {
+        float values[kColumns];
+        decode_eight<format>(source, row, c, values);
+        Vec<T, kColumns> rounded;
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) rounded.v[i] = round_to<T>(values[i]);
-      T* const to = out + r * m.columns + c;
-      if (is_wide)
-        *reinterpret_cast<Vec<T, kColumns>*>(to) = rounded;
-      else
-        for (int i = 0; i < kColumns && c + i < m.columns; ++i) to[i] = rounded.v[i];
+        for (int i = 0; i < kColumns; ++i) rounded.v[i] = round_to<T>(values[i]);
+        if (is_wide)
+          *reinterpret_cast<Vec<T, kColumns>*>(out_row + c) = rounded;
+        else
+          for (int i = 0; i < kColumns && c + i < source.columns; ++i) out_row[c + i] = rounded.v[i];
+      }
     }
-  }
 }
 
-template <typename T>
-void decode_packed(const PackedMatrix& m, void* out, LaunchStream stream) {
-  const auto run = [&](auto kernel) {
-    launch(kernel, grid_for(ceil_div(m.num_experts * m.rows, kWarps)), kThreads, 0, stream, m,
-           static_cast<T*>(out));
-  };
-  switch (m.format) {
-    case PackedFormat::none:
-      return;
-    case PackedFormat::mxfp4:
-      return run(decode_packed_kernel<PackedFormat::mxfp4, T>);
-    case PackedFormat::fp8_block:
-      return run(decode_packed_kernel<PackedFormat::fp8_block, T>);
-    case PackedFormat::int4:
-      return run(decode_packed_kernel<PackedFormat::int4, T>);
-    case PackedFormat::q8_0:
-      return run(decode_packed_kernel<PackedFormat::q8_0, T>);
-    case PackedFormat::q4_k:
-      return run(decode_packed_kernel<PackedFormat::q4_k, T>);
-    case PackedFormat::q6_k:
-      return run(decode_packed_kernel<PackedFormat::q6_k, T>);
-    case PackedFormat::nf4:
-      return run(decode_packed_kernel<PackedFormat::nf4, T>);
-    case PackedFormat::q4_0:
-      return run(decode_packed_kernel<PackedFormat::q4_0, T>);
-    case PackedFormat::q5_k:
-      return run(decode_packed_kernel<PackedFormat::q5_k, T>);
-    case PackedFormat::iq4_nl:
-      return run(decode_packed_kernel<PackedFormat::iq4_nl, T>);
-    case PackedFormat::iq4_xs:
-      return run(decode_packed_kernel<PackedFormat::iq4_xs, T>);
-    case PackedFormat::mxfp8:
-      return run(decode_packed_kernel<PackedFormat::mxfp8, T>);
-    case PackedFormat::nvfp4:
-      return run(decode_packed_kernel<PackedFormat::nvfp4, T>);
-  }
+// Starts the kernel of the matrix's format; formats are numbered from 1.
+template <typename T, size_t... numbers>
+void decode_packed(const PackedMatrix& m, T* out, LaunchStream stream, std::index_sequence<numbers...>) {
+  const dim3 grid(grid_for(ceil_div(m.rows, kWarps)),
+                  static_cast<unsigned>(std::min<int64_t>(m.num_experts, kMaxGrid - 1)));
+  const auto start = [&](auto kernel) { launch(kernel, grid, kThreads, 0, stream, Source(m), out); };
+  ((static_cast<size_t>(m.format) == numbers + 1
+        ? start(decode_packed_kernel<static_cast<PackedFormat>(numbers + 1), T>)
+        : void()),
+   ...);
 }
 
 }  // namespace
 
 void launch_decode_packed(Dtype dtype, const PackedMatrix& m, void* out, LaunchStream stream) {
   if (m.num_experts == 0 || m.rows == 0 || m.columns == 0) return;
-  if (dtype == Dtype::bf16) return decode_packed<__nv_bfloat16>(m, out, stream);
-  if (dtype == Dtype::f16) return decode_packed<__half>(m, out, stream);
-  decode_packed<float>(m, out, stream);
+  constexpr auto formats = std::make_index_sequence<gemm::kNumPackedFormats - 1>();
+  if (dtype == Dtype::bf16) return decode_packed(m, static_cast<__nv_bfloat16*>(out), stream, formats);
+  if (dtype == Dtype::f16) return decode_packed(m, static_cast<__half*>(out), stream, formats);
+  decode_packed(m, static_cast<float*>(out), stream, formats);
 }
 
 }  // namespace fmoe_ext

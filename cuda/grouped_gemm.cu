@@ -145,19 +145,19 @@ void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeigh
   });
 }
 
-void launch_rows_by_mxfp4(const GroupedRows& x, const PackedWeight& weight, const int* offs, int64_t num_rows,
-                          const void* bias, void* out, LaunchStream stream) {
+void launch_rows_by_mxfp4(const GroupedRows& x, const gemm::PackedMatrix& weight, bool along_n,
+                          const int* offs, int64_t num_rows, const void* bias, void* out,
+                          LaunchStream stream) {
   using T = __nv_bfloat16;
   using G = MmaTileGemm<T>;
-  const int64_t N = weight.along_n ? weight.columns : weight.rows,
-                K = weight.along_n ? weight.rows : weight.columns;
+  const int64_t N = along_n ? weight.columns : weight.rows, K = along_n ? weight.rows : weight.columns;
   if (num_rows == 0 || N == 0) return;
-  const int64_t tiles = max_row_tiles(num_rows, weight.num_experts, G::kM) * ceil_div(N, G::kN);
-  launch(
-      weight.along_n ? rows_by_weight_kernel<G, true, MxWeight> : rows_by_weight_kernel<G, false, MxWeight>,
-      grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(x, num_rows), mx_weight(weight),
-      Groups{offs, weight.num_experts, num_rows}, N, K, static_cast<const T*>(bias), RowScale{}, tiles,
-      static_cast<T*>(out));
+  const int num_experts = static_cast<int>(weight.num_experts);
+  const int64_t tiles = max_row_tiles(num_rows, num_experts, G::kM) * ceil_div(N, G::kN);
+  launch(along_n ? rows_by_weight_kernel<G, true, MxWeight> : rows_by_weight_kernel<G, false, MxWeight>,
+         grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(x, num_rows), mx_weight(weight),
+         Groups{offs, num_experts, num_rows}, N, K, static_cast<const T*>(bias), RowScale{}, tiles,
+         static_cast<T*>(out));
 }
 
 void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,

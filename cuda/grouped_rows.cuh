@@ -34,11 +34,7 @@ static __device__ TileOwner<Int> find_tile_owner(const int* __restrict__ offs, i
     const RowRange range = e <= num_experts ? rows_of(offs, num_experts, num_rows, e) : RowRange{0, 0};
     const Int begin = static_cast<Int>(range.begin), end = static_cast<Int>(range.end);
     const Int tiles = (end - begin + height - 1) / height;
-    Int sum = tiles;
-    for (int step = 1; step < 32; step *= 2) {
-      const Int other = __shfl_up_sync(kFullMask, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const Int sum = warp_prefix_sum(tiles);
     const bool mine = index >= before + sum - tiles && index < before + sum;
     const unsigned owner = __ballot_sync(kFullMask, mine);
     if (owner) {

@@ -37,7 +37,7 @@ struct Indices {
 void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert,
                          LaunchStream);
 
-// ---- sort_tokens.cu, apply_capacity.cu: workspace holds rank_workspace_ints()
+// ---- sort_tokens.cu: workspace holds rank_workspace_ints()
 constexpr int kMaxSortExperts = kStaticSharedBytes / sizeof(int);
 int64_t rank_workspace_ints(int64_t num_choices, int num_experts);
 void launch_sort_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int* workspace,
@@ -101,19 +101,10 @@ struct WeightGrad {
   void* data;       // of the dtype
   bool accumulate;  // adds to what is there: a main gradient, float32 whatever the dtype, or double for f64
 };
-// A weight [num_experts, rows, columns] in MXFP4: data uint8 [num_experts, rows, columns / 2] begins at a
-// multiple of 16 bytes, scale uint8 [num_experts, rows, columns / 32]; columns is a multiple of 32, rows *
-// columns / 32 < 2^32. along_n as above. interleaved: rows lie as gate, up, gate, up, .. but are counted with
-// gates first.
-struct PackedWeight {
-  const void *data, *scale;
-  int num_experts;
-  int64_t rows, columns;
-  bool along_n, interleaved;
-};
-// out [num_rows, N] = rows weight^T + bias, or rows weight when along_n, of bfloat16; bias [E, N] may be null
-void launch_rows_by_mxfp4(const GroupedRows& x, const PackedWeight&, const int* offs, int64_t num_rows,
-                          const void* bias, void* out, LaunchStream);
+// out [num_rows, N] = rows weight^T + bias, or rows weight when along_n, of bfloat16; the weight is in MXFP4
+// and begins at a multiple of 16 bytes, rows * columns / 32 < 2^31; bias [E, N] may be null
+void launch_rows_by_mxfp4(const GroupedRows& x, const gemm::PackedMatrix&, bool along_n, const int* offs,
+                          int64_t num_rows, const void* bias, void* out, LaunchStream);
 void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
                          int64_t num_rows, const WeightGrad& out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
@@ -169,11 +160,10 @@ struct Grid {
 void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const int* offs, const void* w1,
                     const void* b1, int64_t num_rows, int num_experts, int H, void* h, void* a, const Grid&,
                     LaunchStream);
-// sm90_rows_by_weight.cu: out [R, N] = scale (rows weight^T + bias), with rows [R, K] and weight [E, N, K];
-// bias [E, N] may be null; padding rows are zero
-void launch_rows_by_weight_sm90(Dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
-                                const RowScale& scale, void* out, const Grid&, LaunchStream stream);
+// sm90_rows_by_weight.cu: what launch_rows_by_weight writes, rows without an index, padding rows zero
+void launch_rows_by_weight_sm90(Dtype, const void* rows, const GroupedWeight&, const int* offs,
+                                int64_t num_rows, const void* bias, const RowScale&, void* out, const Grid&,
+                                LaunchStream);
 // sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as
 // launch_activation_backward writes them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile
 // of columns, for launch_sum_dots. Rows of dots in the padding are not written; dots may be null.
@@ -189,12 +179,9 @@ void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t nu
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
                              const Grid&, LaunchStream);
-// sm90_grad_input.cu: dx_rows [R, D] = dh w1, with w1 [E, F, D] (F = 2 H when gated); padding rows are zero.
-void launch_grad_input_sm90(Dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
-                            int num_experts, int D, int F, void* dx_rows, const Grid&, LaunchStream);
 // sm90_mxfp4.cu: what launch_rows_by_mxfp4 writes, in tiles of 128 x 256; rows and columns
 // of the weight are multiples of 8, rows without an index
-void launch_rows_by_mxfp4_sm90(const void* rows, const PackedWeight&, const int* offs, int64_t num_rows,
-                               const void* bias, void* out, const Grid&, LaunchStream);
+void launch_rows_by_mxfp4_sm90(const void* rows, const gemm::PackedMatrix&, bool along_n, const int* offs,
+                               int64_t num_rows, const void* bias, void* out, const Grid&, LaunchStream);
 
 }  // namespace fmoe_ext

@@ -45,7 +45,7 @@ struct MmaTileGemm : TileRing<T, MmaTileGemm<T>> {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) ptx::mma_m16n8k16(acc[i][j], fa[i], fb[j], T{});
+        for (int j = 0; j < 4; ++j) ptx::mma_m16n8k16<T>(acc[i][j], fa[i], fb[j]);
     }
   }
 

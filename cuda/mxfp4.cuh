@@ -3,6 +3,7 @@
 // beyond its range it is infinite, and a scale of 255 makes 32 NaNs, as on the CPU.
 #pragma once
 
+#include "gemm/packed.h"
 #include "tile_operand.cuh"
 
 namespace fmoe_ext {
@@ -38,10 +39,10 @@ struct MxWeight {
     return rows;
   }
 };
-inline MxWeight mx_weight(const PackedWeight& weight) {
+inline MxWeight mx_weight(const gemm::PackedMatrix& weight) {
   const int rows = static_cast<int>(weight.rows), blocks = static_cast<int>(weight.columns / kMxBlock);
-  return {{static_cast<const uint4*>(weight.data), static_cast<const uint8_t*>(weight.scale), rows, blocks,
-           weight.interleaved ? rows / 2 : 0}};
+  return {{reinterpret_cast<const uint4*>(weight.data), reinterpret_cast<const uint8_t*>(weight.scale), rows,
+           blocks, weight.interleaved ? rows / 2 : 0}};
 }
 
 // 2^(s - 127) twice, as bfloat16. 2^-127 is subnormal, and 255 is NaN.

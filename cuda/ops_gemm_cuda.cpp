@@ -58,20 +58,15 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cuda(Tensor 
 // [0] where no kernel is on and fits.
 Tensor mxfp4_gemm_cuda(Tensor x, Tensor data_, Tensor scale, Tensor offs, std::optional<Tensor> bias,
                        bool transposed, bool interleaved) {
-  check_same_device({{x, "x"}, {data_, "data"}, {scale, "scale"}, {offs, "offs"}, {bias, "bias"}});
+  check_same_device({{x, "x"}, {data_, "data"}, {scale, "data_scale"}, {offs, "offs"}, {bias, "bias"}});
   check_float(x, "x");
+  const FrozenWeight packed(
+      data_, {scale, std::nullopt, static_cast<int64_t>(gemm::PackedFormat::mxfp4), interleaved}, "data",
+      false);
+  const gemm::PackedMatrix weight = packed.matrix();
+  const int64_t E = weight.num_experts, rows = weight.rows, columns = weight.columns,
+                N = transposed ? columns : rows;
   check_dim(x, 2, "x", "[R, D]");
-  check_dim(data_, 3, "data", "[E, out, in / 2]");
-  check_dim(scale, 3, "scale", "[E, out, in / 32]");
-  STD_TORCH_CHECK(data_.scalar_type() == ScalarType::Byte && scale.scalar_type() == ScalarType::Byte,
-                  "data and scale must be uint8, but got ", dtype_text(data_), " and ", dtype_text(scale));
-  const int64_t R = x.size(0), E = data_.size(0), rows = data_.size(1), columns = 2 * data_.size(2);
-  STD_TORCH_CHECK(
-      columns % 32 == 0 && scale.size(0) == E && scale.size(1) == rows && scale.size(2) == columns / 32,
-      "scale must have shape [E, out, in / 32] for data [E, out, in / 2] of whole blocks, but got ",
-      shape_text(scale), " for ", shape_text(data_));
-  STD_TORCH_CHECK(!interleaved || rows % 2 == 0, "interleaved rows must be an even number, but got ", rows);
-  const int64_t N = transposed ? columns : rows;
   check_size(x, 1, transposed ? rows : columns, "x", "[R, D]");
   check_int32(offs, "offs");
   check_dim(offs, 1, "offs", "[E]");
@@ -83,16 +78,13 @@ Tensor mxfp4_gemm_cuda(Tensor x, Tensor data_, Tensor scale, Tensor offs, std::o
     check_size(*bias, 1, N, "bias", "[E, N]");
   }
   const OnDeviceOf device(x);
-  const Tensor packed = as_contiguous(data_), scales = as_contiguous(scale), ends = as_contiguous(offs),
-               input = as_contiguous(x);
+  const Tensor ends = as_contiguous(offs), input = as_contiguous(x);
   const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
   const Tensor none = torch::stable::new_empty(input, {0});
   if (rows > INT32_MAX || columns > INT32_MAX || rows * (columns / 32) > INT32_MAX) return none;
-  const Tensor y = torch::stable::new_empty(input, {R, N});
-  const PackedWeight weight{data(packed), data(scales), static_cast<int>(E), rows,
-                            columns,      transposed,   interleaved};
-  const Products products(ends, R, {input, shift}, device);
-  return products.by_mxfp4(input, weight, shift, y) ? y : none;
+  const Tensor y = torch::stable::new_empty(input, {x.size(0), N});
+  const Products products(ends, x.size(0), {input, shift}, device);
+  return products.by_mxfp4(input, weight, transposed, shift, y) ? y : none;
 }
 
 Tensor decode_packed_cuda(Tensor weight, std::optional<Tensor> scale, std::optional<Tensor> zero,
@@ -103,6 +95,9 @@ Tensor decode_packed_cuda(Tensor weight, std::optional<Tensor> scale, std::optio
   const OnDeviceOf device(weight);
   const bool is_double = dtype == ScalarType::Double;
   const gemm::PackedMatrix matrix = packed.matrix();
+  STD_TORCH_CHECK(matrix.rows <= INT32_MAX && matrix.columns <= INT32_MAX,
+                  "weight must have fewer than 2^31 rows and columns, but got ", matrix.rows, " and ",
+                  matrix.columns);
   const Tensor out = torch::stable::new_empty(weight, {matrix.num_experts, matrix.rows, matrix.columns},
                                               is_double ? ScalarType::Float : dtype);
   check_float(out, "dtype");

@@ -27,12 +27,7 @@ std::vector<std::string> gpu_kernel_sources() {
     return found == std::string::npos ? "unknown" : all.substr(found + file.size() + 1, 16);
   };
   std::vector<std::string> digests{digest_of("portable")};
-  for (const Entry& entry : kEntries) {
-    const std::string name(entry.name);
-    digests.push_back(digest_of(is_portable_mxfp4(&entry)    ? "portable"
-                                : is_of_mxfp4(entry.product) ? "sm90_mxfp4"
-                                                             : "sm90_" + name.substr(0, name.find('.'))));
-  }
+  for (const Entry& entry : kEntries) digests.push_back(digest_of(entry.source));
   return digests;
 }
 

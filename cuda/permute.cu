@@ -8,8 +8,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-bool aligned_to(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-
 // ---- permute: one warp a row
 template <typename V>
 __global__ void __launch_bounds__(kThreads)
@@ -23,16 +21,6 @@ __global__ void __launch_bounds__(kThreads)
     const V* source = x + (kept ? choice / top_k : 0) * width;
     for (int64_t i = lane; i < width; i += 32) out[r * width + i] = kept ? source[i] : V{};
   }
-}
-
-template <typename V>
-bool try_permute(const void* x, const int* row_idx, int64_t num_rows, int64_t num_choices, int top_k,
-                 int64_t row_bytes, void* out, Stream stream) {
-  if (row_bytes % sizeof(V) || !aligned_to(x, sizeof(V)) || !aligned_to(out, sizeof(V))) return false;
-  launch(permute_kernel<V>, grid_for(ceil_div(num_rows, kWarps)), kThreads, 0, stream,
-         static_cast<const V*>(x), row_idx, num_rows, num_choices, top_k,
-         row_bytes / static_cast<int64_t>(sizeof(V)), static_cast<V*>(out));
-  return true;
 }
 
 // ---- unpermute: one thread for kVec columns of a token
@@ -60,20 +48,6 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kVec; ++i) result.v[i] = round_to<T>(sum[i]);
     *reinterpret_cast<V*>(out + t * width + column) = result;
   }
-}
-
-template <typename T>
-void unpermute(const void* y_, const int* inverse, const void* weights_, int64_t num_tokens, int top_k,
-               int64_t num_rows, int64_t width, void* out_, Stream stream) {
-  const T* y = static_cast<const T*>(y_);
-  T* out = static_cast<T*>(out_);
-  const auto* weights = static_cast<const acc_t<T>*>(weights_);
-  if (width % kVec16<T> == 0 && aligned_to(y, 16) && aligned_to(out, 16))
-    launch(unpermute_kernel<T, kVec16<T>>, grid_for(ceil_div(num_tokens * width / kVec16<T>, kThreads)),
-           kThreads, 0, stream, y, inverse, weights, num_tokens, top_k, num_rows, width, out);
-  else
-    launch(unpermute_kernel<T, 1>, grid_for(ceil_div(num_tokens * width, kThreads)), kThreads, 0, stream, y,
-           inverse, weights, num_tokens, top_k, num_rows, width, out);
 }
 
 // ---- unpermute_backward: one warp a row; y null when the gradient of the weights is not needed
@@ -110,28 +84,19 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-template <typename T>
-void unpermute_backward(const void* grad_out_, const void* y_, const int* row_idx, const void* weights_,
-                        int64_t num_rows, int64_t num_choices, int top_k, int64_t width, void* grad_y_,
-                        void* grad_weights_, Stream stream) {
-  const T *grad_out = static_cast<const T*>(grad_out_), *y = static_cast<const T*>(y_);
-  T* grad_y = static_cast<T*>(grad_y_);
-  const auto* weights = static_cast<const acc_t<T>*>(weights_);
-  auto* grad_weights = static_cast<acc_t<T>*>(grad_weights_);
-  const bool wide =
-      width % kVec16<T> == 0 && aligned_to(grad_out, 16) && aligned_to(y, 16) && aligned_to(grad_y, 16);
-  launch(wide ? unpermute_backward_kernel<T, kVec16<T>> : unpermute_backward_kernel<T, 1>,
-         grid_for(ceil_div(num_rows, kWarps)), kThreads, 0, stream, grad_out, y, row_idx, weights, num_rows,
-         num_choices, top_k, width, grad_y, grad_weights);
-}
-
 }  // namespace
 
 void launch_permute(const void* x, const int* row_idx, int64_t num_rows, int64_t num_choices, int top_k,
                     int64_t row_bytes, void* out, LaunchStream stream) {
   if (num_rows == 0 || row_bytes == 0) return;
-  const auto try_as = [&](auto tag) {
-    return try_permute<decltype(tag)>(x, row_idx, num_rows, num_choices, top_k, row_bytes, out, stream);
+  const uintptr_t places = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out);
+  const auto try_as = [&](auto tag) {  // the widest access that rows and pointers allow
+    using V = decltype(tag);
+    if ((row_bytes | static_cast<int64_t>(places)) % static_cast<int64_t>(sizeof(V))) return false;
+    launch(permute_kernel<V>, grid_for(ceil_div(num_rows, kWarps)), kThreads, 0, stream,
+           static_cast<const V*>(x), row_idx, num_rows, num_choices, top_k,
+           row_bytes / static_cast<int64_t>(sizeof(V)), static_cast<V*>(out));
+    return true;
   };
   try_as(uint4{}) || try_as(uint2{}) || try_as(uint32_t{}) || try_as(uint16_t{}) || try_as(uint8_t{});
 }
@@ -140,7 +105,12 @@ void launch_unpermute(Dtype dtype, const void* y, const int* inverse, const void
                       int top_k, int64_t num_rows, int64_t width, void* out, LaunchStream stream) {
   if (num_tokens == 0 || width == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
-    unpermute<decltype(tag)>(y, inverse, weights, num_tokens, top_k, num_rows, width, out, stream);
+    using T = decltype(tag);
+    const bool wide = is_wide<T>(width, {y, out});
+    launch(wide ? unpermute_kernel<T, kVec16<T>> : unpermute_kernel<T, 1>,
+           grid_for(ceil_div(num_tokens * width / (wide ? kVec16<T> : 1), kThreads)), kThreads, 0, stream,
+           static_cast<const T*>(y), inverse, static_cast<const acc_t<T>*>(weights), num_tokens, top_k,
+           num_rows, width, static_cast<T*>(out));
   });
 }
 
@@ -149,8 +119,12 @@ void launch_unpermute_backward(Dtype dtype, const void* grad_out, const void* y,
                                int64_t width, void* grad_y, void* grad_weights, LaunchStream stream) {
   if (num_rows == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
-    unpermute_backward<decltype(tag)>(grad_out, y, row_idx, weights, num_rows, num_choices, top_k, width,
-                                      grad_y, grad_weights, stream);
+    using T = decltype(tag);
+    launch(is_wide<T>(width, {grad_out, y, grad_y}) ? unpermute_backward_kernel<T, kVec16<T>>
+                                                    : unpermute_backward_kernel<T, 1>,
+           grid_for(ceil_div(num_rows, kWarps)), kThreads, 0, stream, static_cast<const T*>(grad_out),
+           static_cast<const T*>(y), row_idx, static_cast<const acc_t<T>*>(weights), num_rows, num_choices,
+           top_k, width, static_cast<T*>(grad_y), static_cast<acc_t<T>*>(grad_weights));
   });
 }
 

@@ -9,6 +9,7 @@
 #include <array>
 
 #include "device.h"
+#include "gemm/packed.h"
 #include "select.h"
 
 namespace fmoe_ext {
@@ -95,19 +96,11 @@ class Products {
   // scale (rows weight^T + bias) [R, N], weight [E, N, K]
   Tensor rows_by_weight(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias,
                         const RowScale& scale) {
-    const Task task = task_of(Product::rows_by_weight, weight.size(1), weight.size(2));
-    if (by_torch(task, TorchProduct::rows_by_weight))
-      return torch_rows(plain_rows(rows), weight, false, bias, scale);
-    const Entry* entry = fmoe_ext::select(task);
-    const Tensor out = new_rows(weight.size(1));
-    if (is_hopper(entry))
-      launch_rows_by_weight_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
-                                 narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
-                                 grid(entry), stream_);
-    else
-      launch_rows_by_weight(dtype(), plain_rows(rows), grouped_weight(weight, false), offs_, num_rows_,
-                            data(bias), scale, data(out), stream_);
-    return out;
+    return rows_by(rows, grouped_weight(weight, false), weight, bias, scale);
+  }
+  // rows weight [R, K], weight [E, N, K]
+  Tensor grad_input(const Tensor& rows, const Tensor& weight) {
+    return rows_by(rows, grouped_weight(weight, true), weight, std::nullopt, RowScale{});
   }
 
   // Of dA = dy_rows w2: dh and scaled_a, and, if wanted, dweights, which is zero on entry.
@@ -160,36 +153,21 @@ class Products {
     return out;
   }
 
-  // rows weight [R, K], weight [E, N, K]
-  Tensor grad_input(const Tensor& rows, const Tensor& weight) {
-    const Task task = task_of(Product::grad_input, weight.size(2), weight.size(1));
-    if (by_torch(task, TorchProduct::grad_input))
-      return torch_rows(plain_rows(rows), weight, true, std::nullopt, RowScale{});
-    const Entry* entry = fmoe_ext::select(task);
-    const Tensor out = new_rows(weight.size(2));
-    if (is_hopper(entry))
-      launch_grad_input_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
-                             narrow(weight.size(2)), narrow(weight.size(1)), data(out), grid(entry), stream_);
-    else
-      launch_rows_by_weight(dtype(), plain_rows(rows), grouped_weight(weight, true), offs_, num_rows_,
-                            nullptr, RowScale{}, data(out), stream_);
-    return out;
-  }
-
   // out = rows weight^T + bias, or rows weight when along_n, of a weight in MXFP4; false where no kernel is
   // on and fits.
-  bool by_mxfp4(const Tensor& rows, const PackedWeight& weight, const std::optional<Tensor>& bias,
-                const Tensor& out) const {
-    Task task = task_of(weight.along_n ? Product::grad_by_mxfp4 : Product::rows_by_mxfp4);
+  bool by_mxfp4(const Tensor& rows, const gemm::PackedMatrix& weight, bool along_n,
+                const std::optional<Tensor>& bias, const Tensor& out) const {
+    Task task = task_of(along_n ? Product::grad_by_mxfp4 : Product::rows_by_mxfp4);
     task.sizes = {weight.rows, weight.columns};
     task.matrices.push_back(weight.data);
     const Entry* entry = fmoe_ext::select(task);
     if (!entry) return false;
     if (is_hopper(entry))
-      launch_rows_by_mxfp4_sm90(data(rows), weight, offs_, num_rows_, data(bias), data(out), grid(entry),
-                                stream_);
+      launch_rows_by_mxfp4_sm90(data(rows), weight, along_n, offs_, num_rows_, data(bias), data(out),
+                                grid(entry), stream_);
     else
-      launch_rows_by_mxfp4(plain_rows(rows), weight, offs_, num_rows_, data(bias), data(out), stream_);
+      launch_rows_by_mxfp4(plain_rows(rows), weight, along_n, offs_, num_rows_, data(bias), data(out),
+                           stream_);
     return true;
   }
 
@@ -207,6 +185,24 @@ class Products {
     return task;
   }
   Tensor new_rows(int64_t width) const { return torch::stable::new_empty(like_, {num_rows_, width}); }
+  // The product by a weight, of which `of` is the tensor.
+  Tensor rows_by(const Tensor& rows, const GroupedWeight& weight, const Tensor& of,
+                 const std::optional<Tensor>& bias, const RowScale& scale) {
+    const bool along_n = weight.along_n;
+    const int64_t N = along_n ? weight.columns : weight.rows, K = along_n ? weight.rows : weight.columns;
+    const Task task = task_of(along_n ? Product::grad_input : Product::rows_by_weight, N, K);
+    if (by_torch(task, along_n ? TorchProduct::grad_input : TorchProduct::rows_by_weight))
+      return torch_rows(plain_rows(rows), of, along_n, bias, scale);
+    const Entry* entry = fmoe_ext::select(task);
+    const Tensor out = new_rows(N);
+    if (is_hopper(entry))
+      launch_rows_by_weight_sm90(dtype(), data(rows), weight, offs_, num_rows_, data(bias), scale, data(out),
+                                 grid(entry), stream_);
+    else
+      launch_rows_by_weight(dtype(), plain_rows(rows), weight, offs_, num_rows_, data(bias), scale, data(out),
+                            stream_);
+    return out;
+  }
   bool by_torch(const Task& task, TorchProduct product) const {
     return torch_takes(task, product, [&] { return is_capturing(stream_); }, tf32_allowed);
   }

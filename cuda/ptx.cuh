@@ -32,19 +32,18 @@ PTX_FN void cp_async_wait() {
 PTX_FN void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- warp matrix instructions (sm_80): d[4] += a[4] (16 x 16) * b[2] (16 x 8)
-PTX_FN void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-PTX_FN void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+template <class T>
+PTX_FN void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#define FMOE_MMA(type)                                                      \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+  if constexpr (std::is_same_v<T, __half>)
+    FMOE_MMA("f16");
+  else
+    FMOE_MMA("bf16");
+#undef FMOE_MMA
 }
 // ---- 2^v and 1 / v within 2 units in the last place; what is below 2^-126, v or the result, is zero
 PTX_FN float ex2_ftz(float v) {
@@ -192,7 +191,44 @@ PTX_FN void fence_accumulators(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#include "ptx_wgmma.inc"
+// ---- warpgroup matrix instructions: d [64, N] (+)= a [64, 16] b [N, 16]^T, N twice the number of
+// accumulators. Operands by descriptor; the rows of an operand in shared memory run along k, or (kAlongM,
+// kAlongN) along m or n. The text of an instruction names each accumulator: "%0, %1, .." by tens, and their
+// constraints by eights.
+#define FMOE_TEN(t) \
+  "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define FMOE_SIXTY FMOE_TEN() FMOE_TEN(1) FMOE_TEN(2) FMOE_TEN(3) FMOE_TEN(4) FMOE_TEN(5)
+#define FMOE_D8(i)                                                                            \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FMOE_D32(i) FMOE_D8(i), FMOE_D8(i + 8), FMOE_D8(i + 16), FMOE_D8(i + 24)
+// a, b, accumulate and the two transposes are the operands after the accumulators.
+#define FMOE_WGMMA_TYPE(type, n, registers, A, B, C, TA, TB, ...)                                           \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #C ", 0; wgmma.mma_async.sync.aligned.m64n" #n             \
+               "k16.f32." type "." type " {" registers "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";}" \
+               : __VA_ARGS__                                                                                \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kAlongM), "n"(kAlongN))
+#define FMOE_WGMMA(count, ...)                                                    \
+  template <class T, bool kAlongM, bool kAlongN>                                  \
+  PTX_FN void wgmma(float (&d)[count], uint64_t a, uint64_t b, bool accumulate) { \
+    if constexpr (std::is_same_v<T, __half>)                                      \
+      FMOE_WGMMA_TYPE("f16", __VA_ARGS__);                                        \
+    else                                                                          \
+      FMOE_WGMMA_TYPE("bf16", __VA_ARGS__);                                       \
+  }
+FMOE_WGMMA(64, 128, FMOE_SIXTY "%60,%61,%62,%63", 64, 65, 66, 67, 68, FMOE_D32(0), FMOE_D32(32))
+FMOE_WGMMA(96, 192, FMOE_SIXTY FMOE_TEN(6) FMOE_TEN(7) FMOE_TEN(8) "%90,%91,%92,%93,%94,%95", 96, 97, 98, 99,
+           100, FMOE_D32(0), FMOE_D32(32), FMOE_D32(64))
+FMOE_WGMMA(128, 256,
+           FMOE_SIXTY FMOE_TEN(6) FMOE_TEN(7) FMOE_TEN(8) FMOE_TEN(9) FMOE_TEN(10)
+               FMOE_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127",
+           128, 129, 130, 131, 132, FMOE_D32(0), FMOE_D32(32), FMOE_D32(64), FMOE_D32(96))
+#undef FMOE_TEN
+#undef FMOE_SIXTY
+#undef FMOE_D8
+#undef FMOE_D32
+#undef FMOE_WGMMA_TYPE
+#undef FMOE_WGMMA
 
 }  // namespace fmoe_ext::ptx
 

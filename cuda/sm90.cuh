@@ -1,5 +1,14 @@
 // What the Hopper kernels share. Their bodies are compiled for sm_90a only (and for the emulator).
 //
+// A thread block is three warpgroups of 128 threads that stay on their SM and take tile after tile. One
+// loads: blocks of 64 k of both operands go into a ring of stages in shared memory, by TMA where the rows lie
+// together and by cp.async where an index picks them. Two multiply: wgmma reads a stage by descriptor and
+// adds to accumulators in registers. Two mbarriers a stage connect them: `full` completes when the loads of a
+// stage have landed, `empty` when everybody has read it, so that loads run up to a ring ahead of the
+// products, into the next tile too. A thread that loads needs few registers and one that multiplies many:
+// setmaxnreg moves them. The wgmma of a step is waited for one step later, so that the tensor cores always
+// have the next one.
+//
 // A tile in shared memory is cut into blocks of 64 columns that follow one another. In a block a row takes
 // 128 bytes, and its 16-byte pieces are permuted by the 128-byte swizzle: TMA, cp.async, wgmma and stmatrix
 // all meet in this layout. Blocks begin at multiples of 1024 bytes.

@@ -136,25 +136,25 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 
 }  // namespace
 
-void launch_rows_by_mxfp4_sm90(const void* rows, const PackedWeight& weight, const int* offs,
-                               int64_t num_rows, const void* bias, void* out, const Grid& grid,
-                               LaunchStream stream) {
-  const int N = static_cast<int>(weight.along_n ? weight.columns : weight.rows),
-            K = static_cast<int>(weight.along_n ? weight.rows : weight.columns);
+void launch_rows_by_mxfp4_sm90(const void* rows, const gemm::PackedMatrix& weight, bool along_n,
+                               const int* offs, int64_t num_rows, const void* bias, void* out,
+                               const Grid& grid, LaunchStream stream) {
+  const int N = static_cast<int>(along_n ? weight.columns : weight.rows),
+            K = static_cast<int>(along_n ? weight.rows : weight.columns);
   if (num_rows == 0 || N == 0) return;
   const uint64_t k = K, r = num_rows;
   const uint32_t box = kBlockColumns, height = ByMxWeight::kM;
   CUtensorMap row_map;
   encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {box, height}});
   const ByMxWeight params{
-      {{offs, num_rows, weight.num_experts, static_cast<int>(ceil_div(N, ByMxWeight::kN))},
+      {{offs, num_rows, static_cast<int>(weight.num_experts), static_cast<int>(ceil_div(N, ByMxWeight::kN))},
        static_cast<const T*>(bias),
        RowScale{},
        static_cast<T*>(out),
        N,
        K},
       mx_weight(weight)};
-  launch_sm90(weight.along_n ? rows_by_mxfp4_sm90_kernel<true> : rows_by_mxfp4_sm90_kernel<false>, grid,
+  launch_sm90(along_n ? rows_by_mxfp4_sm90_kernel<true> : rows_by_mxfp4_sm90_kernel<false>, grid,
               ByMxWeight::kSharedBytes, stream, row_map, params);
 }
 

@@ -141,39 +141,4 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 #endif
 }
 
-template <bool kAlongN, int kColumns>
-void start_rows_by_weight_tiles(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
-                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
-  dispatch_16bit(dtype, [&](auto tag) {
-    using T = decltype(tag);
-    using P = RowsByWeight<T, kColumns>;
-    const uint64_t n = N, k = K, r = num_rows, experts = num_experts;
-    const uint32_t box = kBlockColumns;
-    CUtensorMap row_map, weight_map;
-    encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {box, P::kM}});
-    if (kAlongN)
-      encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {box, box, 1}});
-    else
-      encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {box, P::kN, 1}});
-    const P params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))},
-                   static_cast<const T*>(bias),
-                   scale,
-                   static_cast<T*>(out),
-                   N,
-                   K};
-    launch_sm90(rows_by_weight_sm90_kernel<T, kAlongN, kColumns>, grid, P::kSharedBytes, stream, row_map,
-                weight_map, params);
-  });
-}
-template <bool kAlongN>
-void start_rows_by_weight(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                          int64_t num_rows, int num_experts, int N, int K, const void* bias,
-                          const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
-  if (num_rows == 0 || N == 0) return;
-  const auto start = grid.tile_columns == 256 ? start_rows_by_weight_tiles<kAlongN, 256>
-                                              : start_rows_by_weight_tiles<kAlongN, 192>;
-  start(dtype, rows, offs, weight, num_rows, num_experts, N, K, bias, scale, out, grid, stream);
-}
-
 }  // namespace fmoe_ext

@@ -64,13 +64,8 @@ class TileWalk {
 
  private:
   __device__ __forceinline__ void count(int before) {
-    const int lane = threadIdx.x % 32, expert = first_expert_ + lane;
-    end_ = expert <= tiles_.num_experts ? tiles_.count(tiles_.rows(expert)) : 0;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kFullMask, end_, step);
-      if (lane >= step) end_ += other;
-    }
-    end_ += before;
+    const int expert = first_expert_ + static_cast<int>(threadIdx.x % 32);
+    end_ = before + warp_prefix_sum(expert <= tiles_.num_experts ? tiles_.count(tiles_.rows(expert)) : 0);
   }
 
   const RowTiles<kRows>& tiles_;

@@ -87,9 +87,7 @@ void launch_finish_rows(Dtype dtype, void* y, const int* offs, int num_experts, 
   if (num_rows == 0 || N == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
-    const bool wide = N % kVec16<T> == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0 &&
-                      reinterpret_cast<uintptr_t>(bias) % 16 == 0;
-    launch(wide ? finish_rows_kernel<T, kVec16<T>> : finish_rows_kernel<T, 1>,
+    launch(is_wide<T>(N, {y, bias}) ? finish_rows_kernel<T, kVec16<T>> : finish_rows_kernel<T, 1>,
            grid_for(ceil_div(num_rows, kWarps)), kThreads, 0, stream, static_cast<T*>(y), offs, num_experts,
            num_rows, N, static_cast<const T*>(bias), scale);
   });

@@ -108,7 +108,8 @@ def compile_report(source, architectures=ARCHITECTURES):
 def short_name(mangled):
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
     name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N__\w+::|fmoe_ext::", "", name).removeprefix("void ")
-    name = re.sub(r"\((CurveKind)\)(\d)", r"curve \2", name)
+    name = re.sub(r"\(CurveKind\)(\d)", r"curve \1", name)
+    name = re.sub(r"\(gemm::PackedFormat\)(\d+)", r"format \1", name)
     return name[: name.index("(")] if "(" in name else name
 
 

@@ -115,8 +115,7 @@ void check_thread_exit(Fiber* f) {
 void check_block_exit(Cta* cta) {
   const uint3 b = cta->block_idx;
   for (auto& work : machine.pool)
-    if (work.tma)
-      fail("block (%u,%u,%u) exits with a TMA load in flight", b.x, b.y, b.z);
+    if (work.tma) fail("block (%u,%u,%u) exits with a TMA load in flight", b.x, b.y, b.z);
   for (auto& [offset, m] : cta->mbarriers)
     if (m.tx_bytes)
       fail("block exits with mbarrier %s short of %ld bytes", place(cta, offset).c_str(), long(m.tx_bytes));

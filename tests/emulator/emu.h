@@ -71,17 +71,7 @@ void label_shared(const void* p, const char* label);  // a name for reports
 void bar_sync(int id, int num_threads);  // num_threads 0: the whole block
 void setmaxnreg(int registers, bool increase);
 
-enum class WarpOpKind {
-  sync,
-  shfl,
-  shfl_up,
-  shfl_xor,
-  ballot,
-  match_any,
-  stmatrix,
-  ldmatrix,
-  mma
-};
+enum class WarpOpKind { sync, shfl, shfl_up, shfl_xor, ballot, match_any, stmatrix, ldmatrix, mma };
 struct Operand {
   uint64_t value = 0;
   uint32_t arg = 0, width = 0;

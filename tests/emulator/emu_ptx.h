@@ -23,22 +23,15 @@ inline void st_shared16(uint32_t p, const uint4& v) { emu::st_shared16(p, v); }
 inline void st_shared8(uint32_t p, const float2& v) { emu::st_shared8(p, v); }
 inline void st_global16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 
-namespace detail {
-inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool is_f16) {
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   emu::Operand operand;
-  operand.arg = is_f16;
+  operand.arg = std::is_same_v<T, __half>;
   std::memcpy(operand.regs, a, sizeof a);
   std::memcpy(operand.regs + 4, b, sizeof b);
   std::memcpy(operand.regs + 6, d, sizeof d);
   operand = emu::collective(emu::WarpOpKind::mma, ~0u, operand, "mma.sync");
   std::memcpy(d, operand.regs + 6, sizeof d);
-}
-}  // namespace detail
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
-  detail::mma(d, a, b, false);
-}
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  detail::mma(d, a, b, true);
 }
 template <bool kTranspose>
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {

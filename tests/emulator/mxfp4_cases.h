@@ -1,6 +1,7 @@
 // Products with weights in MXFP4, portable and on Hopper, against plain loops over decoded values in double.
 #pragma once
 
+#include "gemm/packed.h"
 #include "sm90_cases.h"
 
 namespace fmoe_ext {
@@ -56,15 +57,17 @@ inline void run_mxfp4(const Case& c, const PackedForm& form, bool portable, bool
                                                      : 120 + random() % 4;
   for (size_t r = offs.empty() ? 0 : offs.back(); r < R; ++r) x.spoil(r * K, K);  // padding
 
-  const PackedWeight weight{
-      data.data,    scale.data,      static_cast<int>(E), static_cast<int64_t>(out), static_cast<int64_t>(in),
-      form.along_n, form.interleaved};
+  gemm::PackedMatrix weight{};
+  weight.interleaved = form.interleaved;
+  weight.data = data.data;
+  weight.scale = reinterpret_cast<const char*>(scale.data);
+  weight.num_experts = E, weight.rows = out, weight.columns = in;
   const void* shift = form.biased ? bias.data : nullptr;
   if (portable)
-    launch_rows_by_mxfp4({x.data, static_cast<int64_t>(K), nullptr, 1, 0}, weight, offs.data(), R, shift,
-                         y.data, nullptr);
+    launch_rows_by_mxfp4({x.data, static_cast<int64_t>(K), nullptr, 1, 0}, weight, form.along_n, offs.data(),
+                         R, shift, y.data, nullptr);
   else
-    launch_rows_by_mxfp4_sm90(x.data, weight, offs.data(), R, shift, y.data, c.grid(), nullptr);
+    launch_rows_by_mxfp4_sm90(x.data, weight, form.along_n, offs.data(), R, shift, y.data, c.grid(), nullptr);
 
   const auto w = decoded(data, scale, E, out, in, form.interleaved);
   for (size_t r = 0; r < R; ++r) {

@@ -216,7 +216,8 @@ void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>
   block_dim = block;
   try {
     const uint64_t num_blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
-    // The device promises no order: what only the blocks that come later repair is seen when they come earlier.
+    // The device promises no order: what only the blocks that come later repair is seen when they come
+    // earlier.
     for (uint64_t i = 0; i < num_blocks; ++i) {
       start_block(config.seed % 2 ? num_blocks - 1 - i : i, shared_bytes);
       run_block();

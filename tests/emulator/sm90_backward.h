@@ -134,8 +134,8 @@ void run_input(const Case& c) {
   Buffer<T> dh(R * F), w1(E * F * D), dx(R * D);
   dh.fill(random, 1, c.padding * F);
   w1.fill(random, 0.3f);
-  launch_grad_input_sm90(kDtype<T>, dh.data, offs.data(), w1.data, R, E, c.D, 2 * c.H, dx.data, c.grid(),
-                         nullptr);
+  launch_rows_by_weight_sm90(kDtype<T>, dh.data, {w1.data, static_cast<int>(E), 2 * c.H, c.D, true},
+                             offs.data(), R, nullptr, RowScale{}, dx.data, c.grid(), nullptr);
   for (size_t r = 0, e = 0; r < R; ++r) {
     while (e < offs.size() && r >= static_cast<size_t>(offs[e])) ++e;
     for (size_t j = 0; j < D; ++j) {

@@ -62,8 +62,8 @@ void run_rows(const Case& c, const ForwardForm& form) {
   b2.fill(random, 1);
   weights.fill(random, 1);
   const RowScale scale{form.weighted ? weights.data : nullptr, row_idx.data(), routing.kNumChoices};
-  launch_rows_by_weight_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H,
-                             form.biased ? b2.data : nullptr, scale, y.data, c.grid(), nullptr);
+  launch_rows_by_weight_sm90(kDtype<T>, a.data, {w2.data, static_cast<int>(E), c.D, c.H, false}, offs.data(),
+                             R, form.biased ? b2.data : nullptr, scale, y.data, c.grid(), nullptr);
   for (size_t r = 0; r < R; ++r) {
     const size_t e = routing.owner(r);
     const bool padding = e == offs.size();

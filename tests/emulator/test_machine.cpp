@@ -190,7 +190,7 @@ void mma_kernel(const bf16* a, const bf16* b, float* d) {  // a [16, 16], b [16,
   ptx::ldmatrix_x4<true>(fb, ptx::shared_address(shared + 256 + lane % 16 * 8));
   float acc[4] = {1, 1, 1, 1};
   const uint32_t b2[2] = {fb[0], fb[1]};
-  ptx::mma_m16n8k16(acc, fa, b2, bf16{});
+  ptx::mma_m16n8k16<bf16>(acc, fa, b2);
   for (int i = 0; i < 4; ++i) d[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = acc[i];
 }
 void test_mma() {

@@ -31,7 +31,8 @@ void test_garbage_offs() {
   const int order[] = {2, 0, 1};
   for (const auto& offs : {std::vector<int>{5, 2, 90}, {-4, 130, 130}, {INT32_MAX, 0, 0}, {R, 10, -1}}) {
     Buffer<__nv_bfloat16> dx(R * D);
-    launch_grad_input_sm90(Dtype::bf16, dh.data, offs.data(), w1.data, R, 3, D, F, dx.data, {4}, nullptr);
+    launch_rows_by_weight_sm90(Dtype::bf16, dh.data, {w1.data, 3, F, D, true}, offs.data(), R, nullptr,
+                               RowScale{}, dx.data, {4}, nullptr);
     for (size_t i = 0; i < dx.size; ++i) CHECK(!std::isnan(dx.at(i)), "row %zu was not written", i / D);
     launch_grad_weight_sm90(Dtype::bf16, {dx.data, D, nullptr, 1, 0}, {dh.data, F, nullptr, 1, 0},
                             offs.data(), order, 3, R, {dw1.data, false}, {4}, nullptr);
