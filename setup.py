@@ -132,7 +132,7 @@ def sources(*patterns: str) -> list[str]:
 
 
 def headers(folder: str) -> list[str]:
-    return [str(path) for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".h", ".cuh", ".inc")]
+    return [str(path) for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".h", ".cuh")]
 
 
 SOURCE_NAMES = f"-ffile-prefix-map={ROOT}/="  # errors name csrc/x.h, not a folder of whoever built the wheel

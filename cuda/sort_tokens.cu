@@ -129,7 +129,7 @@ __device__ void rank_tile(const index_t* __restrict__ topk_idx, const Order& ord
 
 // Counts and scans: what comes before rank_tile().
 template <typename index_t, class Order>
-void launch_tile_counts(const index_t* topk_idx, const Order& order, const RankPlan& plan, int* counts,
+void count_and_scan_tiles(const index_t* topk_idx, const Order& order, const RankPlan& plan, int* counts,
                         int64_t* totals, Stream stream) {
   if (plan.num_tiles > 0)
     launch(count_tiles_kernel<index_t, Order>, plan.num_tiles, plan.warps * 32,
@@ -208,7 +208,7 @@ void launch_sort_tokens(Indices topk_idx, int64_t num_choices, int num_experts, 
   const RankPlan plan(num_choices, num_experts);
   dispatch_indices(topk_idx, [&](auto* idx) {
     using index_t = std::remove_const_t<std::remove_pointer_t<decltype(idx)>>;
-    launch_tile_counts(idx, TokenOrder{}, plan, workspace, tokens_per_expert, stream);
+    count_and_scan_tiles(idx, TokenOrder{}, plan, workspace, tokens_per_expert, stream);
     launch(scan_experts_kernel, 1, kScanThreads, 0, stream, tokens_per_expert, num_experts, offs);
     if (plan.num_tiles > 0)
       launch(place_rows_kernel<index_t>, plan.num_tiles, plan.warps * 32, plan.shared_bytes(), stream, idx,
@@ -223,7 +223,7 @@ void launch_apply_capacity(Indices topk_idx, int64_t num_tokens, int64_t top_k, 
   const ChoiceOrder order{num_tokens, top_k};
   dispatch_indices(topk_idx, [&](auto* idx) {
     using index_t = std::remove_const_t<std::remove_pointer_t<decltype(idx)>>;
-    launch_tile_counts(idx, order, plan, workspace, nullptr, stream);
+    count_and_scan_tiles(idx, order, plan, workspace, nullptr, stream);
     launch(apply_capacity_kernel<index_t>, plan.num_tiles, plan.warps * 32, plan.shared_bytes(), stream, idx,
            order, plan, workspace, capacity, static_cast<index_t*>(out));
   });

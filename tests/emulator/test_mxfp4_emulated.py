@@ -178,11 +178,19 @@ def test_rejects_with_the_values(emulated):
             emulated._mxfp4_gemm(x, data, scale, offs, bias, transposed, interleaved)
 
     refused(r"size 64 in dimension 1, but got shape \[2, 32\]", x=x[:, :32])
-    refused(r"data_scale must have shape \[2, 64, 2\] for data \[2, 64, 32\], but got shape \[2, 64, 1\]", scale=scale[:, :, :1])
+    refused(
+        r"data_scale must have shape \[2, 64, 2\] for data \[2, 64, 32\], but got shape \[2, 64, 1\]",
+        scale=scale[:, :, :1],
+    )
     refused("data_scale must have a dtype of format 1, but got Float", scale=scale.float())
     refused(r"size 2 in dimension 0, but got shape \[1\]", offs=offs[:1])
     refused("bias", bias=torch.zeros(2, 64))
-    refused(r"an even number of rows when they are interleaved, but got shape \[2, 63, 32\]", data=data[:, :63], scale=scale[:, :63], interleaved=True)
+    refused(
+        r"an even number of rows when they are interleaved, but got shape \[2, 63, 32\]",
+        data=data[:, :63],
+        scale=scale[:, :63],
+        interleaved=True,
+    )
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """The coding rules that keep every kernel emulatable (docs/kernels.md, "Rules"), checked by reading the sources."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,53 @@ def test_every_launcher_is_declared_once():
     ]
     assert len(defined) == len(set(defined)) > 10
     assert sorted(defined) == sorted(re.findall(r"^void (launch_\w+)\(", header, re.M))
+
+
+# allow_shared() of common.cuh between a runtime that counts and a main that calls it; nvcc alone compiles the rest.
+RUNTIME = """
+#include <algorithm>
+#include <cstdio>
+#include <cstddef>
+#include <thread>
+#include <utility>
+#include <vector>
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+constexpr int kStaticSharedBytes = 48 * 1024;
+int device = 0, calls = 0, refused = 0;
+cudaError_t cudaGetDevice(int* d) { *d = device; return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void*, int, int bytes) {
+  ++calls;
+  return bytes > 232448 ? ++refused, cudaErrorInvalidValue : cudaSuccess;
+}
+"""
+CALLS = """
+int main() {
+  static char a, b;
+  const auto says = [](const char* what) { std::printf("%s %d\\n", what, calls); };
+  allow_shared(&a, 1000), says("small");
+  for (int i = 0; i < 3; ++i) allow_shared(&a, 200000);
+  says("launched three times");
+  allow_shared(&b, 200000), says("another kernel");
+  device = 1;
+  for (int i = 0; i < 2; ++i) allow_shared(&a, 200000);
+  says("another device");
+  device = 0, allow_shared(&a, 200000), says("back again");
+  const bool failed = allow_shared(&device, 1 << 20) != cudaSuccess && allow_shared(&device, 1 << 20) != cudaSuccess;
+  std::printf("refused %d, said so %d\\n", refused, failed);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+def test_shared_memory_is_asked_for_once_a_kernel_and_device(tmp_path):
+    text = (CUDA / "common.cuh").read_text()
+    function = re.search(r"^inline cudaError_t allow_shared\(.*?^}\n", text, re.M | re.S).group()
+    source = tmp_path / "allow_shared.cpp"
+    source.write_text(f"{RUNTIME}\n{function}\n{CALLS}")
+    subprocess.run(["g++", "-std=c++20", str(source), "-o", str(tmp_path / "program")], check=True)
+    said = subprocess.run([str(tmp_path / "program")], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [
+        "small 0", "launched three times 1", "another kernel 2", "another device 3", "back again 3",
+        "refused 2, said so 1",
+    ]  # fmt: skip
