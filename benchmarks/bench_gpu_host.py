@@ -52,6 +52,10 @@ def steps_of(device, T, sizes):
     def gate():
         return layer.gate(x)
 
+    def gate_and_backward():  # two float32 products in the backward: of the tokens' gradient and of the weight's
+        _, weights = gate()
+        return torch.autograd.grad(weights.sum(), (x, *layer.gate.parameters()))
+
     steps = {
         "empty launch": lambda: one.zero_(),
         "sort_tokens": lambda: ops.sort_tokens(topk_idx, E),
@@ -60,6 +64,7 @@ def steps_of(device, T, sizes):
         "expert_mlp, forward": experts,
         "expert_mlp, forward and backward": both(experts, x, w1, w2, topk_weights),
         "gate, forward": gate,
+        "gate, forward and backward": gate_and_backward,
         "FMoE, forward": lambda: layer(x),
         "FMoE, forward and backward": both(lambda: layer(x), x, *layer.experts.parameters()),
     }

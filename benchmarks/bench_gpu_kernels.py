@@ -31,7 +31,6 @@ CALLS, ROUNDS = 4, 3
 MAIN = " into main gradients"
 WORKS = {  # part of a kernel's name: the works of benchmarks/roofline.py that it does, in the order of its launches
     "up_kernel": ("F1 up",),
-    "up_turns": ("F1 up",),
     "rows_by_weight": ("F2 rows_by_weight", "B3 grad_input"),
     "grad_hidden": ("B1 grad_hidden",),
     "grad_weight": ("B2 grad_weight of w2", "B5 grad_weight of w1"),
