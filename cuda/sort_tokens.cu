@@ -130,7 +130,7 @@ __device__ void rank_tile(const index_t* __restrict__ topk_idx, const Order& ord
 // Counts and scans: what comes before rank_tile().
 template <typename index_t, class Order>
 void count_and_scan_tiles(const index_t* topk_idx, const Order& order, const RankPlan& plan, int* counts,
-                        int64_t* totals, Stream stream) {
+                          int64_t* totals, Stream stream) {
   if (plan.num_tiles > 0)
     launch(count_tiles_kernel<index_t, Order>, plan.num_tiles, plan.warps * 32,
            plan.num_experts * sizeof(int), stream, topk_idx, order, plan, counts);

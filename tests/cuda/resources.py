@@ -54,9 +54,7 @@ def sources():
 def digest():
     """Changes with any byte that the compiler sees."""
     sha = hashlib.sha256()
-    for path in sorted(
-        path for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh", ".h")
-    ):
+    for path in sorted(path for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh", ".h")):
         sha.update(path.name.encode() + b"\0" + path.read_bytes())
     return sha.hexdigest()[:16]
 

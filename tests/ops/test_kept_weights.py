@@ -61,7 +61,7 @@ def test_backward_takes_what_the_forward_decoded(decoded):
     assert len(decoded) == 1 and kept.KEPT.num_bytes(CPU) == 0
 
 
-def test_the_oldest_go_first(decoded):
+def test_kept_weights_past_the_bound_drop_the_oldest(decoded):
     """Of three layers two fit: the backward begins with the last, which are there."""
     frozen.keep_decoded(2 * SIZE)
     weights = [layer(seed) for seed in range(3)]
@@ -74,7 +74,7 @@ def test_the_oldest_go_first(decoded):
     assert len(decoded) == 2
 
 
-def test_a_smaller_bound_drops_at_once(decoded):
+def test_keep_decoded_with_a_smaller_bound_drops_at_once(decoded):
     frozen.keep_decoded(4 * SIZE)
     x = torch.ones(5, IN, requires_grad=True)
     offs = torch.tensor([2, 5], dtype=torch.int32)
@@ -109,7 +109,7 @@ def test_without_a_backward_nothing_is_kept(decoded):
     assert kept.KEPT.num_bytes(CPU) == 0 and len(decoded) == 2
 
 
-def test_a_weight_that_changed_or_died_has_no_copy(decoded):
+def test_kept_weight_that_changed_or_died_has_no_copy(decoded):
     frozen.keep_decoded(4 * SIZE)
     weight, other = layer(0), layer(1)
     x = torch.ones(5, IN, requires_grad=True)
