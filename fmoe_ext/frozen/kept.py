@@ -31,8 +31,8 @@ def keep_decoded(limit: int | None) -> None:
 
     Example:
 
-        >>> frozen.keep_decoded(2 * 2**30)  # two GiB
-        >>> frozen.keep_decoded(None)
+        >>> keep_decoded(2 * 2**30)  # two GiB
+        >>> keep_decoded(None)
     """
     if limit is not None and limit < 0:
         raise ValueError(f"limit must be a number of bytes from 0 on, or None, but got {limit}")
