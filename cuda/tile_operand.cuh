@@ -1,5 +1,11 @@
 // What the portable products of one thread block share, acc [128, 128] += A [128, k] B [128, k]^T: a ring of
 // stages of 64 bytes of k in shared memory, and cp.async that fills it.
+//
+// All 256 threads load and multiply. While a stage is multiplied, copies fill the two others: cp.async goes
+// from global to shared memory without a register in between, so nothing is held while it is under way. One
+// barrier a step does two things: the stage that has landed is there for everybody, and the one before, which
+// nobody reads any more, may be filled. Accumulators stay in registers for the whole of k. A row that an
+// index picks, or that is not there (zeros), costs the loader one pointer; the product does not know of it.
 #pragma once
 
 #include "grouped_rows.cuh"
