@@ -104,7 +104,9 @@ class _Transit:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit, x, weights):
+    def forward(
+        ctx: Any, transit: _Transit, x: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.transit = transit
         # without async_with_compute_stream the current stream has waited when the call returns
         rows, expert, row_weights, transit.handle, _ = transit.buffer.dispatch(
@@ -115,8 +117,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_rows, _, grad_weights):
-        transit = ctx.transit
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        transit, (grad_rows, _, grad_weights) = ctx.transit, grads
         dx, dweights, _ = transit.buffer.combine(
             grad_rows.contiguous(), transit.handle, topk_weights=grad_weights.contiguous()
         )
@@ -125,17 +127,18 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit, results):
+    def forward(ctx: Any, transit: _Transit, results: torch.Tensor) -> torch.Tensor:
         ctx.transit = transit
+        summed: torch.Tensor
         summed, _, _ = transit.buffer.combine(results.contiguous(), transit.handle)
         return summed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
         transit = ctx.transit
         # num_experts again: dispatch() counts its SMs by it before it looks into the handle
         rows, *_ = transit.buffer.dispatch(
-            grad.contiguous(), handle=transit.handle, num_experts=transit.num_experts
+            grads[0].contiguous(), handle=transit.handle, num_experts=transit.num_experts
         )
         return None, rows

@@ -274,7 +274,7 @@ class ExpertParallel(ExpertPlacement):
         kind, arguments = route.kind, (self, route.chunk_ends, x, topk_idx, topk_weights, step)
         exchange: Exchange
         if self.tuner is not None and not step.is_traced:
-            exchange = timed(kind)(self.tuner.watches[route.exchange], *arguments)
+            exchange = timed(EXCHANGES[route.exchange])(self.tuner.watches[route.exchange], *arguments)
         else:
             exchange = kind(*arguments)
         exchange.plan()
