@@ -1,4 +1,5 @@
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,9 @@ from fmoe_ext.ops._autograd import (
     register_second_derivative,
 )
 from fmoe_ext.ops.balance_loss import SCORES, balance_loss
-from fmoe_ext.ops.count_tokens import count_tokens
+
+# topk_idx, topk_weights [T, K] -> the choices of each expert [E] int64 that a balance loss takes
+CountsOf: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def topk_gate(
@@ -69,23 +72,24 @@ def topk_gate_of_linear(
     bias: torch.Tensor | None,
     top_k: int,
     normalize: bool = True,
-    with_loss: bool = False,
+    counts_of: CountsOf | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
 
     x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
-    compiled graphs -> topk_idx, topk_weights [T, K], and with_loss the balance loss of these choices, else None. It
-    saves other tensors than the separate calls. Use those under activation checkpointing.
+    compiled graphs; counts_of: counts the choices for the balance loss, and may drop some on its way; None for no loss
+    -> topk_idx, topk_weights [T, K], the loss or None. It saves other tensors than the separate calls. Use those under
+    activation checkpointing.
     Equivalent to: logits = F.linear(x, weight, bias); topk_gate(logits, top_k, normalize=normalize), and
-    balance_loss(logits, count_tokens(topk_idx, E)).
+    balance_loss(logits, counts_of(topk_idx, topk_weights)).
     """
     if is_transformed(x, weight, bias):
         logits = F.linear(x, weight, bias)
         topk_idx, topk_weights = topk_gate(logits, top_k, normalize=normalize)
-        loss = balance_loss(logits, count_tokens(topk_idx, logits.shape[1])) if with_loss else None
-        return topk_idx, topk_weights, loss
-    topk_idx, topk_weights, loss = _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize, with_loss)
-    return topk_idx, topk_weights, loss
+        if counts_of is None:
+            return topk_idx, topk_weights, None
+        return topk_idx, topk_weights, balance_loss(logits, counts_of(topk_idx, topk_weights.detach()))
+    return _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize, counts_of)
 
 
 def topk_gate_again(
@@ -224,13 +228,13 @@ class _TopkGateOfLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         top_k: int,
         normalize: bool,
-        with_loss: bool,
+        counts_of: CountsOf | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         logits = F.linear(x, weight, bias)
         topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
         counts = loss = None
-        if with_loss:
-            counts = torch.ops.fmoe_ext.count_tokens(topk_idx, logits.shape[1])
+        if counts_of is not None:
+            counts = counts_of(topk_idx, topk_weights)
             loss = below(torch.ops.fmoe_ext.balance_loss, logits, counts, 0)
         ctx.mark_non_differentiable(topk_idx)
         ctx.set_materialize_grads(False)
