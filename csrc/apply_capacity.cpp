@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor> drop_choices_cpu(Tensor topk_idx, int64_t num_experts
   check_topk_idx(topk_idx, num_experts);
   STD_TORCH_CHECK(capacity >= 0, "capacity must not be negative, but got ", capacity);
   STD_TORCH_CHECK(topk_weights.has_value() == uniform.has_value(),
-                  "topk_weights and uniform go together: give both or none");
+                  "topk_weights and uniform must both be given, or none of them");
   if (uniform) check_uniform(topk_idx, *topk_weights, *uniform);
   const int64_t num_tokens = topk_idx.size(0), num_choices = topk_idx.size(1);
   const Tensor idx = as_contiguous(topk_idx);

@@ -61,12 +61,14 @@ def drop_choices(
     Raises RuntimeError for an index outside [-1, num_experts), a negative capacity and for other shapes.
     Equivalent to: apply_capacity(topk_idx, num_experts, capacity), and count_tokens of each column of topk_idx.
     """
-    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not (getattr(topk_idx, "is_cuda", False) or torch.compiler.is_compiling()):
         return torch.ops.fmoe_ext.drop_choices(topk_idx, num_experts, capacity, topk_weights, uniform)
     kept = apply_capacity(topk_idx, num_experts, capacity)
     if topk_weights is not None and uniform is not None:
         kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
-    return kept, torch.stack([count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)])
+    none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
+    of_choices = [count_tokens(choice, num_experts)[None] for choice in topk_idx.split(1, 1)]
+    return kept, torch.cat((none, *of_choices))
 
 
 def drop_choices_ref(
@@ -82,7 +84,8 @@ def drop_choices_ref(
         goes = 2 * topk_weights < uniform[:, None]
         goes[:, :1] = False  # a first choice always stays
         kept = torch.where(goes, -1, kept)
-    return kept, torch.stack([count_tokens_ref(choice, num_experts) for choice in topk_idx.t()])
+    none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
+    return kept, torch.cat((none, *(count_tokens_ref(choice, num_experts)[None] for choice in topk_idx.t())))
 
 
 @register_fake("fmoe_ext::drop_choices", topk_idx=2, topk_weights=2, uniform=1)

@@ -92,7 +92,7 @@ def test_drop_choices_refuses():
     topk_idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
     with pytest.raises(RuntimeError, match="capacity must not be negative, but got -1"):
         drop_choices(topk_idx, 2, -1)
-    with pytest.raises(RuntimeError, match="go together"):
+    with pytest.raises(RuntimeError, match="must both be given"):
         drop_choices(topk_idx, 2, 1, weights)
     with pytest.raises(RuntimeError, match="uniform"):
         drop_choices(topk_idx, 2, 1, weights, torch.ones(2))
