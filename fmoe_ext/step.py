@@ -54,7 +54,14 @@ class Step:
         "_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts",
     )  # fmt: skip
 
-    def __init__(self, batch: Batch, forward: Forward | None, is_repeated: bool, is_counted: bool):
+    def __init__(
+        self,
+        batch: Batch,
+        forward: Forward | None,
+        is_repeated: bool,
+        is_counted: bool,
+        is_traced: bool = False,
+    ):
         self.x: Nest = None
         self.gate_x: Nest = None
         self.batch = batch
@@ -62,7 +69,7 @@ class Step:
         self.is_repeated = is_repeated
         self.is_counted = is_counted
         self.selected: torch.Tensor | None = None
-        self.is_traced = torch.compiler.is_compiling()
+        self.is_traced = is_traced
         self.before_exchange: list[torch.Tensor] = []
         self._forwards: Forwards | None = None
         self._slices: _Slices | None = None
@@ -173,7 +180,7 @@ def begin(
             refuse_onnx()
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
-        step = Step(batch, None, False, True)
+        step = Step(batch, None, False, True, is_traced=True)
     else:
         if torch.jit.is_tracing():
             refuse_onnx()

@@ -98,7 +98,10 @@ class NaiveGate(BaseGate):
             self.set_loss(topk_weights.new_zeros(1), constant=True)
         else:
             self.set_loss(loss)
-        return self.choose(lambda: topk_idx), topk_weights
+        if self._tapes:  # of somebody who only listens
+            return self.choose(lambda: topk_idx), topk_weights
+        step.selected = topk_idx
+        return topk_idx, topk_weights
 
     def logits(self, inp: torch.Tensor) -> torch.Tensor:
         """Score of every expert: inp [T, d_model] -> [T, E], in float32 or wider."""
