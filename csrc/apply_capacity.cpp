@@ -21,7 +21,8 @@ void check_not_negative(const Tensor& capacity) {
     STD_TORCH_CHECK(data[e] >= 0, "capacity must not be negative, but expert ", e, " has ", data[e]);
 }
 
-// limit(e): choices that expert e takes. counts [K, E], if given: first, second, ... choices before any is dropped.
+// limit(e): choices that expert e takes. counts [K, E], if given: first, second, ... choices before any is
+// dropped.
 template <class index_t, class Limit>
 void apply_capacity(const index_t* idx, const TokenChunks& chunks, int64_t num_experts, const Limit& limit,
                     index_t* kept, int64_t* counts = nullptr) {
@@ -64,8 +65,9 @@ Tensor apply_capacity_cpu(Tensor topk_idx, Tensor capacity) {
   dispatch_index(idx, [&](auto* data) {
     using index_t = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     const auto* limit = static_cast<const int64_t*>(limits.const_data_ptr());
-    apply_capacity(data, TokenChunks(idx, idx.size(1) * num_experts), num_experts,
-                   [&](index_t e) { return limit[e]; }, static_cast<index_t*>(kept.mutable_data_ptr()));
+    apply_capacity(
+        data, TokenChunks(idx, idx.size(1) * num_experts), num_experts, [&](index_t e) { return limit[e]; },
+        static_cast<index_t*>(kept.mutable_data_ptr()));
   });
   return kept;
 }
@@ -109,8 +111,9 @@ std::tuple<Tensor, Tensor> drop_choices_cpu(Tensor topk_idx, int64_t num_experts
   dispatch_index(idx, [&](auto* data) {
     using index_t = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     auto* to = static_cast<index_t*>(kept.mutable_data_ptr());
-    apply_capacity(data, TokenChunks(idx, num_choices * num_experts), num_experts,
-                   [&](index_t) { return capacity; }, to, static_cast<int64_t*>(counts.mutable_data_ptr()));
+    apply_capacity(
+        data, TokenChunks(idx, num_choices * num_experts), num_experts, [&](index_t) { return capacity; }, to,
+        static_cast<int64_t*>(counts.mutable_data_ptr()));
     if (!uniform) return;
     const Tensor weights = as_contiguous(*topk_weights), random = as_contiguous(*uniform);
     const auto drop = [&](auto tag) {

@@ -1,7 +1,7 @@
 // What a rank computes of its choices before and after rows travel to the ranks of their experts.
 //
-// A row is one choice (exchange="choice") or one token for a way, a chunk of a rank (exchange="token"). Rows lie in
-// the order of sending, by rank, so that all that follows is cut from counts of rows.
+// A row is one choice (exchange="choice") or one token for a way, a chunk of a rank (exchange="token"). Rows
+// lie in the order of sending, by rank, so that all that follows is cut from counts of rows.
 
 #include <torch/csrc/stable/library.h>
 
@@ -48,8 +48,8 @@ std::tuple<Tensor, Tensor, Tensor> pad_routing_cpu(Tensor row_idx, Tensor invers
   for (int64_t w = 0; w < num_ranks; ++w) {
     int64_t needed = 0;
     for (int64_t i = 0; i < num_kinds; ++i) needed += count[w * num_kinds + i];
-    STD_TORCH_CHECK(needed >= 0 && begin + needed <= rows.numel(),
-                    "tokens_per_expert counts more than the ", rows.numel(), " rows of row_idx");
+    STD_TORCH_CHECK(needed >= 0 && begin + needed <= rows.numel(), "tokens_per_expert counts more than the ",
+                    rows.numel(), " rows of row_idx");
     largest = std::max(largest, needed);
     for (int64_t p = 0; p < std::min(needed, max_rows); ++p) {
       const int64_t choice = choice_of[begin + p];
@@ -113,7 +113,8 @@ std::tuple<Tensor, Tensor> token_ways_cpu(Tensor topk_idx, Tensor ways) {
   Tensor way = torch::stable::new_empty(idx, {T, K}, ScalarType::Long);
   Tensor first = torch::stable::new_empty(idx, {T, K}, ScalarType::Long);
   const auto* way_of = static_cast<const int64_t*>(table.const_data_ptr());
-  auto *to = static_cast<int64_t*>(way.mutable_data_ptr()), *once = static_cast<int64_t*>(first.mutable_data_ptr());
+  auto *to = static_cast<int64_t*>(way.mutable_data_ptr()),
+       *once = static_cast<int64_t*>(first.mutable_data_ptr());
   dispatch_index(idx, [&](auto* data) {
     for (int64_t t = 0; t < T; ++t) {
       const int64_t begin = t * K;

@@ -134,7 +134,9 @@ class Exchange:
         placement, counts = self._placement, handle.tokens_per_expert
         if len(self._chunk_ends) > 1:  # one chunk is sent in the order of places
             slots = placement.slots(self._chunk_ends)
-            place_to_slot = constant(tuple(slots[expert] for expert in placement.experts_in_place), counts.device)
+            place_to_slot = constant(
+                tuple(slots[expert] for expert in placement.experts_in_place), counts.device
+            )
             counts = counts[place_to_slot]
         counts_Wn = counts.view(placement.size, -1)
         return placement.plan(

@@ -34,7 +34,9 @@ class TokenExchange(Exchange):
         num_tokens, top_k = first_TK.shape
         if top_k <= num_ways:
             return handle
-        return dataclasses.replace(handle, row_idx=handle.row_idx[: num_tokens * num_ways])  # no token has more
+        return dataclasses.replace(
+            handle, row_idx=handle.row_idx[: num_tokens * num_ways]
+        )  # no token has more
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
         num_chunks = len(self._chunk_ends)

@@ -91,7 +91,9 @@ class GShardGate(GateOverRanks):
             topk_idx = self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
             if self.random_routing and self.training:
                 weight = topk_weights[:, 1].detach()
-                second = topk_idx[:, 1]  # a view: topk_idx is fresh from apply_capacity, and nobody else has it
+                second = topk_idx[
+                    :, 1
+                ]  # a view: topk_idx is fresh from apply_capacity, and nobody else has it
                 second.masked_fill_(2 * weight < torch.rand_like(weight), -1)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 

@@ -18,7 +18,11 @@ def _has_operator(x: torch.Tensor) -> bool:
 
 
 def pad_routing(
-    row_idx: torch.Tensor, inverse: torch.Tensor, tokens_per_expert: torch.Tensor, num_ranks: int, max_rows: int
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    num_ranks: int,
+    max_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places in a send buffer in which the rows for rank p begin at p * max_rows.
 
@@ -32,7 +36,11 @@ def pad_routing(
 
 
 def pad_routing_ref(
-    row_idx: torch.Tensor, inverse: torch.Tensor, tokens_per_expert: torch.Tensor, num_ranks: int, max_rows: int
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    num_ranks: int,
+    max_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """pad_routing in plain PyTorch."""
     needed_W = tokens_per_expert.view(num_ranks, -1).sum(1)
@@ -119,7 +127,11 @@ def experts_of_rows_ref(
 
 @register_fake("fmoe_ext::_pad_routing", row_idx=1, inverse=2, tokens_per_expert=1)
 def _(
-    row_idx: torch.Tensor, inverse: torch.Tensor, tokens_per_expert: torch.Tensor, num_ranks: int, max_rows: int
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    num_ranks: int,
+    max_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     padded_idx = row_idx.new_empty((num_ranks * max_rows,))
     return padded_idx, inverse.new_empty(inverse.shape), tokens_per_expert.new_empty((1,))

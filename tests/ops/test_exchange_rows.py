@@ -36,7 +36,9 @@ def test_pad_routing_by_hand():
 @pytest.mark.parametrize("max_rows", [0, 1, 5, 100])
 def test_columns_of_rows(shape, max_rows):
     torch.manual_seed(0)
-    counts = torch.randint(0, 9, (shape[0], shape[1] + 2))[:, 1:-1]  # as received behind a header: not contiguous
+    counts = torch.randint(0, 9, (shape[0], shape[1] + 2))[
+        :, 1:-1
+    ]  # as received behind a header: not contiguous
     num_rows = shape[0] * max_rows if max_rows else int(counts.sum())
     ours = exchange_rows.columns_of_rows(counts, num_rows, max_rows)
     assert ours.dtype == torch.int32
@@ -55,7 +57,10 @@ def test_ways_and_experts_of_rows(size, dtype):
     row_idx = sort_tokens(found[1], E // 2).row_idx
     for wide in (False, True):
         arguments = topk_idx, found[0], local, row_idx, wide
-        ours, theirs = exchange_rows.experts_of_rows(*arguments), exchange_rows.experts_of_rows_ref(*arguments)
+        ours, theirs = (
+            exchange_rows.experts_of_rows(*arguments),
+            exchange_rows.experts_of_rows_ref(*arguments),
+        )
         assert ours.dtype == theirs.dtype == (torch.int32 if wide else torch.int16)
         assert torch.equal(ours, theirs)
 
