@@ -109,7 +109,10 @@ class GShardGate(GateOverRanks):
         """chosen, topk_weights [T, 2] -> topk_idx [T, 2], -1 where dropped; the first choices of each expert [E]."""
         random: tuple[torch.Tensor, ...] = ()
         if self.random_routing and self.training:
-            random = topk_weights, torch.rand(len(chosen), dtype=topk_weights.dtype)
+            random = (
+                topk_weights,
+                torch.rand(len(chosen), dtype=topk_weights.dtype, device=topk_weights.device),
+            )
         topk_idx, counts = ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen), *random)
         return topk_idx, counts[0]
 
