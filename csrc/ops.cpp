@@ -56,6 +56,10 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("topk_gate(Tensor logits, int top_k, int score=0, bool normalize=True, Tensor? bias=None, int num_groups=1, int topk_groups=1, float scale=1.0) -> (Tensor, Tensor)");
   m.def("topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, int score, bool normalize, float scale) -> Tensor");
 
+  // topk_gate by softmax with the balance loss of each token's first num_counted choices, of a gate's node; on the CPU
+  // -> topk_idx, topk_weights [T, K], counts [E] int64, the loss; both empty for num_counted = 0
+  m.def("_choose_experts(Tensor logits, int top_k, bool normalize, int num_counted) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // counts [E] int64: choices of each expert -> the loss, a scalar; see gates.balance_loss.
   m.def("balance_loss(Tensor logits, Tensor counts, int score) -> Tensor");
   m.def("balance_loss_backward(Tensor grad, Tensor logits, Tensor counts, int score) -> Tensor");

@@ -69,23 +69,15 @@ class GShardGate(GateOverRanks):
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for dropped choices."""
         is_usual = type(self) in (GShardGate, DCGate) and type(self.ranks) is OneRank
-        is_usual = is_usual and isinstance(inp, torch.Tensor)
-        if is_usual and not return_all_scores and inp.device.type == "cpu":
-            kept = []
-
-            def drop_and_count(chosen: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-                topk_idx, counts = self._drop(chosen, topk_weights)
-                kept.append(topk_idx)
-                return counts
-
-            found = self.choose_in_one_node(inp, drop_and_count)
-            if found is not None:
-                return kept[0], found[1]
+        found = self.choose_in_one_node(inp, num_counted=1) if is_usual and not return_all_scores else None
+        if found is not None:
+            chosen, topk_weights = found
+            return self._drop(chosen, topk_weights.detach())[0], topk_weights
         logits = self.logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k)
         if fits_drop_choices(chosen, self.ranks):
             topk_idx, counts = self._drop(chosen, topk_weights.detach())
-            self.set_loss(ops.balance_loss(logits, counts))
+            self.set_loss(ops.balance_loss(logits, counts[0]))
         else:
             self.set_loss(balance_loss_of_logits(logits, chosen[:, :1], ranks=self.ranks))
             topk_idx = self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
@@ -106,15 +98,14 @@ class GShardGate(GateOverRanks):
         return self.expert_capacity(factor, self.ranks.num_tokens(chosen.shape[0]))
 
     def _drop(self, chosen: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """chosen, topk_weights [T, 2] -> topk_idx [T, 2], -1 where dropped; the first choices of each expert [E]."""
+        """chosen, topk_weights [T, 2] -> topk_idx [T, 2], -1 where dropped; ops.drop_choices' counts [2, E]."""
         random: tuple[torch.Tensor, ...] = ()
         if self.random_routing and self.training:
             random = (
                 topk_weights,
                 torch.rand(len(chosen), dtype=topk_weights.dtype, device=topk_weights.device),
             )
-        topk_idx, counts = ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen), *random)
-        return topk_idx, counts[0]
+        return ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen), *random)
 
 
 class DCGate(GShardGate):

@@ -3,7 +3,7 @@ from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 from fmoe_ext.linear import WideLinear, is_plain
-from fmoe_ext.ops.topk_gate import CountsOf, topk_gate_of_linear
+from fmoe_ext.ops.topk_gate import topk_gate_of_linear
 from fmoe_ext.step import current_step
 
 
@@ -66,14 +66,15 @@ class NaiveGate(BaseGate):
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def choose_in_one_node(
-        self, inp: torch.Tensor, counts_of: CountsOf | None = None
+        self, inp: torch.Tensor, num_counted: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """topk_idx and topk_weights [T, K] by topk_gate_of_linear, and its loss, where it has the bits of the steps.
 
-        None where logits come otherwise, or where a repetition keeps tensors. counts_of: of topk_gate_of_linear.
+        None where logits come otherwise, or where a repetition keeps tensors or operators. num_counted: how many
+        choices of each token the balance loss counts, 0 for none.
         """
         step = current_step()  # None while compiling
-        if step is None or step.forward is not None or not torch.is_grad_enabled():
+        if step is None or step.forward is not None or step.is_selective or not torch.is_grad_enabled():
             return None
         linear = self.gate
         if type(linear) is not WideLinear or linear.must_be_called or not self.weighs_while_choosing:
@@ -81,6 +82,7 @@ class NaiveGate(BaseGate):
         weight, bias = linear.weight, linear.bias
         is_usual = (
             type(inp) is torch.Tensor
+            and (num_counted == 0 or not inp.is_cuda)  # where the loss is several operators
             and inp.dim() == 2
             and inp.shape[1] == self.d_model
             and inp.is_contiguous()
@@ -91,13 +93,15 @@ class NaiveGate(BaseGate):
         )
         if not is_usual:
             return None
-        topk_idx, topk_weights, loss = topk_gate_of_linear(
-            inp, weight, bias, self.top_k, self.normalize, counts_of
+        topk_idx, topk_weights, counts, loss = topk_gate_of_linear(
+            inp, weight, bias, self.top_k, self.normalize, num_counted
         )
         if loss is None:
             self.set_loss(topk_weights.new_zeros(1), constant=True)
         else:
             self.set_loss(loss)
+        if counts is not None and num_counted == self.top_k:
+            step.note_counts(topk_idx, counts)
         if self._tapes:  # of somebody who only listens
             return self.choose(lambda: topk_idx), topk_weights
         step.selected = topk_idx

@@ -11,7 +11,6 @@ from fmoe_ext.gates.base_gate import OneRank, weights_of
 from fmoe_ext.gates.capacity import check_capacity, drop_over_capacity, expert_capacity
 from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.naive_gate import with_noise
-from fmoe_ext.step import count_choices
 
 
 class ScoredGate(BalancedGate):
@@ -189,7 +188,7 @@ class SoftmaxGate(ScoredGate):
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for choices over the capacity."""
         if not return_all_scores and self._has_usual_options():
-            chosen = self.choose_in_one_node(inp, lambda idx, _: count_choices(idx, self.num_experts))
+            chosen = self.choose_in_one_node(inp, num_counted=self.top_k)
             if chosen is not None:
                 return chosen
         return super().forward(inp, return_all_scores)

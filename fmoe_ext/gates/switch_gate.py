@@ -64,18 +64,10 @@ class SwitchGate(GateOverRanks):
         if adds_to_input and isinstance(inp, torch.Tensor):
             inp = with_noise(inp, self.switch_eps)
         is_usual = type(self) is SwitchGate and not (self.fastmoe_loss or self.additive_noise)
-        is_usual = is_usual and type(self.ranks) is OneRank and isinstance(inp, torch.Tensor)
-        if is_usual and not return_all_scores and inp.device.type == "cpu":
-            kept = []
-
-            def drop_and_count(chosen: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-                topk_idx, counts = self._drop(chosen)
-                kept.append(topk_idx)
-                return counts
-
-            found = self.choose_in_one_node(inp, drop_and_count)
-            if found is not None:
-                return kept[0], found[1]
+        is_usual = is_usual and type(self.ranks) is OneRank and not return_all_scores
+        found = self.choose_in_one_node(inp, num_counted=self.top_k) if is_usual else None
+        if found is not None:
+            return self._drop_over_capacity(found[0]), found[1]
         logits = self.logits(inp)
         if self.training and self.switch_eps > 0 and self.additive_noise:
             logits = logits + noise_like(logits, self.switch_eps)
@@ -101,6 +93,8 @@ class SwitchGate(GateOverRanks):
     def _drop_over_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
         if self.capacity is None:
             return chosen
+        if fits_drop_choices(chosen, self.ranks):
+            return ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen))[0]
         return self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
 
     def _capacity_of(self, chosen: torch.Tensor) -> int:

@@ -163,7 +163,7 @@ def test_forward_dispatches_few_operators():
         COUNTS
     )  # in a process of its own: kernels that another test has put in place dispatch more
     counts = {gate: int(count) for gate, count in (line.split() for line in ran.stdout.splitlines())}
-    most = {"naive": 8, "softmax": 9, "sigmoid": 10, "switch": 14, "gshard": 11}
+    most = {"naive": 8, "softmax": 7, "sigmoid": 10, "switch": 12, "gshard": 10}
     assert counts.keys() == most.keys(), ran.stderr
     assert all(counts[gate] <= most[gate] for gate in most), counts
 

@@ -121,6 +121,20 @@ def drop_choices(d):
     )
 
 
+def choose_experts(d):
+    top_k = min(d.K, d.E)
+    return Call(
+        native._choose_experts,
+        {
+            "logits": d.floats(d.T, d.E),
+            "top_k": max(top_k, 1),
+            "normalize": True,
+            "num_counted": min(top_k, 1),
+        },
+        values={"top_k": (0, -1, d.E + 1), "num_counted": (-1, d.E + 1)},
+    )
+
+
 def pad_routing(d):
     counts = torch.cat((d.sort.tokens_per_expert, torch.zeros(d.E % 2, dtype=torch.int64)))  # 2 ranks
     arguments = {**d.routing, "tokens_per_expert": counts, "num_ranks": 2, "max_rows": 3}
@@ -555,6 +569,7 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "_check_expert_mlp_backward": check_expert_mlp_backward,
         "_check_grouped_gemm": check_grouped_gemm,
         "_check_grouped_gemm_backward": check_grouped_gemm_backward,
+        "_choose_experts": choose_experts,
         "_columns_of_rows": columns_of_rows,
         "_experts_of_rows": experts_of_rows,
         "_mxfp4_gemm": mxfp4_gemm,

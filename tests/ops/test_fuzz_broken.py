@@ -20,6 +20,7 @@ OPERATORS = tuple(
         "sort_tokens",
         "apply_capacity",
         "drop_choices",
+        "_choose_experts",
         "_pad_routing",
         "_columns_of_rows",
         "_token_ways",
