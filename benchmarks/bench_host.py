@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_host                             this checkout
     python -m benchmarks.bench_host --against ../before         and another, in turn
+    python -m benchmarks.bench_host --beside-linear             a small layer with its kernels, beside two nn.Linear
 
 Each round is a fresh process without a profiler; a figure is the least of its steps, and of all rounds. The
 layer is an FMoETransformerMLP of gated experts; "experts" is ops.expert_mlp alone. Products of torch (the gate's
@@ -102,6 +103,53 @@ def measure(repetitions):
     return found
 
 
+def beside_linear(rounds):
+    """Print the time of a layer of 8 tokens by gate, and of two nn.Linear with GELU in the same process, in turn."""
+    import fmoe_ext
+
+    torch.set_num_threads(1)
+    tokens, width, experts = 8, 16, 4
+    x, grad = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, width)
+    layers = {
+        "nn": torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width)
+        )
+    }
+    for gate in ("naive", "softmax", "gshard", "switch"):
+        top_k = 1 if gate == "switch" else K
+        layers[gate] = fmoe_ext.FMoETransformerMLP(experts, width, width, top_k=top_k, gate=gate)
+
+    def step(layer):
+        loss = getattr(layer, "gate", None) and layer.gate.get_loss
+        begin = time.perf_counter()
+        out = layer(x)
+        balance = loss() if loss else None
+        has_gradient = balance is not None and balance.requires_grad
+        torch.autograd.backward(
+            [out, balance] if has_gradient else [out], [grad, None] if has_gradient else [grad]
+        )
+        spent = time.perf_counter() - begin
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = None
+        return spent * 1e6
+
+    for layer in layers.values():
+        for _ in range(WARM_UP):
+            step(layer)
+    least = {name: [] for name in layers}
+    for _ in range(rounds):
+        for name, layer in layers.items():
+            least[name].append(min(step(layer) for _ in range(30)))
+    for name, times in least.items():
+        of_nn = sorted(a / b for a, b in zip(times, least["nn"], strict=True))
+        of_naive = statistics.median(a / b for a, b in zip(times, least["naive"], strict=True))
+        quarter = len(of_nn) // 4
+        print(
+            f"{name}: least {min(times):.1f} us; of nn.Linear {statistics.median(of_nn):.2f} "
+            f"({of_nn[quarter]:.2f} to {of_nn[-1 - quarter]:.2f}), of naive {of_naive:.2f}"
+        )
+
+
 def in_process(checkout, library, repetitions):
     """measure() of a checkout, by its package and this file."""
     command = [sys.executable, __file__, "--library", str(library), "--repetitions", str(repetitions)]
@@ -117,8 +165,13 @@ def main():
     parser.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts, built")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=1000)
+    parser.add_argument(
+        "--beside-linear", action="store_true", help="with kernels, beside two nn.Linear with GELU"
+    )
     parser.add_argument("--library", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.beside_linear:
+        return beside_linear(20 * args.rounds)
     if args.library is not None:
         import fmoe_ext  # noqa: F401  # the operators, before others take their place
 

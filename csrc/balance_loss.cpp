@@ -105,6 +105,8 @@ void grads_of(A grad, const A* logits, const int64_t* counts, int64_t num_tokens
   });
 }
 
+}  // namespace
+
 Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score) {
   check_balance_loss(logits, counts);
   const bool is_sigmoid = checked_sigmoid(score);
@@ -119,6 +121,8 @@ Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score) {
   input.scalar_type() == ScalarType::Double ? compute(double{}) : compute(float{});
   return loss;
 }
+
+namespace {
 
 Tensor balance_loss_backward_cpu(Tensor grad, Tensor logits, Tensor counts, int64_t score) {
   check_gradient_mode("balance_loss_backward", "ops.balance_loss");

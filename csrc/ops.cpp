@@ -35,11 +35,30 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("unpermute_backward(Tensor grad_out, Tensor? y, Tensor row_idx, Tensor inverse, Tensor? topk_weights) -> (Tensor, Tensor)");
 
   m.def("apply_capacity(Tensor topk_idx, Tensor capacity) -> Tensor");
+  // One capacity for all experts, and random routing by topk_weights [T, K] and uniform [T]; on the CPU.
+  // -> topk_idx with -1 for what is dropped, counts [K, E] int64 of first, second, ... choices before that
+  m.def("drop_choices(Tensor topk_idx, int num_experts, int capacity, Tensor? topk_weights, Tensor? uniform) -> (Tensor, Tensor)");
+
+  // The exchange of expert parallelism (exchange_rows.cpp), on the CPU. W ranks, n kinds of rows for each of them.
+  // row_idx [R], inverse [T, K], tokens_per_expert [W n]: of rows sorted by rank
+  // -> row_idx [W max_rows], inverse [T, K], the most rows for one rank [1]
+  m.def("_pad_routing(Tensor row_idx, Tensor inverse, Tensor tokens_per_expert, int num_ranks, int max_rows) -> (Tensor, Tensor, Tensor)");
+  // counts [W, n]: rows from each rank -> the kind of each row that comes, [num_rows, 1] int32; max_rows: of each rank, 0 as counted
+  m.def("_columns_of_rows(Tensor counts, int max_rows, int num_rows) -> Tensor");
+  // ways [E] -> the way of each choice [T, K], and the same with -1 where an earlier choice of the token goes it too
+  m.def("_token_ways(Tensor topk_idx, Tensor ways) -> (Tensor, Tensor)");
+  // local [E] -> for each row to send, local[choice] of the choices of its token that go its way, else -1:
+  // [R, K] int16, or int32 if wide
+  m.def("_experts_of_rows(Tensor topk_idx, Tensor way, Tensor local, Tensor row_idx, bool wide) -> Tensor");
 
   // score: 0 softmax, 1 sigmoid; bias shifts the selection only.
   // -> topk_idx [T, K] int64, topk_weights [T, K]
   m.def("topk_gate(Tensor logits, int top_k, int score=0, bool normalize=True, Tensor? bias=None, int num_groups=1, int topk_groups=1, float scale=1.0) -> (Tensor, Tensor)");
   m.def("topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, int score, bool normalize, float scale) -> Tensor");
+
+  // topk_gate by softmax with the balance loss of each token's first num_counted choices, of a gate's node; on the CPU
+  // -> topk_idx, topk_weights [T, K], counts [E] int64, the loss; both empty for num_counted = 0
+  m.def("_choose_experts(Tensor logits, int top_k, bool normalize, int num_counted) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // counts [E] int64: choices of each expert -> the loss, a scalar; see gates.balance_loss.
   m.def("balance_loss(Tensor logits, Tensor counts, int score) -> Tensor");

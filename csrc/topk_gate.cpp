@@ -18,6 +18,7 @@
 #include "parallel.h"
 #include "scores.h"
 #include "stream_row.h"
+#include "topk_idx.h"
 #include "topk_select.h"
 
 namespace fmoe_ext {
@@ -222,6 +223,27 @@ std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, int64_t s
   return {idx, weights};
 }
 
+// The whole gate of a softmax on one rank: topk_gate, and the balance loss of each token's first num_counted
+// choices. Without a kernel for autograd, for a node of ours.
+std::tuple<Tensor, Tensor, Tensor, Tensor> choose_experts_cpu(Tensor logits, int64_t top_k, bool normalize,
+                                                              int64_t num_counted) {
+  auto [idx, weights] = topk_gate_cpu(logits, top_k, /*score=*/0, normalize, std::nullopt, 1, 1, 1.0);
+  STD_TORCH_CHECK(num_counted >= 0 && num_counted <= top_k, "num_counted must be in [0, top_k] = [0, ", top_k,
+                  "], but got ", num_counted);
+  if (num_counted == 0)
+    return {idx, weights, torch::stable::new_empty(idx, {0}), torch::stable::new_empty(weights, {0})};
+  const int64_t num_experts = logits.size(1), histogram_size = top_k * num_experts;
+  Tensor counts = torch::stable::new_zeros(idx, {num_experts});
+  auto* total = static_cast<int64_t*>(counts.mutable_data_ptr());
+  const TokenChunks chunks(idx, histogram_size);
+  const std::vector<int32_t> found = count_chunks(static_cast<const int64_t*>(idx.const_data_ptr()), chunks,
+                                                  num_experts, /*by_choice=*/true);
+  for (int64_t chunk = 0; chunk < chunks.num_chunks; ++chunk)
+    for (int64_t i = 0; i < num_counted * num_experts; ++i)
+      total[i % num_experts] += found[chunk * histogram_size + i];
+  return {idx, weights, counts, balance_loss_cpu(logits, counts, /*score=*/0)};
+}
+
 template <class T>
 struct GateBackwardArgs {
   const Gate& gate;
@@ -334,6 +356,7 @@ Tensor topk_gate_backward_cpu(Tensor grad_weights, Tensor logits, Tensor topk_id
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("topk_gate", TORCH_BOX(&topk_gate_cpu));
+  m.impl("_choose_experts", TORCH_BOX(&choose_experts_cpu));
   m.impl("topk_gate_backward", TORCH_BOX(&topk_gate_backward_cpu));
 }
 

@@ -6,6 +6,8 @@
 
 namespace fmoe_ext {
 
+Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score);
+
 // What every device checks; the values of topk_idx are checked where they can be read.
 inline bool checked_sigmoid(int64_t score) {
   STD_TORCH_CHECK(score == 0 || score == 1, "score must be 0 (softmax) or 1 (sigmoid), but got ", score);

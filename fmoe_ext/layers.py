@@ -194,7 +194,7 @@ class FMoE(SpreadLayer):
 
     def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
-        if torch.compiler.is_compiling():
+        if step.is_traced:
             with batch_is(step.batch):
                 topk_idx, topk_weights = self._call_gate(step)
         else:

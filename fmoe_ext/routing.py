@@ -105,5 +105,7 @@ def widen(topk_weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
 
 def per_row(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
     """op, which takes and returns matrices, on x [N, *]."""
+    if x.dim() == 2:
+        return op(x, *args)
     out = op(x.reshape(x.shape[0], math.prod(x.shape[1:])), *args)
     return out.reshape(out.shape[0], *x.shape[1:])

@@ -46,15 +46,23 @@ class Step:
     batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
     is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
     gate's choices before any was dropped, None if it does not say. is_traced: it is part of a compiled graph.
+    is_selective: inside a selective checkpoint, which names operators.
     before_exchange: what the ranks sum up before they exchange tokens.
     """
 
     __slots__ = (  # noqa: RUF023 - by use, not by name
-        "x", "gate_x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange",
-        "_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts",
+        "x", "gate_x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "is_selective",
+        "before_exchange", "_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts",
     )  # fmt: skip
 
-    def __init__(self, batch: Batch, forward: Forward | None, is_repeated: bool, is_counted: bool):
+    def __init__(
+        self,
+        batch: Batch,
+        forward: Forward | None,
+        is_repeated: bool,
+        is_counted: bool,
+        is_traced: bool = False,
+    ):
         self.x: Nest = None
         self.gate_x: Nest = None
         self.batch = batch
@@ -62,7 +70,8 @@ class Step:
         self.is_repeated = is_repeated
         self.is_counted = is_counted
         self.selected: torch.Tensor | None = None
-        self.is_traced = torch.compiler.is_compiling()
+        self.is_traced = is_traced
+        self.is_selective = False
         self.before_exchange: list[torch.Tensor] = []
         self._forwards: Forwards | None = None
         self._slices: _Slices | None = None
@@ -132,8 +141,12 @@ class Step:
         for counted, counts in self._counts:
             if counted is topk_idx:
                 return counts
-        self._counts.append((topk_idx, ops.count_tokens(topk_idx, num_experts)))
+        self.note_counts(topk_idx, ops.count_tokens(topk_idx, num_experts))
         return self._counts[-1][1]
+
+    def note_counts(self, topk_idx: torch.Tensor, counts: torch.Tensor) -> None:
+        """Keeps counts [E] of topk_idx for count()."""
+        self._counts.append((topk_idx, counts))
 
 
 _running: ContextVar[Step | None] = ContextVar("the forward that runs", default=None)
@@ -173,7 +186,7 @@ def begin(
             refuse_onnx()
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
-        step = Step(batch, None, False, True)
+        step = Step(batch, None, False, True, is_traced=True)
     else:
         if torch.jit.is_tracing():
             refuse_onnx()
@@ -212,6 +225,7 @@ def _find_or_begin(
     if repeats or can_be_repeated(training or batch.rows is not None):
         if is_selective():
             _check_selective()
+            step.is_selective = True
         else:
             step.forward, step._forwards = forwards.begin(first, batch), forwards
     return step

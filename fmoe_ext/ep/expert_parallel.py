@@ -263,7 +263,7 @@ class ExpertParallel(ExpertPlacement):
     ) -> Exchange:
         """Start sending tokens to their experts; see fmoe_ext.dispatch.dispatch()."""
         if step is None:
-            step = Step(Batch(), None, False, is_counted())
+            step = Step(Batch(), None, False, is_counted(), torch.compiler.is_compiling())
         # Ranks that were given different layers find out before the first rows; an operator of a graph checks it there.
         if not step.is_traced and not self._is_checked:
             check_agreement(self.layout, self.group)

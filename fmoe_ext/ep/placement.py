@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import weakref
 from collections.abc import Sequence
@@ -76,26 +77,16 @@ class ExpertPlacement:
 
     def slots(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
         """Number each expert in the order of sending: by chunk, then by rank, then by place."""
-        # a chunk's rows lie together, and in it those of a rank, so that they travel without another copy
-        first, order = 0, []
-        for end in chunk_ends:
-            for rank in range(self.size):
-                begin = rank * self.num_local_experts
-                order += self.experts_in_place[begin + first : begin + end]
-            first = end
-        slots = [0] * self.num_experts
-        for slot, expert in enumerate(order):
-            slots[expert] = slot
-        return tuple(slots)
+        return _slots(tuple(self.experts_in_place), self.num_local_experts, tuple(chunk_ends))
 
     def ways(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
         """Number the destination of each expert's tokens, one for every chunk and rank: by chunk, then by rank."""
-        ways = [0] * self.num_experts
-        for place, expert in enumerate(self.experts_in_place):
-            rank, local = divmod(place, self.num_local_experts)
-            chunk = sum(end <= local for end in chunk_ends)
-            ways[expert] = chunk * self.size + rank
-        return tuple(ways)
+        return _ways(tuple(self.experts_in_place), self.num_local_experts, tuple(chunk_ends))
+
+    @property
+    def local_numbers(self) -> tuple[int, ...]:
+        """Number of each expert among those of its rank."""
+        return _local_numbers(tuple(self.experts_in_place), self.num_local_experts)
 
     def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choices of experts to travel to, and choices of shadowed ones numbered as in shadows; -1 for the rest."""
@@ -111,6 +102,45 @@ class ExpertPlacement:
     def places_of_shadows(self) -> tuple[int, ...]:
         """The places of the experts that every rank has a copy of."""
         return tuple(self.experts_in_place.index(expert) for expert in self.shadows)
+
+
+# The tables of a layer are the same in each forward, until its experts move.
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(
+    experts_in_place: tuple[int, ...], num_local_experts: int, chunk_ends: tuple[int, ...]
+) -> tuple[int, ...]:
+    # a chunk's rows lie together, and in it those of a rank, so that they travel without another copy
+    first, order = 0, []
+    for end in chunk_ends:
+        for begin in range(0, len(experts_in_place), num_local_experts):
+            order += experts_in_place[begin + first : begin + end]
+        first = end
+    slots = [0] * len(order)
+    for slot, expert in enumerate(order):
+        slots[expert] = slot
+    return tuple(slots)
+
+
+@functools.lru_cache(maxsize=256)
+def _ways(
+    experts_in_place: tuple[int, ...], num_local_experts: int, chunk_ends: tuple[int, ...]
+) -> tuple[int, ...]:
+    ways = [0] * len(experts_in_place)
+    for place, expert in enumerate(experts_in_place):
+        rank, local = divmod(place, num_local_experts)
+        chunk = sum(end <= local for end in chunk_ends)
+        ways[expert] = chunk * (len(experts_in_place) // num_local_experts) + rank
+    return tuple(ways)
+
+
+@functools.lru_cache(maxsize=256)
+def _local_numbers(experts_in_place: tuple[int, ...], num_local_experts: int) -> tuple[int, ...]:
+    numbers = [0] * len(experts_in_place)
+    for place, expert in enumerate(experts_in_place):
+        numbers[expert] = place % num_local_experts
+    return tuple(numbers)
 
 
 class Nodes:

@@ -3,7 +3,8 @@
 ExactPlan sends each row once, in sizes that one copy to the host brings. StaticPlan sends every rank as many rows, so
 that nothing waits for sizes.
 
-Letters of shapes: T tokens, K choices of a token, R rows to send, N rows that come.
+Letters of shapes: T tokens, K choices of a token, R rows to send, N rows that come, W ranks, n counts for one rank with
+its header.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ import torch
 
 from fmoe_ext.ep.exchange import check, exchange_counts
 from fmoe_ext.ep.headers import HEADER, LENGTH, check_headers
-from fmoe_ext.ep.static import RowLimit, columns_of_rows, pad_routing
+from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.ep.traced import agree_on_rows
+from fmoe_ext.ops.exchange_rows import columns_of_rows, pad_routing
 from fmoe_ext.routing import DispatchHandle
 from fmoe_ext.step import Step
 
@@ -64,33 +66,33 @@ class ExactPlan:
         self._step = step
         self.row_idx, self.inverse = handle.row_idx, handle.inverse
         self._group, self._device = group, counts.device
-        self._columns = [slice(first, end) for first, end in pairwise((0, *ends))]
-        sent = torch.cat((header.expand(len(counts), -1), counts), 1)
-        received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
-        self._sizes = _HostCopy(torch.stack((sent, received)))
+        self._columns = list(pairwise((LENGTH, *(LENGTH + end for end in ends))))
+        sent_Wn = torch.cat((header.expand(len(counts), -1), counts), 1)
+        received_Wn = step.exchange_counts(lambda: exchange_counts(sent_Wn, group), group)
+        self._sizes = _HostCopies(sent_Wn, received_Wn)
 
     def chunks(self) -> list[ChunkRows]:
         """The rows of each chunk; it may wait for the sizes."""
-        # waits for the device: the exchange takes its sizes from the host
-        sent, received = self._sizes.get()
+        # waits for the device, once a layer: the exchange takes its sizes from the host
+        sent_Wn, self._received_Wn = self._sizes.get()
         check(self._group)
-        headers = received[:, :LENGTH].tolist()
+        sent, received = sent_Wn.tolist(), self._received_Wn.tolist()
+        headers = [row[:LENGTH] for row in received]
         self._step.note_empty_rank(not all(header[-1] for header in headers), self._group)
         check_headers(headers, self._group)
-        sent, self._received = sent[:, LENGTH:], received[:, LENGTH:]
-        chunks: list[ChunkRows] = []
+        self._chunks: list[ChunkRows] = []
         begin = 0
-        for columns in self._columns:
-            to_rank, from_rank = sent[:, columns].sum(1), self._received[:, columns].sum(1)
-            chunks.append(ChunkRows(begin, to_rank.tolist(), from_rank.tolist()))
-            begin = chunks[-1].rows.stop
-        return chunks
+        for first, end in self._columns:
+            to_rank, from_rank = ([sum(row[first:end]) for row in rows] for rows in (sent, received))
+            self._chunks.append(ChunkRows(begin, to_rank, from_rank))
+            begin = self._chunks[-1].rows.stop
+        return self._chunks
 
     def columns_of(self, number: int) -> torch.Tensor:
-        received = self._received[:, self._columns[number]]
-        column = torch.arange(received.shape[1], dtype=torch.int32, device=self._device).repeat(len(received))
-        repeats = received.flatten().to(self._device, non_blocking=True)
-        return column.repeat_interleave(repeats, output_size=int(received.sum())).unsqueeze(1)
+        first, end = self._columns[number]
+        num_rows = sum(self._chunks[number].recv_splits)
+        received_Wn = self._received_Wn.narrow(1, first, end - first)
+        return columns_of_rows(received_Wn.to(self._device, non_blocking=True), num_rows)
 
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return topk_weights
@@ -113,8 +115,10 @@ class StaticPlan:
     ):
         self._limit, self.max_rows = limit, limit.max_rows
         self.num_rows = len(counts) * limit.max_rows  # that come
-        self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
-        most = needed.max().expand(len(counts), 1)  # sent to all ranks, so that all raise or none
+        self.row_idx, self.inverse, most = pad_routing(
+            handle.row_idx, handle.inverse, handle.tokens_per_expert, len(counts), limit.max_rows
+        )
+        most = most.expand(len(counts), 1)  # sent to all ranks, so that all raise or none
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
         if step.is_traced and limit.is_read_now(sent):
             received = agree_on_rows(sent, limit.max_rows, layout, group, step.before_exchange)
@@ -138,24 +142,26 @@ class StaticPlan:
         return [ChunkRows(0, splits, splits)]
 
     def columns_of(self, number: int) -> torch.Tensor:
-        return columns_of_rows(self._received, self._limit.max_rows)
+        return columns_of_rows(self._received, self.num_rows, self.max_rows)
 
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return topk_weights if self._lost is None else topk_weights * torch.where(self._lost, torch.nan, 1.0)
 
 
-class _HostCopy:
-    """A copy of a tensor to the host that runs while the device goes on."""
+class _HostCopies:
+    """Copies of equally shaped tensors to the host that run while the device goes on."""
 
-    def __init__(self, x: torch.Tensor):
+    def __init__(self, *tensors: torch.Tensor):
         self._event: torch.cuda.Event | None = None
-        self._copy = x
-        if x.is_cuda:
-            self._copy = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+        self._copies: tuple[torch.Tensor, ...] = tensors
+        if tensors[0].is_cuda:
+            x = torch.stack(tensors)  # one copy to wait for
+            copy = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+            self._copies = copy.unbind()
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def get(self) -> torch.Tensor:
+    def get(self) -> tuple[torch.Tensor, ...]:
         if self._event is not None:
             self._event.synchronize()
-        return self._copy
+        return self._copies

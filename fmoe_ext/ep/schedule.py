@@ -10,7 +10,8 @@ The local experts are cut into chunks. The exchange of the next chunk runs while
 backward, there and back. An expert's rows stay in one chunk, so its sums are the same for any number of chunks. The
 experts weigh their results, so that these need not be kept here for the gradient of topk_weights.
 
-Letters of shapes: T tokens, K choices of a token, R rows that travel, * what a token has (usually D, its width).
+Letters of shapes: T tokens, K choices of a token, R rows that travel, W ranks, n kinds of rows for one of them, * what
+a token has (usually D, its width).
 """
 
 from __future__ import annotations
@@ -123,17 +124,23 @@ class Exchange:
 
     def _sort(self) -> DispatchHandle:
         """The choices in the order of sending."""
-        slots = self._placement.slots(self._chunk_ends)
-        return sort_choices(lookup(constant(slots, self._topk_idx.device), self._topk_idx), len(slots))
+        slots, choices_TK = self._placement.slots(self._chunk_ends), self._topk_idx
+        if slots != tuple(range(len(slots))):
+            choices_TK = lookup(constant(slots, choices_TK.device), choices_TK)
+        return sort_choices(choices_TK, len(slots))
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
         """Tells the other ranks how many rows come for each of their experts."""
         placement, counts = self._placement, handle.tokens_per_expert
-        slots = placement.slots(self._chunk_ends)
-        place_to_slot = constant(tuple(slots[expert] for expert in placement.experts_in_place), counts.device)
-        counts = counts[place_to_slot].view(placement.size, -1)
+        if len(self._chunk_ends) > 1:  # one chunk is sent in the order of places
+            slots = placement.slots(self._chunk_ends)
+            place_to_slot = constant(
+                tuple(slots[expert] for expert in placement.experts_in_place), counts.device
+            )
+            counts = counts[place_to_slot]
+        counts_Wn = counts.view(placement.size, -1)
         return placement.plan(
-            handle, counts, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step
+            handle, counts_Wn, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step
         )
 
     def _pack(self) -> list[torch.Tensor]:
@@ -207,14 +214,14 @@ class _Transit:
     def to_experts(self, number: int, rows: Sequence[torch.Tensor]) -> None:
         """Starts the exchange of a chunk's part of rows [R, *]."""
         chunk = self.chunks[number]
-        sources = [x[chunk.rows] for x in rows]
+        sources = [_part(x, chunk.rows) for x in rows]
         targets = [x.new_empty((sum(chunk.recv_splits), *x.shape[1:])) for x in rows]
         self._start(number, targets, sources, chunk.send_splits, chunk.recv_splits)
 
     def to_tokens(self, number: int, results: Sequence[torch.Tensor], returned: list[torch.Tensor]) -> None:
         """Starts the exchange of a chunk's results into its part of returned [R, *]."""
         chunk = self.chunks[number]
-        targets = [x[chunk.rows] for x in returned]
+        targets = [_part(x, chunk.rows) for x in returned]
         self._start(number, targets, [x.contiguous() for x in results], chunk.recv_splits, chunk.send_splits)
 
     def _start(
@@ -254,9 +261,16 @@ class _Transit:
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""
         returned = [x.new_empty((self.num_rows, *x.shape[1:])) for x in like]
-        for x in returned:
-            x[self.chunks[-1].rows.stop :] = 0
+        end = self.chunks[-1].rows.stop
+        if end < self.num_rows:
+            for x in returned:
+                x[end:] = 0
         return returned
+
+
+def _part(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """x[rows], without a view where these are all: an operator less."""
+    return x if rows.start == 0 and rows.stop == len(x) else x[rows]
 
 
 class _RowExchange:

@@ -3,46 +3,14 @@
 What is not filled is padding, rows of zeros for no expert. A step then needs no copy to the host and can be captured in
 a CUDA graph.
 
-Letters of shapes: T tokens, K choices of a token, W ranks, M = max_rows_per_rank.
+Letters of shapes: W ranks.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext.ep import expert_parallel_layers
 from fmoe_ext.ep.exchange import check
-from fmoe_ext.routing import DispatchHandle
-
-
-def pad_routing(
-    handle: DispatchHandle, num_ranks: int, max_rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places in a send buffer in which the rows for rank p begin at p * max_rows.
-
-    handle: of rows sorted by rank -> row_idx [W * M], inverse [T, K], and the rows that each rank needs [W], which may
-    be more than M: such rows are left out.
-    """
-    needed = handle.tokens_per_expert.view(num_ranks, -1).sum(1)  # [W]
-    ends = needed.cumsum(0)
-    begins = ends - needed
-    place = torch.arange(max_rows, device=ends.device)
-    num_rows = handle.row_idx.shape[0]
-    source = torch.where(place < needed[:, None], begins[:, None] + place, num_rows)  # [W, M]
-    # padding reads the entry behind the last, -1, for which permute() writes zeros
-    row_idx = F.pad(handle.row_idx, (0, 1), value=-1)[source.flatten()]
-    rank = torch.bucketize(handle.inverse, ends, right=True).clamp(max=num_ranks - 1)  # [T, K]
-    place = handle.inverse - begins[rank]
-    fits = (handle.inverse >= 0) & (place < max_rows)
-    inverse = torch.where(fits, rank * max_rows + place, -1).to(torch.int32)
-    return row_idx, inverse, needed
-
-
-def columns_of_rows(counts: torch.Tensor, max_rows: int) -> torch.Tensor:
-    """counts [W, n], what each rank sent -> the rows' columns [W * M, 1] int32, -1 for padding."""
-    place = torch.arange(max_rows, device=counts.device).expand(counts.shape[0], -1).contiguous()
-    column = torch.searchsorted(counts.cumsum(1), place, right=True)
-    return torch.where(column < counts.shape[1], column, -1).to(torch.int32).view(-1, 1)
 
 
 class RowLimit:

@@ -18,6 +18,7 @@ from fmoe_ext.ep.exchange import check, exchange_counts, start_exchange, wait
 from fmoe_ext.ep.headers import LENGTH, check_headers
 from fmoe_ext.ep.process_groups import check_agreement, find_group
 from fmoe_ext.ep.static import RowLimit
+from fmoe_ext.ops.exchange_rows import columns_of_rows
 from fmoe_ext.routing import DispatchHandle, per_row
 
 
@@ -143,9 +144,7 @@ class TracedPlan:
         self.num_rows = int(self.sizes[1].sum())
 
     def columns_of(self, number: int) -> torch.Tensor:
-        num_ranks, num_columns = self._received.shape
-        columns = torch.arange(num_columns, dtype=torch.int32, device=self._received.device).repeat(num_ranks)
-        return columns.repeat_interleave(self._received.flatten(), output_size=self.num_rows).unsqueeze(1)
+        return columns_of_rows(self._received, self.num_rows)
 
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return topk_weights

@@ -158,10 +158,10 @@ class BaseGate(nn.Module):
 
     def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
         """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
-        if is_exporting():
-            return
         lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
         if torch.compiler.is_compiling():
+            if is_exporting():
+                return
             # reads nothing: a graph is compiled again for each value that it reads
             self.graph_loss, self.graph_loss_is_read = loss, False
             self._graph_loss_lacks_gradient = lacks_gradient

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import Ranks
+from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.ops.outside_graphs import is_exporting
 
 _DROP_POLICIES = ("position", "token", "score")
@@ -40,6 +40,12 @@ def check_capacity(factor: float | None, policy: str) -> None:
         raise ValueError(f"drop_policy must be one of {_DROP_POLICIES}, but got {policy!r}")
     if factor is not None and factor <= 0:
         raise ValueError(f"capacity_factor must be positive, or None for no limit, but got {factor}")
+
+
+def fits_drop_choices(topk_idx: torch.Tensor, ranks: Ranks) -> bool:
+    """True if ops.drop_choices drops and counts in one operator: a graph fuses more than that, and a GPU has none."""
+    is_alone = type(ranks) is OneRank and topk_idx.device.type == "cpu"
+    return is_alone and not torch.compiler.is_compiling()
 
 
 def drop_over_capacity(

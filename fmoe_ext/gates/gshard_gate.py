@@ -2,8 +2,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.gates.base_gate import Ranks
-from fmoe_ext.gates.capacity import as_number, ceil, check_factors
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import OneRank, Ranks
+from fmoe_ext.gates.capacity import as_number, ceil, check_factors, fits_drop_choices
 from fmoe_ext.gates.losses import balance_loss_of_logits
 from fmoe_ext.gates.naive_gate import GateOverRanks
 
@@ -67,29 +68,44 @@ class GShardGate(GateOverRanks):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for dropped choices."""
+        is_usual = type(self) in (GShardGate, DCGate) and type(self.ranks) is OneRank
+        found = self.choose_in_one_node(inp, num_counted=1) if is_usual and not return_all_scores else None
+        if found is not None:
+            chosen, topk_weights = found
+            return self._drop(chosen, topk_weights.detach())[0], topk_weights
         logits = self.logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k)
-        self.set_loss(balance_loss_of_logits(logits, chosen[:, :1], ranks=self.ranks))
-        topk_idx = self._drop_over_capacity(chosen)
-        if self.random_routing and self.training:
-            topk_idx = self._drop_at_random(topk_idx, topk_weights)
+        if fits_drop_choices(chosen, self.ranks):
+            topk_idx, counts = self._drop(chosen, topk_weights.detach())
+            self.set_loss(ops.balance_loss(logits, counts[0]))
+        else:
+            self.set_loss(balance_loss_of_logits(logits, chosen[:, :1], ranks=self.ranks))
+            topk_idx = self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
+            if self.random_routing and self.training:
+                weight = topk_weights[:, 1].detach()
+                second = topk_idx[
+                    :, 1
+                ]  # a view: topk_idx is fresh from apply_capacity, and nobody else has it
+                second.masked_fill_(2 * weight < torch.rand_like(weight), -1)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
         """Choices that an expert takes of num_tokens tokens of all ranks."""
         return ceil(factor * as_number(num_tokens)) * self.top_k // self.num_experts
 
-    def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
+    def _capacity_of(self, chosen: torch.Tensor) -> int:
         factor = self.capacity[0 if self.training else 1]
-        capacity = self.expert_capacity(factor, self.ranks.num_tokens(topk_idx.shape[0]))
-        return self.ranks.apply_capacity(topk_idx, self.num_experts, capacity)
+        return self.expert_capacity(factor, self.ranks.num_tokens(chosen.shape[0]))
 
-    @staticmethod
-    def _drop_at_random(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        weight = topk_weights[:, 1].detach()
-        second = topk_idx[:, 1]  # a view: topk_idx is fresh from apply_capacity, and nobody else has it
-        second.masked_fill_(2 * weight < torch.rand_like(weight), -1)
-        return topk_idx
+    def _drop(self, chosen: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """chosen, topk_weights [T, 2] -> topk_idx [T, 2], -1 where dropped; ops.drop_choices' counts [2, E]."""
+        random: tuple[torch.Tensor, ...] = ()
+        if self.random_routing and self.training:
+            random = (
+                topk_weights,
+                torch.rand(len(chosen), dtype=topk_weights.dtype, device=topk_weights.device),
+            )
+        return ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen), *random)
 
 
 class DCGate(GShardGate):

@@ -57,20 +57,24 @@ class NaiveGate(BaseGate):
         another shape.
         Equivalent to: weights, idx = F.linear(inp, weight, bias).topk(top_k); idx, weights.softmax(-1).
         """
-        linear = None if return_all_scores or type(self) is not NaiveGate else self.linear_of_one_node(inp)
-        if linear is not None:
-            topk_idx, topk_weights, _ = topk_gate_of_linear(inp, *linear, self.top_k, self.normalize)
-            self.set_loss(topk_weights.new_zeros(1), constant=True)
-            return self.choose(lambda: topk_idx), topk_weights
+        chosen = None if return_all_scores or type(self) is not NaiveGate else self.choose_in_one_node(inp)
+        if chosen is not None:
+            return chosen
         logits = self.logits(inp)
         topk_idx, topk_weights = self.topk(logits, self.top_k, normalize=self.normalize)
         self.set_loss(logits.new_zeros(1), constant=True)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
-    def linear_of_one_node(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias for topk_gate_of_linear; None where logits come otherwise or a repetition keeps tensors."""
+    def choose_in_one_node(
+        self, inp: torch.Tensor, num_counted: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """topk_idx and topk_weights [T, K] by topk_gate_of_linear, and its loss, where it has the bits of the steps.
+
+        None where logits come otherwise, or where a repetition keeps tensors or operators. num_counted: how many
+        choices of each token the balance loss counts, 0 for none.
+        """
         step = current_step()  # None while compiling
-        if step is None or step.forward is not None or not torch.is_grad_enabled():
+        if step is None or step.forward is not None or step.is_selective or not torch.is_grad_enabled():
             return None
         linear = self.gate
         if type(linear) is not WideLinear or linear.must_be_called or not self.weighs_while_choosing:
@@ -78,6 +82,7 @@ class NaiveGate(BaseGate):
         weight, bias = linear.weight, linear.bias
         is_usual = (
             type(inp) is torch.Tensor
+            and (num_counted == 0 or not inp.is_cuda)  # where the loss is several operators
             and inp.dim() == 2
             and inp.shape[1] == self.d_model
             and inp.is_contiguous()
@@ -86,7 +91,21 @@ class NaiveGate(BaseGate):
             and (weight.requires_grad or inp.requires_grad)
             and is_plain(inp, weight, bias)
         )
-        return (weight, bias) if is_usual else None
+        if not is_usual:
+            return None
+        topk_idx, topk_weights, counts, loss = topk_gate_of_linear(
+            inp, weight, bias, self.top_k, self.normalize, num_counted
+        )
+        if loss is None:
+            self.set_loss(topk_weights.new_zeros(1), constant=True)
+        else:
+            self.set_loss(loss)
+        if counts is not None and num_counted == self.top_k:
+            step.note_counts(topk_idx, counts)
+        if self._tapes:  # of somebody who only listens
+            return self.choose(lambda: topk_idx), topk_weights
+        step.selected = topk_idx
+        return topk_idx, topk_weights
 
     def logits(self, inp: torch.Tensor) -> torch.Tensor:
         """Score of every expert: inp [T, d_model] -> [T, E], in float32 or wider."""
@@ -123,7 +142,7 @@ class GateOverRanks(NaiveGate):
 
 def with_noise(x: torch.Tensor, spread: float) -> torch.Tensor:
     """x in float32 or wider, each element times noise that is uniform in [1 - spread, 1 + spread]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
     return wide * noise_like(wide, spread)
 
 

@@ -11,7 +11,6 @@ from fmoe_ext.gates.base_gate import OneRank, weights_of
 from fmoe_ext.gates.capacity import check_capacity, drop_over_capacity, expert_capacity
 from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.naive_gate import with_noise
-from fmoe_ext.ops.topk_gate import topk_gate_of_linear
 
 
 class ScoredGate(BalancedGate):
@@ -188,15 +187,11 @@ class SoftmaxGate(ScoredGate):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for choices over the capacity."""
-        linear = None if return_all_scores or not self._has_usual_options() else self.linear_of_one_node(inp)
-        if linear is None:
-            return super().forward(inp, return_all_scores)
-        topk_idx, topk_weights, loss = topk_gate_of_linear(
-            inp, *linear, self.top_k, self.normalize, with_loss=True
-        )
-        assert loss is not None
-        self.set_loss(loss)
-        return self.choose(lambda: topk_idx), topk_weights
+        if not return_all_scores and self._has_usual_options():
+            chosen = self.choose_in_one_node(inp, num_counted=self.top_k)
+            if chosen is not None:
+                return chosen
+        return super().forward(inp, return_all_scores)
 
     def _has_usual_options(self) -> bool:
         """True if this gate is a linear layer, a softmax and the balance loss of one rank, and nothing else."""

@@ -2,10 +2,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.gates.base_gate import Ranks
-from fmoe_ext.gates.capacity import check_factors, expert_capacity
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import OneRank, Ranks
+from fmoe_ext.gates.capacity import check_factors, expert_capacity, fits_drop_choices
 from fmoe_ext.gates.losses import balance_loss_of_logits, sum_over_ranks
 from fmoe_ext.gates.naive_gate import GateOverRanks, noise_like, with_noise
+from fmoe_ext.step import count_choices
 
 
 class SwitchGate(GateOverRanks):
@@ -58,30 +60,48 @@ class SwitchGate(GateOverRanks):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; the weights are probabilities among all experts."""
-        logits = self._noisy_logits(inp)
+        adds_to_input = self.training and self.switch_eps > 0 and not self.additive_noise
+        if adds_to_input and isinstance(inp, torch.Tensor):
+            inp = with_noise(inp, self.switch_eps)
+        is_usual = type(self) is SwitchGate and not (self.fastmoe_loss or self.additive_noise)
+        is_usual = is_usual and type(self.ranks) is OneRank and not return_all_scores
+        found = self.choose_in_one_node(inp, num_counted=self.top_k) if is_usual else None
+        if found is not None:
+            return self._drop_over_capacity(found[0]), found[1]
+        logits = self.logits(inp)
+        if self.training and self.switch_eps > 0 and self.additive_noise:
+            logits = logits + noise_like(logits, self.switch_eps)
         chosen, topk_weights = self.topk(logits, self.top_k, normalize=False)
-        topk_idx = self._drop_over_capacity(chosen)
         if self.fastmoe_loss:
+            topk_idx = self._drop_over_capacity(chosen)
             self.set_loss(self._fastmoe_loss(logits.softmax(-1), topk_idx))
+        elif fits_drop_choices(chosen, self.ranks):
+            topk_idx, counts = self._drop(chosen)
+            self.set_loss(ops.balance_loss(logits, counts))
         else:
+            topk_idx = self._drop_over_capacity(chosen)
             self.set_loss(balance_loss_of_logits(logits, chosen, ranks=self.ranks))
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
-    def _noisy_logits(self, inp: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.switch_eps == 0:
-            return self.logits(inp)
-        if self.additive_noise:
-            logits = self.logits(inp)
-            return logits + noise_like(logits, self.switch_eps)
-        return self.logits(with_noise(inp, self.switch_eps))
-
-    def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
+    def _drop(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """chosen [T, K] -> topk_idx [T, K], -1 where dropped; the choices of each expert [E] before that."""
         if self.capacity is None:
-            return topk_idx
+            return chosen, count_choices(chosen, self.num_experts)
+        topk_idx, counts = ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen))
+        return topk_idx, counts[0] if self.top_k == 1 else counts.sum(0)
+
+    def _drop_over_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
+        if self.capacity is None:
+            return chosen
+        if fits_drop_choices(chosen, self.ranks):
+            return ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen))[0]
+        return self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
+
+    def _capacity_of(self, chosen: torch.Tensor) -> int:
+        assert self.capacity is not None
         factor = self.capacity[0 if self.training else 1]
-        num_tokens = self.ranks.num_tokens(topk_idx.shape[0])
-        capacity = expert_capacity(factor, num_tokens, self.top_k, self.num_experts)
-        return self.ranks.apply_capacity(topk_idx, self.num_experts, capacity)
+        num_tokens = self.ranks.num_tokens(chosen.shape[0])
+        return expert_capacity(factor, num_tokens, self.top_k, self.num_experts)
 
     def _fastmoe_loss(self, probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         num_choices, prob_sum, _ = sum_over_ranks(probabilities, kept, self.ranks)

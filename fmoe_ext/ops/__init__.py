@@ -91,7 +91,12 @@ if cuda_module_missing is not None and (torch.version.cuda or torch.version.hip)
     _refused = _refuse_tensors("CUDA", cuda_module_missing)
 
 from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
-from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
+from fmoe_ext.ops.apply_capacity import (  # noqa: E402
+    apply_capacity,
+    apply_capacity_ref,
+    drop_choices,
+    drop_choices_ref,
+)
 from fmoe_ext.ops.balance_loss import balance_loss, balance_loss_ref  # noqa: E402
 from fmoe_ext.ops.batch_invariant import (  # noqa: E402
     batch_invariant,
@@ -145,6 +150,8 @@ __all__ = [
     "count_tokens_ref",
     "cpu_isa",
     "cuda_module_missing",
+    "drop_choices",
+    "drop_choices_ref",
     "expert_mlp",
     "expert_mlp_ref",
     "fast_bfloat16",

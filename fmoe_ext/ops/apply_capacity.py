@@ -2,6 +2,7 @@ import torch
 
 from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_fake
+from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref
 
 
 def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor) -> torch.Tensor:
@@ -43,6 +44,60 @@ def apply_capacity_ref(
     limit = torch.as_tensor(capacity, device=topk_idx.device).expand(num_experts)[by_choice]
     kept = torch.where(rank < limit, by_choice, -1)
     return kept.view(topk_idx.t().shape).t().to(topk_idx.dtype)
+
+
+def drop_choices(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    topk_weights: torch.Tensor | None = None,
+    uniform: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_capacity, GShard's random routing and the counts that a balance loss needs, in one pass on the CPU.
+
+    topk_idx [T, K]; capacity: choices that each expert takes; topk_weights [T, K] with uniform [T], numbers of [0, 1):
+    a choice after the first, of weight w, is dropped too where 2 w < uniform, and keeps its place in the capacity
+    -> topk_idx with -1 for dropped choices, counts [K, E] int64 of first, second, ... choices before any was dropped.
+    Raises RuntimeError for an index outside [-1, num_experts), a negative capacity and for other shapes.
+    Equivalent to: apply_capacity(topk_idx, num_experts, capacity), and count_tokens of each column of topk_idx.
+    """
+    if not (getattr(topk_idx, "is_cuda", False) or torch.compiler.is_compiling()):
+        return torch.ops.fmoe_ext.drop_choices(topk_idx, num_experts, capacity, topk_weights, uniform)
+    kept = apply_capacity(topk_idx, num_experts, capacity)
+    if topk_weights is not None and uniform is not None:
+        kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
+    none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
+    of_choices = [count_tokens(choice, num_experts)[None] for choice in topk_idx.split(1, 1)]
+    return kept, torch.cat((none, *of_choices))
+
+
+def drop_choices_ref(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    topk_weights: torch.Tensor | None = None,
+    uniform: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle of drop_choices: the same in plain PyTorch."""
+    kept = apply_capacity_ref(topk_idx, num_experts, capacity)
+    if topk_weights is not None and uniform is not None:
+        goes = 2 * topk_weights < uniform[:, None]
+        goes[:, :1] = False  # a first choice always stays
+        kept = torch.where(goes, -1, kept)
+    none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
+    return kept, torch.cat((none, *(count_tokens_ref(choice, num_experts)[None] for choice in topk_idx.t())))
+
+
+@register_fake("fmoe_ext::drop_choices", topk_idx=2, topk_weights=2, uniform=1)
+def _(
+    topk_idx: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    topk_weights: torch.Tensor | None,
+    uniform: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = topk_idx.new_empty((topk_idx.shape[1], num_experts), dtype=torch.int64)
+    return topk_idx.new_empty(topk_idx.shape), counts
 
 
 @register_fake("fmoe_ext::apply_capacity", topk_idx=2, capacity=1)

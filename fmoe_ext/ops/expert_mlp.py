@@ -310,9 +310,10 @@ def _transformed(
 def _differentiate(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     x, *others = inputs
     w1, b1, w2, b2 = weights
-    x, b1, b2 = cast_for_autocast(x, b1, b2)
-    if not any(product.main_grads):
-        w1, w2 = cast_for_autocast(w1, w2)
+    if any(product.main_grads):
+        x, b1, b2 = cast_for_autocast(x, b1, b2)
+    else:
+        x, w1, b1, w2, b2 = cast_for_autocast(x, w1, b1, w2, b2)
     return differentiate(product, (x, *others), (w1, b1, w2, b2))
 
 

@@ -69,23 +69,25 @@ def topk_gate_of_linear(
     bias: torch.Tensor | None,
     top_k: int,
     normalize: bool = True,
-    with_loss: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    num_counted: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
 
     x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
-    compiled graphs -> topk_idx, topk_weights [T, K], and with_loss the balance loss of these choices, else None. It
-    saves other tensors than the separate calls. Use those under activation checkpointing.
+    compiled graphs; num_counted: how many choices of each token a balance loss counts, on the CPU; 0: there is none
+    -> topk_idx, topk_weights [T, K], counts [E] int64 or None, the loss or None. It saves other tensors than the
+    separate calls. Use those under activation checkpointing.
     Equivalent to: logits = F.linear(x, weight, bias); topk_gate(logits, top_k, normalize=normalize), and
-    balance_loss(logits, count_tokens(topk_idx, E)).
+    balance_loss(logits, counts) with counts = count_tokens(topk_idx[:, :num_counted], E).
     """
     if is_transformed(x, weight, bias):
         logits = F.linear(x, weight, bias)
         topk_idx, topk_weights = topk_gate(logits, top_k, normalize=normalize)
-        loss = balance_loss(logits, count_tokens(topk_idx, logits.shape[1])) if with_loss else None
-        return topk_idx, topk_weights, loss
-    topk_idx, topk_weights, loss = _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize, with_loss)
-    return topk_idx, topk_weights, loss
+        if num_counted == 0:
+            return topk_idx, topk_weights, None, None
+        counts = count_tokens(topk_idx[:, :num_counted], logits.shape[1])
+        return topk_idx, topk_weights, counts, balance_loss(logits, counts)
+    return _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize, num_counted)
 
 
 def topk_gate_again(
@@ -167,6 +169,16 @@ def _(
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
+@register_fake("fmoe_ext::_choose_experts", logits=2)
+def _(
+    logits: torch.Tensor, top_k: int, normalize: bool, num_counted: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (logits.shape[0], top_k)
+    counts = logits.new_empty((logits.shape[1] if num_counted else 0,), dtype=torch.int64)
+    loss = logits.new_empty(() if num_counted else (0,))
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape), counts, loss
+
+
 @register_fake("fmoe_ext::topk_gate_backward", grad_weights=2, logits=2, topk_idx=2, topk_weights=2)
 def _(
     grad_weights: torch.Tensor,
@@ -224,23 +236,26 @@ class _TopkGateOfLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         top_k: int,
         normalize: bool,
-        with_loss: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        num_counted: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         logits = F.linear(x, weight, bias)
-        topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
         counts = loss = None
-        if with_loss:
-            counts = torch.ops.fmoe_ext.count_tokens(topk_idx, logits.shape[1])
-            loss = below(torch.ops.fmoe_ext.balance_loss, logits, counts, 0)
-        ctx.mark_non_differentiable(topk_idx)
+        if logits.is_cuda:
+            topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
+        else:
+            topk_idx, topk_weights, counts, loss = torch.ops.fmoe_ext._choose_experts(
+                logits, top_k, normalize, num_counted
+            )
+            counts, loss = (counts, loss) if num_counted else (None, None)
+        ctx.mark_non_differentiable(topk_idx, *(() if counts is None else (counts,)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, logits, topk_idx, topk_weights, counts)
         ctx.normalize = normalize
-        return topk_idx, topk_weights, loss
+        return topk_idx, topk_weights, counts, loss
 
     @staticmethod
     def backward(
-        ctx: Any, _: None, grad_weights: torch.Tensor | None, grad_loss: torch.Tensor | None
+        ctx: Any, _: None, grad_weights: torch.Tensor | None, __: None, grad_loss: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # the graph of the gradients goes through the logits

@@ -12,6 +12,7 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.process_groups import find_group, register_group
 from fmoe_ext.routing import permute_rows, unpermute_rows
 from fmoe_ext.testing import DistributedError
+from tests.forked import run_python
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64,
@@ -193,3 +194,48 @@ def dispatch_and_combine():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_dispatch_and_combine(pool, world_size):
     pool.run(dispatch_and_combine, world_size=world_size)
+
+
+COUNTS = """
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from fmoe_ext import FMoETransformerMLP
+
+class Counted(TorchDispatchMode):
+    total = views = waits = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.total += 1
+        self.views += function.is_view or "detach" in str(function)
+        self.waits += "_local_scalar_dense" in str(function) or "nonzero" in str(function)
+        return function(*args, **(kwargs or {}))
+
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    ways = {"choice": {}, "token": {"exchange": "token"}, "static": {"max_rows_per_rank": 16}}
+    ways["static token"] = ways["token"] | ways["static"]
+    for name, options in ways.items():
+        layer = FMoETransformerMLP(4, 16, 16, top_k=2, moe_group=dist.group.WORLD, **options)
+        layer(x := torch.randn(8, 16))
+        with Counted() as counted:
+            layer(x)
+        print(name, counted.total, counted.total - counted.views, counted.waits, sep=",")
+    dist.destroy_process_group()
+"""
+
+
+def test_forward_over_ranks_dispatches_few_operators():
+    """What a rank pads, counts and labels is an operator each, not twenty of torch's."""
+    ran = run_python(
+        COUNTS
+    )  # in a process of its own: kernels that another test has put in place dispatch more
+    counts = {line.split(",")[0]: [*map(int, line.split(",")[1:])] for line in ran.stdout.splitlines()}
+    most = {"choice": (31, 23), "token": (42, 27), "static": (34, 24), "static token": (46, 28)}
+    assert counts.keys() == most.keys(), ran.stderr
+    for name, (total, without_views) in most.items():
+        assert counts[name][0] <= total, counts
+        assert counts[name][1] <= without_views, counts
+        assert counts[name][2] == 0, counts

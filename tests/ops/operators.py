@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from fmoe_ext import frozen, ops
+from fmoe_ext.ops import exchange_rows
 from tests.ops import frozen_arguments
 from tests.ops.fuzz import choices, generator
 
@@ -105,6 +106,71 @@ def apply_capacity(d):
         sizes={"capacity": (0,)},
         indices={"topk_idx": (-1, d.E)},
         values={"num_experts": (0, -3), "capacity": (-1, 1.5, torch.full((d.E,), -2))},
+    )
+
+
+def drop_choices(d):
+    arguments = {"topk_idx": d.topk_idx, "num_experts": d.E, "capacity": 3}
+    arguments |= {"topk_weights": d.floats(d.T, d.K), "uniform": d.floats(d.T).abs()}
+    return Call(
+        ops.drop_choices,
+        arguments,
+        sizes={"topk_weights": (0, 1), "uniform": (0,)},
+        indices={"topk_idx": (-1, d.E)},
+        values={"num_experts": BAD_COUNTS, "capacity": (-1, -(2**40))},
+    )
+
+
+def choose_experts(d):
+    top_k = min(d.K, d.E)
+    return Call(
+        native._choose_experts,
+        {
+            "logits": d.floats(d.T, d.E),
+            "top_k": max(top_k, 1),
+            "normalize": True,
+            "num_counted": min(top_k, 1),
+        },
+        values={"top_k": (0, -1, d.E + 1), "num_counted": (-1, d.E + 1)},
+    )
+
+
+def pad_routing(d):
+    counts = torch.cat((d.sort.tokens_per_expert, torch.zeros(d.E % 2, dtype=torch.int64)))  # 2 ranks
+    arguments = {**d.routing, "tokens_per_expert": counts, "num_ranks": 2, "max_rows": 3}
+    has_all_rows = int(d.sort.offs[-1]) == d.T * d.K and max(counts.view(2, -1).sum(1)) <= 3
+    return Call(
+        exchange_rows.pad_routing,
+        arguments,
+        indices={"row_idx": (0, d.T * d.K)} if has_all_rows else {},  # the others are never read
+        values={"num_ranks": (0, -1, 2**40), "max_rows": (0, -1, 2**40)},
+    )
+
+
+def columns_of_rows(d):
+    counts = d.sort.tokens_per_expert.view(1, d.E)
+    return Call(
+        exchange_rows.columns_of_rows,
+        {"counts": counts, "num_rows": int(counts.sum()), "max_rows": 0},
+        indices={"counts": (0, 2**31)},
+        values={"num_rows": (-1, 2**40), "max_rows": (-1, 2**40)},
+    )
+
+
+def token_ways(d):
+    arguments = {"topk_idx": d.topk_idx, "ways": torch.arange(d.E) % 2}
+    return Call(exchange_rows.token_ways, arguments, indices={"topk_idx": (-1, d.E)})
+
+
+def experts_of_rows(d):
+    way, first = exchange_rows.token_ways(d.topk_idx, torch.arange(d.E) % 2)
+    arguments = {"topk_idx": d.topk_idx, "way": way, "local": torch.arange(d.E) // 2}
+    arguments |= {"row_idx": ops.sort_tokens(first, 2).row_idx, "wide": False}
+    return Call(
+        exchange_rows.experts_of_rows,
+        arguments,
+        sizes={"way": (0, 1)},
+        indices={"row_idx": (-1, d.T * d.K)},
     )
 
 
@@ -478,6 +544,7 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "clamped_glu": clamped_glu,
         "clamped_glu_backward": clamped_glu_backward,
         "count_tokens": count_tokens,
+        "drop_choices": drop_choices,
         "expert_mlp": expert_mlp,
         "expert_mlp_backward": expert_mlp_backward,
         "expert_mlp_backward_accumulate": expert_mlp_backward_accumulate,
@@ -502,7 +569,12 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "_check_expert_mlp_backward": check_expert_mlp_backward,
         "_check_grouped_gemm": check_grouped_gemm,
         "_check_grouped_gemm_backward": check_grouped_gemm_backward,
+        "_choose_experts": choose_experts,
+        "_columns_of_rows": columns_of_rows,
+        "_experts_of_rows": experts_of_rows,
         "_mxfp4_gemm": mxfp4_gemm,
+        "_pad_routing": pad_routing,
+        "_token_ways": token_ways,
     }
 )
 NOT_DRAWN = MappingProxyType(  # why; the prefix of a name stands for all of them

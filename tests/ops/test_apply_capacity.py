@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fmoe_ext.ops import apply_capacity, apply_capacity_ref, count_tokens
+from fmoe_ext.ops import apply_capacity, apply_capacity_ref, count_tokens, drop_choices, drop_choices_ref
 from fmoe_ext.testing import devices
 
 
@@ -68,3 +68,32 @@ def test_rejects():
         apply_capacity(topk_idx, 2, 1)
     with pytest.raises(RuntimeError, match="num_experts must be at least 1"):
         apply_capacity(topk_idx, 0, 1)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (33, 4, 7), (40_000, 2, 30)])
+def test_drop_choices(T, K, E, dtype, device):
+    topk_idx = torch.randint(-1, E, (T, K), device=device)
+    topk_weights = torch.rand(T, K, dtype=dtype, device=device).t().contiguous().t()
+    uniform = torch.rand(T, dtype=dtype, device=device)
+    for capacity in (0, T * K // E, T * K):
+        for random in ((), (topk_weights, uniform)):
+            kept, counts = drop_choices(topk_idx, E, capacity, *random)
+            kept_ref, counts_ref = drop_choices_ref(topk_idx, E, capacity, *random)
+            assert torch.equal(kept, kept_ref)
+            assert torch.equal(counts, counts_ref)
+    if T > 100 and K > 1:  # the random ones alone: all first choices stay, some others go
+        assert (kept[:, 0] == topk_idx[:, 0]).all()
+        assert 0.1 < (kept != topk_idx)[:, 1:].float().mean() < 0.4
+
+
+def test_drop_choices_refuses():
+    topk_idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match="capacity must not be negative, but got -1"):
+        drop_choices(topk_idx, 2, -1)
+    with pytest.raises(RuntimeError, match="must both be given"):
+        drop_choices(topk_idx, 2, 1, weights)
+    with pytest.raises(RuntimeError, match="uniform"):
+        drop_choices(topk_idx, 2, 1, weights, torch.ones(2))
+    torch.library.opcheck(torch.ops.fmoe_ext.drop_choices.default, (topk_idx, 2, 1, weights, torch.ones(1)))
