@@ -1,5 +1,6 @@
 """Threads that use one layer at the same time get what each of them gets alone, to the bit."""
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -416,6 +417,33 @@ def test_total_loss_warns_of_a_layer_that_a_step_calls_twice():
     layer(layer(x))
     with pytest.warns(UserWarning, match="the gate 'gate' .SoftmaxGate. was called 2 times in training"):
         total_loss(layer)
+
+
+class Meeting(int):
+    """A count whose addition waits for that of another thread, so that one of two is lost unless they take turns."""
+
+    met = threading.Barrier(2)
+
+    def __add__(self, other):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.met.wait(0.2)
+        return Meeting(int(self) + other)
+
+
+def test_counts_of_reads_add_up(models):
+    """A thread that reads chosen experts and the one that reads ahead hold different locks."""
+    stream = models.roomy.base_model.model.expert_stream
+    pool = stream.pool
+    Meeting.met.reset()
+    stream.reset_statistics()
+    stream.statistics.bytes_read = Meeting(0)
+    reads = [threading.Thread(target=pool.count, kwargs={"bytes_read": n, "experts_read": 1}) for n in (3, 4)]
+    for read in reads:
+        read.start()
+    for read in reads:
+        read.join()
+    assert (stream.statistics.bytes_read, stream.statistics.experts_read) == (7, 2)
+    stream.reset_statistics()
 
 
 @pytest.mark.parametrize("change", ["forget", "resize"])

@@ -370,7 +370,17 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
 
 
 def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
-    """Raises CheckpointError for a config.json with code of a hub, or with more layers than read_config() takes."""
+    """Raises CheckpointError for a config.json of a fmoefied model, with code of a hub, or with too many layers.
+
+    These are more than MAX_LAYERS, or more than there are tensors.
+    """
+    if (
+        said.get("fmoe_ext") is not None
+    ):  # the entry of huggingface/record.py, which from_pretrained() has taken out
+        raise CheckpointError(
+            f"{folder} has a fmoefied model, as the entry fmoe_ext of its config.json says: only "
+            "fmoe_ext.huggingface.from_pretrained(folder) reads it"
+        )
     with errors_of_transformers(folder):
         refuse_hub_code(folder, said)
         most = MAX_LAYERS if num_tensors is None else num_tensors

@@ -14,10 +14,9 @@ from torch import nn
 
 from fmoe_ext.doctor.case import TINY, Case, off, parts_of, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.probe import has_capacity
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import copied
-
-CAPACITY = ("capacity", "drop")
 
 
 def evaluation(case: Case) -> Iterator[Finding]:
@@ -66,25 +65,6 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: v for layer in layers_of(model) for n, v in layer.state().items()}
 
 
-def declared_capacity(layer: Layer) -> bool:
-    """True if an option speaks of a capacity or of drops."""
-    return any(
-        any(word in name.lower() for word in CAPACITY) and "dropout" not in name
-        for name, value in options_of(layer).items()
-        if not isinstance(value, str | None) and value is not False
-    )
-
-
-def options_of(layer: Layer) -> dict[str, Any]:
-    """Attributes of a layer's modules and of their configurations."""
-    found: dict[str, Any] = {}
-    for module in layer.module.modules():
-        found |= getattr(getattr(module, "config", None), "__dict__", {})
-    for module in layer.module.modules():
-        found |= vars(module)
-    return found
-
-
 def drops(case: Case) -> Iterator[Finding]:
     """No token leaves a layer without any expert's part, and experts compute every choice."""
     outputs: dict[str, torch.Tensor] = {}
@@ -108,12 +88,14 @@ def drops(case: Case) -> Iterator[Finding]:
             chosen = int((choices < layer.num_experts).sum())
             lost = chosen - computed[layer.name]
             if lost > 0:
-                declared = None if declared_capacity(layer) else True
+                declared = None if has_capacity(case, layer) else True
                 text = f"{lost} of {chosen} choices are computed by no expert"
                 yield verdict("drops", layer.name, declared, text)
                 continue
-        if layer.name not in outputs or declared_capacity(layer):
-            yield verdict("drops", layer.name, None, "a capacity is declared, or the output is not visible")
+        if layer.name not in outputs or has_capacity(case, layer):
+            yield verdict(
+                "drops", layer.name, None, "the experts have a capacity, or the output is not visible"
+            )
             continue
         zero = int((outputs[layer.name] == 0).all(-1).sum())
         total = len(outputs[layer.name])
@@ -211,7 +193,7 @@ def bias_padding(case: Case) -> Iterator[Finding]:
             continue
         gap = float((padded[name] - plain[name]).abs().max())
         bad: bool | None = not torch.allclose(padded[name], plain[name])
-        if bad and any(declared_capacity(layer) for layer in case.layers):
+        if bad and any(has_capacity(case, layer) for layer in case.layers):
             bad = None  # other tokens are dropped, so that later layers have other inputs
         move = float((plain[name] - value).abs().max())
         yield verdict("balance-padding", name, bad, f"moves by {move:.3g}, with padding off by {gap:.3g}")

@@ -38,6 +38,7 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("balance-cost", gradients.balance_cost),
     ("evaluation", behaviour.evaluation),
     ("batch", independence.outputs),
+    ("balance-padding", independence.padding),
     ("own-row", routing.routing),
     ("drops", behaviour.drops),
     ("recomputation", behaviour.recomputation),

@@ -40,18 +40,34 @@ class Layer:
     num_scores: int  # num_experts, or one more for a choice of no expert
     stacked: dict[str, nn.Parameter] = field(default_factory=dict)
     separate: list[dict[str, nn.Parameter]] = field(default_factory=list)
+    shards: list[dict[str, nn.Parameter]] = field(
+        default_factory=list
+    )  # of stacks of fewer experts, as of ranks
+    order: list[int] = field(default_factory=list)  # place in the shards of each expert, once it was measured
     routers: dict[str, nn.Parameter] = field(default_factory=dict)
     named: bool = True  # False: the router was found by its shape alone
 
     def expert(self, number: int, of: Callable[[nn.Parameter], torch.Tensor | None]) -> list[torch.Tensor]:
         """of(parameter) for each tensor of an expert, those that are None left out."""
         whole = [of(p) for p in self.separate[number].values()] if self.separate else []
+        if self.shards:
+            shard, row = divmod(self.place(number), self.num_experts // len(self.shards))
+            whole += [t[row] if (t := of(p)) is not None else None for p in self.shards[shard].values()]
         slices = [(t[number] if (t := of(p)) is not None else None) for p in self.stacked.values()]
         return [tensor for tensor in whole + slices if tensor is not None]
 
+    @property
+    def is_partly_empty(self) -> bool:
+        """True if some experts have no parameters: they compute nothing, or return their input."""
+        return any(not expert for expert in self.separate)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of all experts by name."""
-        return self.stacked | {n: p for expert in self.separate for n, p in expert.items()}
+        return self.stacked | {n: p for part in (*self.separate, *self.shards) for n, p in part.items()}
+
+    def place(self, number: int) -> int:
+        """Where an expert stands in the shards, one behind the other."""
+        return self.order[number] if self.order else number
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors of one number per expert that are not parameters: biases of the choice, counters."""
@@ -78,6 +94,9 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and (experts := _alike(name, module)):
             _add(modules, name, len(experts), found, named, separate=experts)
+            if isinstance(module, nn.ModuleList) and (shards := _shards(name, module)):
+                size = sum(len(next(iter(shard.values()))) for shard in shards)
+                _add(modules, name, size, found, named, shards=shards)
         elif not isinstance(module, nn.modules.conv.Conv1d | nn.modules.conv.ConvTranspose1d):
             stacks: dict[int, dict[str, nn.Parameter]] = {}
             for key, p in module.named_parameters(recurse=False):
@@ -127,19 +146,37 @@ def repeated(model: nn.Module) -> dict[str, int]:
 
 
 def _inside(other: str, layer: Layer) -> bool:
-    return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in layer.separate[0]) or (
+    first = next(expert for expert in layer.separate if expert)
+    return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in first) or (
         other.startswith(f"{layer.name}.") if layer.name else False
     )
 
 
 def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Parameters of a list's modules, if they are of one class and of the same shapes."""
-    children = list(module.named_children())
-    if len(children) < 2 or len({type(child) for _, child in children}) > 1:
+    """Parameters of a list's modules, if they are of one class and of the same shapes.
+
+    Behind or before these there may be modules without parameters: experts without computation.
+    """
+    children = [(k, c, dict(c.named_parameters())) for k, c in module.named_children()]
+    full = [i for i, (_, _, own) in enumerate(children) if own]
+    if len(full) < 2 or full != list(range(full[0], full[-1] + 1)):
         return []
-    experts = [{f"{name}.{k}.{n}".lstrip("."): p for n, p in c.named_parameters()} for k, c in children]
-    shapes = {tuple(tuple(p.shape) for p in expert.values()) for expert in experts}
-    return experts if len(shapes) == 1 and experts[0] else []
+    if len({type(children[i][1]) for i in full}) > 1:
+        return []
+    shapes = {tuple(tuple(p.shape) for p in children[i][2].values()) for i in full}
+    experts = [{f"{name}.{k}.{n}".lstrip("."): p for n, p in own.items()} for k, _, own in children]
+    return experts if len(shapes) == 1 else []
+
+
+def _shards(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """The stacks of experts of a list's modules, if all have some, of one number and the same shapes."""
+    shards = [
+        {f"{name}.{k}.{n}".lstrip("."): p for n, p in child.named_parameters(recurse=False) if p.ndim == 3}
+        for k, child in module.named_children()
+    ]
+    shapes = {tuple(tuple(p.shape) for p in shard.values()) for shard in shards}
+    sizes = {shape[0] for shape in next(iter(shapes), ())}
+    return shards if len(shards) > 1 and len(shapes) == len(sizes) == 1 else []
 
 
 def _add(
@@ -150,8 +187,12 @@ def _add(
     named: bool,
     stacked: dict[str, nn.Parameter] | None = None,
     separate: list[dict[str, nn.Parameter]] | None = None,
+    shards: list[dict[str, nn.Parameter]] | None = None,
 ) -> None:
-    experts = [*(stacked or {}).values(), *(p for e in separate or () for p in e.values())]
+    experts = [
+        *(stacked or {}).values(),
+        *(p for e in (*(separate or ()), *(shards or ())) for p in e.values()),
+    ]
     own = {id(p) for p in experts}
     widths = None if named else {width for p in experts for width in p.shape}
     owner = name
@@ -167,7 +208,15 @@ def _add(
             routers = _routers(owner, modules[owner], scores, own, widths)
             if routers:
                 found[owner] = Layer(
-                    owner, modules[owner], size, scores, stacked or {}, separate or [], routers, named
+                    name=owner,
+                    module=modules[owner],
+                    num_experts=size,
+                    num_scores=scores,
+                    stacked=stacked or {},
+                    separate=separate or [],
+                    shards=shards or [],
+                    routers=routers,
+                    named=named,
                 )
                 return
         if not owner:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.doctor.behaviour import declared_capacity, draws_numbers
+from fmoe_ext.doctor.behaviour import draws_numbers
 from fmoe_ext.doctor.case import TINY, Case, mapped, off, tensors, verdict
 from fmoe_ext.doctor.finding import Layer, Watch, layers_of
+from fmoe_ext.doctor.probe import has_capacity, probe_of
 from fmoe_ext.doctor.report import Finding
 
 SLOPE_STEP, SLOPE_BOUND = 1e-3, 0.05
@@ -58,6 +59,8 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
     for layer in case.layers:
         trainable = [p for p in layer.parameters().values() if p.requires_grad]
         chosen = case.chosen(layer)
+        if layer.shards and probe_of(case, layer).cannot is not None:
+            chosen = None  # which expert a choice means is not known
         if not trainable or chosen is None:
             why = "the experts are frozen" if not trainable else "the choices are not visible"
             yield verdict("expert-gradient", layer.name, None, why)
@@ -150,6 +153,8 @@ def experts_differ(case: Case) -> Iterator[Finding]:
 def _equal(layer: Layer, a: int, b: int) -> bool:
     pairs = list(zip(layer.expert(a, _same), layer.expert(b, _same), strict=True))
     matrices = [(x, y) for x, y in pairs if x.ndim > 1] or pairs
+    if not matrices:  # experts without computation
+        return False
     return any(x.equal(y) and bool(x.any()) and not _constant(x) for x, y in matrices) or all(
         x.equal(y) for x, y in matrices
     )
@@ -223,7 +228,7 @@ def balance(case: Case) -> Iterator[Finding]:
     bad: bool | None = any(off(balance, n) > 1e-3 for n in numbers.values())
     if (
         bad
-        and any(declared_capacity(layer) for layer in case.layers)
+        and any(has_capacity(case, layer) for layer in case.layers)
         and off(balance, numbers["batch twice"]) < 0.1
     ):
         bad = None  # other tokens are dropped, so that later layers have other inputs

@@ -6,7 +6,8 @@ with other tokens behind, and after a forward of another batch. Choices may be r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from fmoe_ext.doctor.behaviour import draws_numbers
 from fmoe_ext.doctor.case import Case, mapped, off, samples_of, verdict
 from fmoe_ext.doctor.finding import Watch, layers_of
-from fmoe_ext.doctor.probe import drawn, probe_of
+from fmoe_ext.doctor.probe import drawn, has_capacity, probe_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import Batch
 
@@ -151,19 +152,78 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
     text = f"outputs before a change of later tokens move by {moved:.1e} of the largest"
     bad: bool | None = moved > BOUND
     if bad:
-        pair = []
-        for other in (case.subject.batch, batch):
-            model = case.copy().eval()
-            with torch.no_grad():
-                for p in (p for layer in layers_of(model) for p in layer.parameters().values()):
-                    p.zero_()
-            pair.append(_output(case, other, count, model)[0])
+        pair = [
+            _output(case, other, count, _without_experts(case))[0] for other in (case.subject.batch, batch)
+        ]
         without = _distance(pair[1][:, :position], pair[0][:, :position])  # type: ignore[index]
         if without > BOUND:
             bad, text = None, "the model without its experts is not causal"
         elif why:
             bad, text = None, f"{text}: {why}"
     yield verdict("causality", "", bad, text)
+
+
+def padding(case: Case) -> Iterator[Finding]:
+    """Padding changes no loss, and takes no expert away from a token where the experts have a capacity."""
+    s = case.subject
+    if s.padded is None:
+        return
+    for layer in case.layers:
+        if not has_capacity(case, layer):
+            continue
+        plain = probe_of(case, layer)
+        padded = probe_of(Case(replace(s, batch=s.padded)), layer)
+        found = _places(s.batch, s.padded)
+        if (
+            found is None
+            or plain.cannot is not None
+            or padded.cannot is not None
+            or (len(plain.rows), len(padded.rows)) != (len(found[0]), found[1])
+            or plain.measured != padded.measured
+        ):
+            yield verdict("balance-padding", layer.name, None, "rows of tokens are not visible with padding")
+            continue
+        lost = int((plain.used & ~padded.used[found[0].to(padded.used.device)]).sum())
+        text = f"with padding {lost} of {int(plain.used.sum())} choices of tokens find no room"
+        yield verdict("balance-padding", layer.name, lost > 0, text)
+    if s.parts is None and not any(has_capacity(case, layer) for layer in case.layers):
+        losses, without = [], []
+        for batch in (s.batch, s.padded):
+            for values, model in ((losses, case.copy().eval()), (without, _without_experts(case))):
+                with torch.no_grad():
+                    values.append(float(case.run(model, batch, s.task)[0]))
+        bad: bool | None = off(*losses) > 1e-3
+        text = f"task off by {off(*losses):.1e}"
+        if bad and off(*without) > 1e-3:
+            bad, text = None, f"{text}, also without the experts"
+        yield verdict("balance-padding", "", bad, text)
+
+
+def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
+    """(row of each token of a batch among those of the padded one, rows of that); None if they are not found."""
+    if not isinstance(batch, Mapping):
+        batch, padded = {"": batch}, {"": padded}
+    for name, value in batch.items():
+        other = padded.get(name)
+        if not isinstance(value, torch.Tensor) or value.ndim != 2 or value.is_floating_point():
+            continue
+        if other is None or other.ndim != 2 or len(other) != len(value) or bool((value == value[0, 0]).all()):
+            continue
+        (count, length), width = value.shape, other.shape[1]
+        for first in (0, width - length):
+            if width >= length and other[:, first : first + length].equal(value):
+                rows = torch.arange(count, device="cpu")[:, None] * width
+                return (rows + torch.arange(first, first + length, device="cpu")).flatten(), count * width
+    return None
+
+
+def _without_experts(case: Case) -> nn.Module:
+    """A copy in evaluation whose experts have no values."""
+    model = case.copy().eval()
+    with torch.no_grad():
+        for p in (p for layer in layers_of(model) for p in layer.parameters().values()):
+            p.zero_()
+    return model
 
 
 def _history(case: Case, count: int) -> Iterator[Finding]:

@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.behaviour import declared_capacity
 from fmoe_ext.doctor.case import Case, ChangeScores
 from fmoe_ext.doctor.finding import Layer, Watch
 from fmoe_ext.doctor.subject import copied
 
+CAPACITY = ("capacity", "drop")
 Prepare: TypeAlias = Callable[[Layer, dict[str, nn.Parameter]], None]
 MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
 NEAR = 0.1  # a change of a score that moves weights and few choices
@@ -79,6 +79,27 @@ class Probe:
             )
             counts = chosen.flatten().bincount(minlength=layer.num_experts)
             self.measured = counts.topk(MANY).indices.sort().values.tolist()
+        if layer.shards and not layer.order:
+            self._find_order()
+
+    def _find_order(self) -> None:
+        """Find out which expert of the shards each number chooses: the one that computes most of its tokens."""
+        if self.choices is None or len(self.measured) < self.layer.num_experts:
+            self.cannot = "its experts are in several parts, and which expert a choice means is not visible"
+            return
+        used = active(self.parts()).double()  # [T, places]
+        chosen = torch.zeros(len(used), self.layer.num_scores + 1, dtype=torch.float64, device=used.device)
+        nobody = self.layer.num_scores
+        chosen.scatter_(1, torch.where(self.choices < 0, nobody, self.choices), 1.0)
+        chosen = chosen[:, : self.layer.num_experts]
+        both = chosen.t() @ used
+        alike = both / (chosen.sum(0)[:, None] + used.sum(0) - both).clamp(min=1)  # of the tokens of either
+        order = [-1] * self.layer.num_experts
+        for pair in alike.flatten().argsort(descending=True).tolist():
+            number, place = divmod(pair, self.layer.num_experts)
+            if order[number] < 0 and place not in order:
+                order[number] = place
+        self.layer.order = order
 
     def _run_model(self, case: Case) -> torch.Tensor | None:
         """Note the layer's input and output in a forward of the model."""
@@ -143,6 +164,7 @@ class Probe:
             module=module,
             stacked={n: own[n] for n in self.layer.stacked},
             separate=[{n: own[n] for n in expert} for expert in self.layer.separate],
+            shards=[{n: own[n] for n in shard} for shard in self.layer.shards],
             routers={n: own[n] for n in self.layer.routers},
         )
         with torch.no_grad():
@@ -186,7 +208,58 @@ class Probe:
             return reason
         if declared_capacity(self.layer):
             return "a capacity is declared, so that other tokens decide who is dropped"
-        return None
+        return self.capacity
+
+    @functools.cached_property
+    def capacity(self) -> str | None:
+        """Why the experts have a capacity, if they behave so; None if not.
+
+        Those that lose choices compute the same number of tokens, those that compute fewer lose none, and of twice the
+        tokens they compute twice as many. A number that does not follow the batch is a limit that somebody forgot.
+        """
+        if self.cannot is not None or self.choices is None:
+            return None
+        counts, most = self.used.sum(0), []
+        chosen = self._chosen()
+        inputs = self._doubled()
+        if inputs is None or not bool((counts < chosen).any()):
+            return None
+        base = self.run(prepare=_equal([]), inputs=inputs)
+        moves = [self.run(prepare=_equal([e]), inputs=inputs) - base for e in self.measured]
+        twice = active(torch.stack(moves, 1)).sum(0)
+        for computed, asked in ((counts, chosen), (twice, 2 * chosen)):
+            full = computed[computed < asked]
+            if not len(full) or bool((full != full[0]).any()) or bool((computed > full[0]).any()):
+                return None
+            most.append(int(full[0]))
+        if not 2 * most[0] - 1 <= most[1] <= 2 * most[0] + 1:
+            return None
+        return f"each expert computes {most[0]} tokens at most, and {most[1]} of a batch twice as large: a capacity"
+
+    def _chosen(self) -> torch.Tensor:
+        """How many choices each measured expert has [M]."""
+        assert self.choices is not None
+        valid = self.choices[(self.choices >= 0) & (self.choices < self.layer.num_experts)]
+        return valid.bincount(minlength=self.layer.num_experts)[self.measured]
+
+    def _doubled(self) -> Any:
+        """The layer's inputs with each sample twice; None if no input has a row for each token."""
+        args, kwargs = copy.deepcopy(self._inputs)
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]
+        if not values:
+            return None
+        of_rows = (
+            values[0] if values[0].is_floating_point() else values[0][..., None]
+        )  # hidden states, or tokens
+        if of_rows.shape[:-1].numel() != len(self.rows):
+            return None
+        size = len(values[0])
+
+        def twice(v: Any) -> Any:
+            is_of_samples = isinstance(v, torch.Tensor) and v.ndim and len(v) == size
+            return torch.cat([v, v]) if is_of_samples else v
+
+        return [twice(v) for v in args], {n: twice(v) for n, v in kwargs.items()}
 
     @functools.cached_property
     def mixes_tokens(self) -> str | None:
@@ -213,15 +286,15 @@ class Probe:
         cosine = torch.nn.functional.cosine_similarity(after[both], before[both], dim=-1)
         return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
 
-    def with_input(self, row: int, amount: float = 1.0) -> Any:
-        """The layer's input with one token changed; None if no input has a row for each token."""
+    def with_input(self, row: int | slice, amount: float = 1.0) -> Any:
+        """The layer's input with one token changed, or some alike; None if no input has a row for each token."""
         args, kwargs = copy.deepcopy(self._inputs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
                 rows = value.view(-1, value.shape[-1])
                 if len(rows) != len(self.rows):
                     return None
-                generator = torch.Generator("cpu").manual_seed(row)
+                generator = torch.Generator("cpu").manual_seed(row if isinstance(row, int) else 0)
                 noise = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
                 rows[row] += amount * noise.to(rows)
                 return args, kwargs
@@ -234,6 +307,30 @@ def probe_of(case: Case, layer: Layer) -> Probe:
         case.probes[layer.name] = Probe(case, layer)
     probe: Probe = case.probes[layer.name]
     return probe
+
+
+def declared_capacity(layer: Layer) -> bool:
+    """True if an option speaks of a capacity or of drops."""
+    return any(
+        any(word in name.lower() for word in CAPACITY) and "dropout" not in name
+        for name, value in options_of(layer).items()
+        if not isinstance(value, str | None) and value is not False
+    )
+
+
+def options_of(layer: Layer) -> dict[str, Any]:
+    """Attributes of a layer's modules and of their configurations."""
+    found: dict[str, Any] = {}
+    for module in layer.module.modules():
+        found |= getattr(getattr(module, "config", None), "__dict__", {})
+    for module in layer.module.modules():
+        found |= vars(module)
+    return found
+
+
+def has_capacity(case: Case, layer: Layer) -> bool:
+    """True if the experts of a layer have a capacity, declared or measured, so that tokens may be dropped."""
+    return declared_capacity(layer) or probe_of(case, layer).capacity is not None
 
 
 def ratio_of(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -274,7 +371,7 @@ def active(parts: torch.Tensor) -> torch.Tensor:
 
 def without_experts(layer: Layer, own: dict[str, nn.Parameter]) -> None:
     """Set all values of experts to 0."""
-    for p in (*layer.parameters().values(), *_stacks(layer, own).values()):
+    for p in (*layer.parameters().values(), *stacks(layer, own).values()):
         p.zero_()
 
 
@@ -287,7 +384,7 @@ def without_matrices(layer: Layer, own: dict[str, nn.Parameter]) -> None:
             p.zero_()
 
 
-def _stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Stacked parameters of experts, and the rows of biases beside them."""
     beside = {n.rpartition(".")[0] for n in layer.stacked}
     rows = {
@@ -306,20 +403,23 @@ def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], ma
     """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
     generator = torch.Generator("cpu").manual_seed(9)
 
-    def give(first: torch.Tensor, others: list[torch.Tensor]) -> None:
-        first = first.clone()
+    def give(values: dict[int, torch.Tensor]) -> None:
+        first = next(iter(values.values())).clone()
         noise = torch.randn(first.shape, generator=generator, dtype=torch.float64, device="cpu")
         size = float(first.abs().mean()) or 0.02
-        for e, value in enumerate(others):
+        for e, value in values.items():
             value.copy_(first)
             if e in moved and (first.ndim > 1 or not matrices):
                 value.add_(noise.to(first), alpha=MOVE * size)
 
-    if layer.separate:
-        for tensors in zip(*(expert.values() for expert in layer.separate), strict=True):
-            give(tensors[0], list(tensors))
-    for p in _stacks(layer, own).values():
-        give(p[0], list(p.unbind(0)))
+    with_values = {e: list(expert.values()) for e, expert in enumerate(layer.separate) if expert}
+    for tensors in zip(*with_values.values(), strict=True):
+        give(dict(zip(with_values, tensors, strict=True)))
+    for p in stacks(layer, own).values():
+        give(dict(enumerate(p.unbind(0))))
+    for tensors in zip(*(shard.values() for shard in layer.shards), strict=True):
+        rows = [row for p in tensors for row in p.unbind(0)]
+        give({e: rows[layer.place(e)] for e in range(layer.num_experts)})
 
 
 def _rows(output: Any) -> torch.Tensor:

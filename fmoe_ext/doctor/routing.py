@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.doctor.behaviour import options_of
 from fmoe_ext.doctor.case import Case, verdict
 from fmoe_ext.doctor.finding import Layer
 from fmoe_ext.doctor.probe import (
@@ -24,6 +23,7 @@ from fmoe_ext.doctor.probe import (
     active,
     drawn,
     only,
+    options_of,
     probe_of,
     ratio_of,
     without_experts,
@@ -140,12 +140,14 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
             bad, text = None, f"{text}: {shared}"
             # who is dropped depends on choices alone
             if probe.mixes_tokens is None and probe.choices is not None:
-                for t in wrong:
-                    moved, choices = probe.choose(inputs=probe.with_input(t, SMALL))
-                    rows = others(moved, t, probe.rows)
+                for first in (0, 1):  # all tokens, so that a pair of them in one place is seen
+                    moved, choices = probe.choose(inputs=probe.with_input(slice(first, None, 2), SMALL))
+                    rows = [row for row in others(moved, -1, probe.rows) if row % 2 != first]
                     if rows and choices is not None and choices.equal(probe.choices):
                         bad = True
-                        text = f"the input of token {t} moves the rows {_some(rows)}, and no choice changes"
+                        text = (
+                            f"the input of other tokens moves the rows {_some(rows)}, and no choice changes"
+                        )
                         break
     yield verdict("own-row", name, bad, text)
 
@@ -339,7 +341,7 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
     said = {
         n: v for n, v in options_of(probe.layer).items() if isinstance(v, bool) and NORMALISED.fullmatch(n)
     }
-    if not said or int(used.sum(-1).max()) < 2:
+    if not said or int(used.sum(-1).max()) < 2 or probe.layer.is_partly_empty:
         return
 
     ratio = (probe.whole(drawn(4)) * whole).sum(-1) / (whole * whole).sum(-1)
@@ -360,7 +362,8 @@ def _top_k(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Fin
     numbers = {n: v for n, v in options_of(probe.layer).items() if type(v) is int and v > 0}
     weak, strong = ({n: v for n, v in numbers.items() if kind.fullmatch(n)} for kind in TOP_K)
     said = strong or weak
-    if not said or len(probe.measured) != probe.layer.num_experts or shared is not None:
+    is_visible = len(probe.measured) == probe.layer.num_experts and not probe.layer.is_partly_empty
+    if not said or not is_visible or shared is not None:
         return
     counts = used.sum(-1)
     options = ", ".join(f"{n}={v}" for n, v in said.items())

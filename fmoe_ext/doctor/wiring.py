@@ -12,7 +12,7 @@ from torch import nn
 from fmoe_ext.doctor.case import TINY, Case, off, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward
-from fmoe_ext.doctor.probe import probe_of
+from fmoe_ext.doctor.probe import probe_of, stacks
 from fmoe_ext.doctor.report import Finding
 
 SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
@@ -155,7 +155,7 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
         experts = layer.parameters()
         router = norm([case.grads[n] for n in layer.routers if n in case.grads])
         chosen = case.choices.get(layer.name)
-        plain = _outputs(case, layer, {})
+        plain = _outputs(case, layer)
         if (
             chosen is None
             or chosen.shape[1] < 2
@@ -164,10 +164,16 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
             or probe_of(case, layer).weighs_inputs
         ):
             continue
-        for name, p in experts.items():
-            if "bias" not in name or p.shape[-1] != plain.shape[-1] or p.ndim > 2:
+        # of a stack one expert's row is moved: all together count with the sum of a token's weights, which may be 1
+        valid = chosen[(chosen >= 0) & (chosen < layer.num_experts)]
+        busiest = int(valid.bincount(minlength=layer.num_experts).argmax())
+        of_stacks = stacks(layer, dict(case.model.named_parameters()))
+        biases = [(n, p, None) for n, p in experts.items() if p.ndim == 1]
+        biases += [(n, p, busiest) for n, p in of_stacks.items() if p.ndim == 2]
+        for name, p, number in biases:
+            if "bias" not in name or p.shape[-1] != plain.shape[-1]:
                 continue
-            moved = _outputs(case, layer, {name: 1.0})
+            moved = _outputs(case, layer, name, number)
             change = None if moved is None else moved - plain
             if change is None or bool((change[:, 1:].abs() > TINY).any()):
                 continue  # no bias of the output, or something follows it in the layer
@@ -180,8 +186,8 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
             break
 
 
-def _outputs(case: Case, layer: Layer, shifts: dict[str, float]) -> torch.Tensor | None:
-    """Rows [tokens, D] that a layer returns after the first number of some parameters was moved."""
+def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None) -> torch.Tensor | None:
+    """Rows [tokens, D] that a layer returns after 1 was added to the first number of a bias, or of an expert's row."""
     found: list[torch.Tensor] = []
     model = case.copy()
 
@@ -193,8 +199,8 @@ def _outputs(case: Case, layer: Layer, shifts: dict[str, float]) -> torch.Tensor
     _module(model, layer).register_forward_hook(keep)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, shift in shifts.items():
-            parameters[name][..., 0] += shift
+        if name:
+            (parameters[name] if number is None else parameters[name][number])[0] += 1.0
     case.run(model, case.subject.batch, case.subject.task)
     return found[0] if len(found) == 1 else None
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from fmoe_ext.ep.process_groups import explained, find_group, use_timeout
 from fmoe_ext.ep.process_groups import register_group as register_group  # its name for users
 from fmoe_ext.ops import chooser
+from fmoe_ext.ops._autograd import custom_op, register_autograd
 
 try:
     import fmoe_ext._C_nccl as _C_nccl  # only in builds with USE_NCCL=1
@@ -265,7 +266,6 @@ def _(counts, group):
     return torch.empty_like(counts, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("fmoe_ext::global_exchange", mutates_args=())
 def global_exchange(
     x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
 ) -> torch.Tensor:
@@ -275,10 +275,15 @@ def global_exchange(
     Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
     Equivalent to: torch.distributed.all_to_all_single. FastMoE: global_scatter, global_gather.
     """
+    return torch.ops.fmoe_ext.global_exchange(x, send_splits, recv_splits, group)
+
+
+@custom_op("fmoe_ext::global_exchange")
+def _(x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str) -> torch.Tensor:
     return _global_exchange(_start_over_group, x, send_splits, recv_splits, group)
 
 
-@global_exchange.register_kernel("cuda")
+@torch.library.impl("fmoe_ext::global_exchange", "cuda")
 def _(x, send_splits, recv_splits, group):
     return _global_exchange(_start_over_nccl, x, send_splits, recv_splits, group)
 
@@ -300,7 +305,7 @@ def _global_exchange(start, x, send_splits, recv_splits, group):
     return out
 
 
-@global_exchange.register_fake
+@torch.library.register_fake("fmoe_ext::global_exchange")
 def _(x, send_splits, recv_splits, group):
     return x.new_empty((sum(recv_splits), *x.shape[1:]))
 
@@ -313,7 +318,7 @@ def _backward(ctx, grad):
     return global_exchange(grad, ctx.recv_splits, ctx.send_splits, ctx.group), None, None, None
 
 
-global_exchange.register_autograd(_backward, setup_context=_setup_context)
+register_autograd("fmoe_ext::global_exchange", _backward, _setup_context, places=(0,))
 
 
 def _check(condition, text):

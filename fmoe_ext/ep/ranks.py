@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from fmoe_ext import ops
 from fmoe_ext.ep.process_groups import Group, find_group, register_group
-from fmoe_ext.ops.balanced_shares import balanced_shares
+from fmoe_ext.ops._autograd import custom_op, register_autograd, register_not_differentiable
+from fmoe_ext.ops.balanced_shares import NO_GRADIENT, balanced_shares
 from fmoe_ext.step import run_or_replay
 from fmoe_ext.tokens import Nest, map_structure
 
@@ -105,13 +106,13 @@ def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     return total
 
 
-@torch.library.custom_op("fmoe_ext::sum_over_ranks", mutates_args=())
+@custom_op("fmoe_ext::sum_over_ranks")
 def _sum_over_ranks(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
     """GroupRanks.sum() in a compiled graph. factor: of the gradient."""
     return _all_reduce(x, group)
 
 
-@_sum_over_ranks.register_fake
+@torch.library.register_fake("fmoe_ext::sum_over_ranks")
 def _(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -120,12 +121,12 @@ def _keep_factor(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
     ctx.factor = inputs[1]
 
 
-_sum_over_ranks.register_autograd(
-    lambda ctx, grad: (grad * ctx.factor, None, None), setup_context=_keep_factor
+register_autograd(
+    "fmoe_ext::sum_over_ranks", lambda ctx, grad: (grad * ctx.factor, None, None), _keep_factor, places=(0,)
 )
 
 
-@torch.library.custom_op("fmoe_ext::gather_equal", mutates_args=())
+@custom_op("fmoe_ext::gather_equal")
 def _gather_equal(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """x of every rank, of one shape -> [num_ranks, *]."""
     out = x.new_empty((num_ranks, *x.shape))
@@ -133,31 +134,36 @@ def _gather_equal(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     return out
 
 
-@_gather_equal.register_fake
+@torch.library.register_fake("fmoe_ext::gather_equal")
 def _(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     return x.new_empty((num_ranks, *x.shape))
 
 
-@torch.library.custom_op("fmoe_ext::gather_sized", mutates_args=())
+@custom_op("fmoe_ext::gather_sized")
 def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
     """x [n, *] of every rank -> [sizes[rank], *] each."""
     # an operator must not return views of one buffer
     return [part.clone() for part in _gather_padded(x, list(sizes), find_group(group))]
 
 
-@_gather_sized.register_fake
+@torch.library.register_fake("fmoe_ext::gather_sized")
 def _(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
     return [x.new_empty((size, *x.shape[1:])) for size in sizes]
 
 
-@torch.library.custom_op("fmoe_ext::balanced_shares_over_ranks", mutates_args=())
+@custom_op("fmoe_ext::balanced_shares_over_ranks")
 def _balanced_shares(logits: torch.Tensor, group: str) -> torch.Tensor:
     return balanced_shares(logits, GroupRanks(find_group(group)).gather)
 
 
-@_balanced_shares.register_fake
+@torch.library.register_fake("fmoe_ext::balanced_shares_over_ranks")
 def _(logits: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(logits)
+
+
+for _name in ("gather_equal", "gather_sized"):
+    register_not_differentiable(f"fmoe_ext::{_name}", "what other ranks have counts as a constant")
+register_not_differentiable("fmoe_ext::balanced_shares_over_ranks", NO_GRADIENT)
 
 
 class SliceGroup:

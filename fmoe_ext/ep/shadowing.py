@@ -18,6 +18,7 @@ from fmoe_ext.ep import expert_parallel_layers
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.traced import in_turn
+from fmoe_ext.ops._autograd import custom_op, register_autograd, register_not_differentiable
 
 _MEASURED_ROWS = 8192  # of a rank at most, when its hardware is measured
 
@@ -156,28 +157,28 @@ class _Fetch(torch.autograd.Function):
         return None, None, None, *_reduce(grads, *ctx.arguments)
 
 
-@torch.library.custom_op("fmoe_ext::fetch_experts", mutates_args=())
+@custom_op("fmoe_ext::fetch_experts")
 def _fetch(
     weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
 ) -> list[torch.Tensor]:
     return [w.clone() for w in _broadcast(weights, places, num_local_experts, group)]  # no views
 
 
-@torch.library.custom_op("fmoe_ext::reduce_experts", mutates_args=())
+@custom_op("fmoe_ext::reduce_experts")
 def _reduce_fetched(
     grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
 ) -> list[torch.Tensor]:
     return _reduce(grads, places, num_local_experts, group)
 
 
-@_fetch.register_fake
+@torch.library.register_fake("fmoe_ext::fetch_experts")
 def _(
     weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
 ) -> list[torch.Tensor]:
     return [w.new_empty((len(places), *w.shape[1:])) for w in weights]
 
 
-@_reduce_fetched.register_fake
+@torch.library.register_fake("fmoe_ext::reduce_experts")
 def _(
     grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
 ) -> list[torch.Tensor]:
@@ -192,4 +193,5 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return _reduce_fetched(grads, *ctx.arguments), None, None, None
 
 
-_fetch.register_autograd(_backward, setup_context=_setup_context)
+register_autograd("fmoe_ext::fetch_experts", _backward, _setup_context, places=(0,))
+register_not_differentiable("fmoe_ext::reduce_experts")

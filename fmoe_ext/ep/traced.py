@@ -18,6 +18,7 @@ from fmoe_ext.ep.exchange import check, exchange_counts, start_exchange, wait
 from fmoe_ext.ep.headers import LENGTH, check_headers
 from fmoe_ext.ep.process_groups import check_agreement, find_group
 from fmoe_ext.ep.static import RowLimit
+from fmoe_ext.ops._autograd import custom_op, register_autograd
 from fmoe_ext.ops.exchange_rows import columns_of_rows
 from fmoe_ext.routing import DispatchHandle, per_row
 
@@ -49,7 +50,7 @@ def _(
     return torch.empty_like(sent, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("fmoe_ext::exchange_rows", mutates_args=())
+@custom_op("fmoe_ext::exchange_rows")
 def _exchange_rows(
     xs: Sequence[torch.Tensor], sizes: torch.Tensor | None, max_rows: int, num_rows: int, group: str
 ) -> list[torch.Tensor]:
@@ -71,7 +72,7 @@ def _exchange_rows(
     return outs
 
 
-@_exchange_rows.register_fake
+@torch.library.register_fake("fmoe_ext::exchange_rows")
 def _(
     xs: Sequence[torch.Tensor], sizes: torch.Tensor | None, max_rows: int, num_rows: int, group: str
 ) -> list[torch.Tensor]:
@@ -93,10 +94,10 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return [next(back) if has_grad else None for has_grad in ctx.have_grad], None, None, None, None
 
 
-_exchange_rows.register_autograd(_backward, setup_context=_setup_context)
+register_autograd("fmoe_ext::exchange_rows", _backward, _setup_context, places=(0,))
 
 
-@torch.library.custom_op("fmoe_ext::in_turn", mutates_args=())
+@custom_op("fmoe_ext::in_turn")
 def in_turn(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
     """Copies of xs that no compiler computes before it has after, of a floating dtype.
 
@@ -105,7 +106,7 @@ def in_turn(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tenso
     return [x.clone() for x in xs]
 
 
-@in_turn.register_fake
+@torch.library.register_fake("fmoe_ext::in_turn")
 def _(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(x) for x in xs]
 
@@ -120,7 +121,7 @@ def _backward_in_turn(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return list(grads), in_turn([torch.zeros_like(after)], grads[0])[0]
 
 
-in_turn.register_autograd(_backward_in_turn, setup_context=_setup_turn)
+register_autograd("fmoe_ext::in_turn", _backward_in_turn, _setup_turn, places=(0,))
 
 
 class TracedPlan:

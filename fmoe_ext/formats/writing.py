@@ -195,7 +195,7 @@ def _values_of(model: Any) -> dict[str, Any]:
             "fmoe_ext.checkpoint.export_safetensors writes any model"
         )
     values: dict[str, Any] = model.config.to_dict()
-    take_record(values)
+    take_record(values, f"{type(model).__name__}.config")
     return values
 
 

@@ -10,17 +10,53 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import GATES
+from fmoe_ext.layers import keywords_of
 from fmoe_ext.models.target import Options, Target
+from fmoe_ext.ops.activations import ACTIVATIONS
 from fmoe_ext.transformer import FMoETransformerMLP
 
 KEY = "fmoe_ext"
 VERSION = 1
 NEEDS = "needs fmoe_ext.huggingface.from_pretrained"
+_JSON = MappingProxyType(
+    {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        int: "a whole number",
+        bool: "true or false",
+        type(None): "null",
+    }
+)
+_RECORD: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"version": (int,), "dense": (dict,), "layers": (list,)}
+)
+_GATE: Mapping[str, tuple[type, ...]] = MappingProxyType({"name": (str,), "options": (dict,)})
+_LAYER: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "kind": (str,),
+        "matched": (bool,),
+        "path": (str,),
+        "num_experts": (int,),
+        "top_k": (int,),
+        "d_model": (int,),
+        "d_hidden": (int,),
+        "activation": (str, type(None)),
+        "bias": (bool,),
+        "gate": (dict, type(None)),
+        "options": (dict,),
+        "missing": (dict,),
+    }
+)
 _NO_NAME = (
     "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
 )
@@ -32,6 +68,7 @@ NOT_SAVED = (
     "gate_group",
     "bias",
 )
+_NEVER = (*NOT_SAVED, "num_expert", "mask", "mask_dict", "gate_hook")  # no values of JSON, or another entry
 
 
 def note(
@@ -49,7 +86,9 @@ def note(
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
         return ""
     record = getattr(config, KEY, None)
-    if record is None:
+    if record is not None:
+        check_record(record, f"{type(model).__name__}.config")
+    else:
         config = _own_config(model)
         record = {"version": VERSION, "dense": _mark(config), "layers": []}
     entries = [
@@ -80,13 +119,111 @@ def _own_config(model: Any) -> Any:
     return config
 
 
-def take_record(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the entry out of the values of a configuration, which are the dense model's then -> it, None if none."""
-    record = values.pop(KEY, None)
-    for name, value in (record or {}).get("dense", {}).items():
+def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """Takes the entry out of the values of a configuration, which are the dense model's then -> it, None if none.
+
+    where: what has the values, for errors. Raises CheckpointError for an entry that note() has not written.
+    """
+    record: Any = values.pop(KEY, None)
+    if record is None:
+        return None
+    check_record(record, where)
+    for name, value in record["dense"].items():
         *parents, last = name.split(".")
-        functools.reduce(lambda part, parent: part[parent], parents, values)[last] = value
+        part: Any = values
+        for parent in parents:
+            part = part.get(parent) if isinstance(part, dict) else None
+        # A value that somebody wrote over ours is neither theirs nor ours to drop
+        if not isinstance(part, dict) or part.get(last) != NEEDS:
+            found = part.get(last) if isinstance(part, dict) else None
+            raise _damaged(
+                where, f"dense.{name}", value, f"{name} is {found!r} there, where it must be {NEEDS!r}"
+            )
+        part[last] = value
+    for name in _places_of(NEEDS, values):
+        raise _damaged(where, f"dense.{name}", "missing", f"it must say what {name} was")
     return record
+
+
+def _places_of(value: Any, part: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the places in a nest of objects that hold a value."""
+    for name, other in part.items() if isinstance(part, dict) else ():
+        if other == value:
+            yield prefix + name
+        yield from _places_of(value, other, f"{prefix}{name}.")
+
+
+def check_record(record: Any, where: str) -> Any:
+    """Checks that an entry has the keys, types and ranges of one that note() writes -> it; CheckpointError if not."""
+    _check_keys(record, _RECORD, where, "")
+    if record["version"] != VERSION:
+        raise _damaged(where, "version", record["version"], f"this fmoe_ext reads {VERSION}: upgrade it")
+    from transformers.activations import ACT2FN
+
+    for name, value in record["dense"].items():
+        if name == "dtype":
+            if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
+                raise _damaged(where, "dense.dtype", value, "it must be a dtype of torch, or null")
+        elif not isinstance(value, str) or value.removeprefix("gated-") not in ACT2FN:  # "gated-" is of T5
+            raise _damaged(where, f"dense.{name}", value, "it must be an activation of Transformers")
+    for i, entry in enumerate(record["layers"]):
+        at = f"layers[{i}]"
+        _check_keys(entry, _LAYER, where, at)
+        for name in ("num_experts", "top_k", "d_model", "d_hidden"):
+            if not 1 <= entry[name] < 2**63:
+                raise _damaged(where, f"{at}.{name}", entry[name], "it must be at least 1, and below 2**63")
+        if entry["gate"] is not None:
+            _check_keys(entry["gate"], _GATE, where, f"{at}.gate")
+            if entry["gate"]["name"] not in GATES:
+                known = f"it must be one of {', '.join(GATES)}"
+                raise _damaged(where, f"{at}.gate.name", entry["gate"]["name"], known)
+        elif "gate" not in entry["missing"]:
+            raise _damaged(where, f"{at}.gate", None, f"{at}.missing must say which gate it was")
+        if entry["activation"] is not None and entry["activation"] not in ACTIVATIONS:
+            known = f"it must be one of {', '.join(ACTIVATIONS)}"
+            raise _damaged(where, f"{at}.activation", entry["activation"], known)
+        for name, value in entry["options"].items():
+            if name in _NEVER or name not in keywords_of(FMoETransformerMLP) or name in _LAYER:
+                raise _damaged(
+                    where, f"{at}.options.{name}", value, "no option of this name is saved: remove it"
+                )
+            if name in ("gate_bias", "renormalize", "shared_expert_gate") and not isinstance(value, bool):
+                raise _damaged(where, f"{at}.options.{name}", value, "it must be true or false")
+        for name, value in entry["missing"].items():
+            if not isinstance(value, str):
+                raise _damaged(where, f"{at}.missing.{name}", value, "it must be a text")
+    return record
+
+
+def _check_keys(part: Any, fields: Mapping[str, tuple[type, ...]], where: str, at: str) -> None:
+    """Raises CheckpointError unless a part of the entry is an object of these keys, whose values have these types."""
+    if not isinstance(part, dict):
+        raise _damaged(where, at, part, f"it must be an object with {', '.join(fields)}")
+    dot = f"{at}." if at else ""
+    for name in part.keys() - fields.keys():
+        raise _damaged(
+            where, f"{dot}{name}", part[name], "this key is not known: a newer fmoe_ext may read it"
+        )
+    for name, types in fields.items():
+        if name not in part:
+            raise _damaged(where, f"{dot}{name}", "missing", f"it must be {_names(types)}")
+        # true is an int to Python
+        if not isinstance(part[name], types) or (isinstance(part[name], bool) and bool not in types):
+            raise _damaged(where, f"{dot}{name}", part[name], f"it must be {_names(types)}")
+
+
+def _names(types: tuple[type, ...]) -> str:
+    return " or ".join(_JSON[kind] for kind in types)
+
+
+def _damaged(where: str, key: str, value: Any, why: str) -> Exception:
+    from fmoe_ext.checkpoint.errors import CheckpointError  # it brings torch.distributed.checkpoint
+
+    text = reprlib.repr(value)
+    return CheckpointError(
+        f"{where}: {'.'.join(filter(None, (KEY, key)))} is {text}, but {why}. Take the folder as "
+        "model.save_pretrained() wrote it"
+    )
 
 
 def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext._require import require
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import (
     check_values,
@@ -20,7 +21,7 @@ from fmoe_ext.checkpoint.huggingface import (
     without_replaced,
 )
 from fmoe_ext.gates import find_gate
-from fmoe_ext.huggingface.record import KEY, VERSION, take_record
+from fmoe_ext.huggingface.record import KEY, take_record
 from fmoe_ext.models.fmoefy import find_targets, replace
 from fmoe_ext.models.target import Options
 
@@ -39,7 +40,7 @@ def from_pretrained(
     fmoefy was given and a file cannot hold (your own gate or activation); an error says which is missing.
     dtype: None takes that of each tensor in the files.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
-    damaged JSON, and for files and links outside the folder.
+    damaged JSON, for an entry that fmoefy did not write, and for files and links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
     """
     transformers = require("transformers", "from_pretrained()")
@@ -62,15 +63,16 @@ def from_pretrained(
     with errors_of_transformers(folder):
         model = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
     given = {"gate": gate, "activation": activation, **moe_kwargs}
-    for entry in record["layers"]:
-        _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    for i, entry in enumerate(record["layers"]):
+        _rebuild(model, entry, given, f"{folder / 'config.json'}: {KEY}.layers[{i}]")
     model.config._name_or_path = str(folder)
     tensors = _read_tensors(folder)
     if dtype is None:  # a gate may be wider than the rest, of which config.json has the dtype
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if name in tensors and tensors[name].is_floating_point():
                 value.data = value.data.to(tensors[name].dtype)
-    _load(model, tensors)
+    _load(folder, model, tensors)
     if inside(folder, "generation_config.json").exists():
         with errors_of_transformers(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -83,15 +85,33 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     values = model_config(folder)
     if not values:
         raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
-    record = values.get(KEY)
-    if not isinstance(record, dict):
+    if values.get(KEY) is None:
         raise ValueError(f"{file} is not of a fmoefied model: load it with Transformers' from_pretrained")
-    if record.get("version") != VERSION:
-        raise ValueError(
-            f"{file} has version {record.get('version')} of fmoe_ext's entry, but this knows {VERSION}"
-        )
-    take_record(values)
-    return _with_floats(values), record
+    with errors_of_transformers(folder):
+        values = _with_floats(values)
+    record = take_record(values, str(file))
+    assert record is not None
+    _check_sizes(folder, record)
+    return values, record
+
+
+def _check_sizes(folder: Path, record: dict[str, Any]) -> None:
+    """Raises CheckpointError for layers of more weights than the files have bytes, before any is made."""
+    num_bytes = sum(file.stat().st_size for file in model_files(folder) if file.is_file())
+    total = 0
+    for i, entry in enumerate(record["layers"]):
+        sizes = [entry["options"].get(name) for name in ("latent_size", "shared_expert_hidden")]
+        # what is no number, the layer refuses
+        latent, shared = (size if isinstance(size, int) else 0 for size in sizes)
+        width = latent or entry["d_model"]
+        total += entry["num_experts"] * entry["d_hidden"] * width + entry["d_model"] * (latent + shared)
+        if total > num_bytes:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: {KEY}.layers[{i}] has num_experts {entry['num_experts']}, d_model "
+                f"{entry['d_model']}, d_hidden {entry['d_hidden']} and options {entry['options']}, and with those "
+                f"before it {total:,} weights or more, but the files have {num_bytes:,} bytes. Take the folder as "
+                "model.save_pretrained() wrote it"
+            )
 
 
 def _with_floats(value: Any) -> Any:
@@ -103,8 +123,8 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
-def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) -> None:
-    """Puts the MoE layer of an entry in its place, its weights not yet loaded."""
+def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], where: str) -> None:
+    """Puts the MoE layer of an entry in its place, its weights not yet loaded; where: the entry, for errors."""
     missing = {name: was for name, was in entry["missing"].items() if name not in given}
     if missing:
         what = ", ".join(f"{name}= (it was {was})" for name, was in missing.items())
@@ -126,11 +146,20 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) 
         | {"bias": entry["bias"]}
         | {name: value for name, value in given.items() if name not in ("gate", "activation")},
     )
-    kind, targets = find_targets(model, options)
-    targets = [target for target in targets if target.path == path]
-    if not targets:
-        raise ValueError(f"{type(model).__name__} has no MLP at {path}, where the file has an MoE layer")
-    replace(model, kind, targets, options)
+    try:
+        kind, targets = find_targets(model, options)
+        targets = [target for target in targets if target.path == path]
+        if not targets:
+            raise ValueError(f"{type(model).__name__} has no MLP at {path!r}")
+        replace(model, kind, targets, options)
+    except Exception as error:  # a gate may raise anything for options that are not its own
+        if given:  # the caller's arguments, not the file, may be wrong
+            raise
+        kind = type(error).__name__
+        raise CheckpointError(
+            f"{where}, with path {path!r}, gate {entry['gate']} and options {entry['options']}, makes no MoE layer: "
+            f"{kind}: {error}. Take the folder as model.save_pretrained() wrote it"
+        ) from error
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -150,7 +179,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _load(model: Any, tensors: dict[str, Tensor]) -> None:
+def _load(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None:
     """Loads all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
     state = model.state_dict()
     by_place: dict[tuple[Any, ...], bool] = {}
@@ -162,8 +191,9 @@ def _load(model: Any, tensors: dict[str, Tensor]) -> None:
     wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]
     if missing or unknown or wrong:
         raise ValueError(
-            f"the tensors do not fit {type(model).__name__}: missing {sorted(missing)[:5]}, "
-            f"unknown {sorted(unknown)[:5]}, of another shape {sorted(wrong)[:5]}"
+            f"the tensors of {folder} do not fit {type(model).__name__}: missing {sorted(missing)[:5]}, "
+            f"unknown {sorted(unknown)[:5]}, of another shape {sorted(wrong)[:5]}. {folder / 'config.json'} has the "
+            f"sizes, those of MoE layers in {KEY}.layers. Take the folder as model.save_pretrained() wrote it"
         )
     model.load_state_dict(tensors, strict=False)
 

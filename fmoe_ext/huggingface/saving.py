@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe_ext.ep.process_groups import find_group
-from fmoe_ext.huggingface.record import KEY, NEEDS
+from fmoe_ext.huggingface.record import KEY, NEEDS, check_record
 from fmoe_ext.layers import FMoE
 
 MAX_SHARD_SIZE = "5GiB"
@@ -57,7 +57,7 @@ def replace_of_fmoefied(model: Any) -> None:
 
     if isinstance(model, PreTrainedModel):
         replace_save_pretrained(model, _save_fmoefied)
-    elif not record["dense"]:
+    elif not check_record(record, f"{type(model).__name__}.config")["dense"]:
         replace_save_pretrained(model, _refuse)
 
 

@@ -170,6 +170,21 @@ def register_autograd(
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
+def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
+    """torch.library.custom_op without mutated arguments, but register_autograd() refuses its forward mode.
+
+    torch's has an autograd kernel of its own, which drops tangents without a word and which nobody can replace.
+    """
+
+    def define(kernel: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(kernel, mutates_args=())
+        torch.library.define(op_name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(op_name, "default", kernel)
+        return getattr(torch.ops.fmoe_ext, op_name.removeprefix("fmoe_ext::"))
+
+    return define
+
+
 def register_fake(
     op_name: str, arguments: type[Any] | None = None, /, **ranks: int
 ) -> Callable[[Kernel], Kernel]:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from fmoe_ext.ops._autograd import custom_op, register_fake, register_not_differentiable
+
 TOLERANCE = 1e-4
 _EPSILON = 1e-8
 _MAX_ROUNDS = 1000
@@ -37,12 +39,16 @@ def _sum_over_ranks(x: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) 
     return torch.cat(gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)
 
 
-@torch.library.custom_op("fmoe_ext::balanced_shares", mutates_args=())
+@custom_op("fmoe_ext::balanced_shares")
 def balanced_shares_traced(logits: torch.Tensor) -> torch.Tensor:
     """balanced_shares() of one rank, as one operator of a compiled graph."""
     return balanced_shares(logits, lambda x, same_size: [x])
 
 
-@balanced_shares_traced.register_fake
+@register_fake("fmoe_ext::balanced_shares", logits=2)
 def _(logits: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(logits)
+
+
+NO_GRADIENT = "a gate ranks by these shares, and weighs by its scores"
+register_not_differentiable("fmoe_ext::balanced_shares", NO_GRADIENT)

@@ -105,8 +105,12 @@ def topk_gate_again(
     For forwards that activation checkpointing repeats. topk_idx [T, K] int64 without -1; other arguments: topk_gate
     -> topk_idx, topk_weights [T, K]; a token that would choose the same has the weights of topk_gate to the bit.
     """
-    refuse_tangents("topk_gate", logits)
+    refuse_tangents("topk_gate_again", logits)
     options = (score, normalize, bias, num_groups, topk_groups, scale)
+    if is_transformed(logits):  # torch.func differentiates the parts, but not the node below
+        now = topk_gate(logits, topk_idx.shape[1], *options)
+        is_same = (now[0] == topk_idx).all(1, keepdim=True)
+        return topk_idx, torch.where(is_same, now[1], weights_ref(logits, topk_idx, score, normalize, scale))
     now = topk_gate(logits.detach(), topk_idx.shape[1], *options)
     return topk_idx, _WeightsOfChoices.apply(logits, topk_idx, now, score, normalize, scale)
 

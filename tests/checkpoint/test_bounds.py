@@ -234,3 +234,156 @@ def test_hostile_configurations_end_in_one_error(folder, fmoefied, tmp_path, rea
     os.mkfifo(path / "config.json")
     with pytest.raises(error, match="no regular file"):
         read(path)
+
+
+WRONG = (None, True, 0, -1, 7, 1.5, 10**30, "", "x", [], [[]], {}, {"x": 1}, [{"x": []}])
+MISSING = object()  # the key is not there
+
+
+def parts_of(value, at=()):
+    """Every place in a JSON value, as the keys that lead to it."""
+    yield at
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield from parts_of(part, (*at, key))
+
+
+def hostile_records(record):
+    """(place, value, record with it): at each place each of WRONG, nothing, a key more, and sizes too large."""
+
+    def changed(at, value):
+        copy = {"record": json.loads(json.dumps(record))}
+        *parents, last = ("record", *at)
+        part = copy
+        for key in parents:
+            part = part[key]
+        if value is MISSING:
+            del part[last]
+        else:
+            part[last] = value
+        return copy.get("record")
+
+    for at in parts_of(record):
+        value = record
+        for key in at:
+            value = value[key]
+        for wrong in WRONG:
+            if type(wrong) is not type(value) or wrong != value:
+                yield at, wrong, changed(at, wrong)
+        if at:
+            yield at, MISSING, changed(at, MISSING)
+        if isinstance(value, dict):
+            yield (*at, "unknown"), 1, changed((*at, "unknown"), 1)
+    deep = []
+    for _ in range(400):  # json.loads() takes it, functions that call themselves do not
+        deep = [deep]
+    layer = ("layers", 0)
+    for at in [layer, (*layer, "options", "overlap_degree"), (*layer, "gate", "options", "noise")]:
+        yield at, "deep lists", changed(at, deep)
+    for name in ("num_experts", "d_hidden", "d_model", "top_k"):
+        yield (*layer, name), 10**12, changed((*layer, name), 10**12)
+    options = {"world_size": 2, "moe_group": "x", "num_expert": 3, "latent_size": 10**12, "device": "cuda:7"}
+    options |= {
+        "shared_expert_hidden": 10**12,
+        "overlap_degree": -1,
+        "gate_hook": "x",
+        "mask": 3,
+        "exchange": [],
+    }
+    for name, value in options.items():
+        yield (*layer, "options", name), value, changed((*layer, "options", name), value)
+    for name in ("top_k", "num_expert", "d_model", "no_such_option"):
+        yield (*layer, "gate", "options", name), 10**12, changed((*layer, "gate", "options", name), 10**12)
+    yield ("layers",), "twice", changed(("layers",), record["layers"] * 2)
+    yield ("dense", "a.b.c"), "x", changed(("dense", "a.b.c"), "x")
+    yield ("dense", "vocab_size"), "x", changed(("dense", "vocab_size"), "x")
+
+
+def with_record(folder, path, record):
+    values = json.loads((folder / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"fmoe_ext": record}))
+
+
+def same_weights(model, other):
+    ours, theirs = model.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_hostile_record_of_fmoefy_ends_in_one_error(fmoefied, tmp_path):
+    """A number as list of layers was a TypeError, a missing key a KeyError, a billion experts a full memory."""
+    from fmoe_ext.huggingface import from_pretrained
+
+    path = tmp_path / "model"
+    shutil.copytree(fmoefied, path)
+    record = json.loads((fmoefied / "config.json").read_text())["fmoe_ext"]
+    whole = from_pretrained(fmoefied)
+    taken = set()
+    for at, value, hostile in hostile_records(record):
+        with_record(fmoefied, path, hostile)
+        try:
+            model = from_pretrained(path)
+        except (CheckpointError, ValueError) as error:
+            kind = "is not of a fmoefied model" if hostile is None else "fmoe_ext"
+            assert f"{path / 'config.json'}" in str(error) and kind in str(error), (at, value, error)
+            is_of_sizes = "the tensors of " in str(error) and "fmoe_ext.layers" in str(error)
+            named = all(str(key) in str(error) for key in at if key != "unknown")
+            assert hostile is None or is_of_sizes or named, (at, value, error)
+            assert "Take the folder as model.save_pretrained() wrote it" in str(error) or hostile is None
+            continue
+        assert same_weights(model, whole), (at, value)
+        taken.add(at[-1])
+    # words for people, what follows from the dense model, and defaults
+    assert taken <= {"kind", "matched", "activation", "options", "gate_bias"}, taken
+
+
+@pytest.mark.parametrize("read", [r for r in READERS if r is not by_from_pretrained])
+def test_folder_with_a_record_of_fmoefy_is_refused_by_the_readers_of_dense_models(folder, tmp_path, read):
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    for record in [value for value in WRONG if value is not None]:
+        with_record(folder, path, record)
+        with pytest.raises(READERS[read], match=r"has a fmoefied model, .* only fmoe_ext.huggingface"):
+            read(path)
+
+
+def test_hostile_record_in_memory_is_refused(folder, fmoefied):
+    """Transformers gives a configuration any key of its file, so that fmoefy() and export() meet it too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fmoe_ext.formats import export
+    from fmoe_ext.huggingface import from_pretrained
+
+    record = json.loads((fmoefied / "config.json").read_text())["fmoe_ext"]
+    model = from_pretrained(fmoefied)
+    config = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    for at, _, hostile in hostile_records(record):
+        if hostile is None or at[:1] != ("version",):
+            continue
+        model.config.fmoe_ext = hostile
+        with pytest.raises(CheckpointError, match=r"LlamaForCausalLM.config: fmoe_ext.version"):
+            export(model, folder.parent / "never", format="mixtral")
+        dense = LlamaForCausalLM(LlamaConfig(**config, num_attention_heads=2, fmoe_ext=hostile))
+        with pytest.raises(CheckpointError, match=r"LlamaForCausalLM.config: fmoe_ext.version"):
+            fmoefy(dense, num_experts=2)
+    assert not (folder.parent / "never").exists()
+
+
+def test_trainer_that_resumes_reads_no_record(fmoefied, tmp_path):
+    """It has the model, and takes weights alone."""
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    from fmoe_ext.huggingface import from_pretrained
+
+    path = tmp_path / "checkpoint-1"
+    shutil.copytree(fmoefied, path)
+    model, whole = from_pretrained(fmoefied), from_pretrained(fmoefied)
+    args = {"report_to": [], "use_cpu": True, "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path / "out"), **args))
+    for record in WRONG:
+        with_record(fmoefied, path, record)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        trainer._load_from_checkpoint(str(path))
+        assert same_weights(model, whole)

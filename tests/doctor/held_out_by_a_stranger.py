@@ -214,6 +214,133 @@ def counted(wrong):
     return Subject(Net(Counted()), torch.randn(24, 10), step=step)
 
 
+class Shard(nn.Module):
+    """Two experts of eight, as a rank has them. Wrong: ids of other shards become its first expert, not nobody."""
+
+    def __init__(self, wrong, rank):
+        super().__init__()
+        self.wrong, self.rank = wrong, rank
+        self.w_in = nn.Parameter(torch.randn(2, 10, 16) / 3)
+        self.w_out = nn.Parameter(torch.randn(2, 16, 10) / 4)
+
+    def forward(self, x, index, weights):
+        local = torch.where(index % 4 == self.rank, index // 4, 0 if self.wrong else 2)
+        y = torch.zeros_like(x)
+        for number, (w_in, w_out) in enumerate(zip(self.w_in, self.w_out, strict=True)):
+            token, slot = torch.where(local == number)
+            y = y.index_add(0, token, F.relu(x[token] @ w_in) @ w_out * weights[token, slot, None])
+        return y
+
+
+class Shards(nn.Module):
+    """Experts dealt in turn to four shards, whose outputs are summed."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.router = nn.Linear(10, 8, bias=False)
+        self.shards = nn.ModuleList(Shard(wrong, rank) for rank in range(4))
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2, -1)
+        return sum(shard(x, index, weights) for shard in self.shards)
+
+
+class LastAreIdentities(nn.Module):
+    """The last two experts return their input. Wrong: the first of them takes the rows of the second one, too."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.router = nn.Linear(10, 6, bias=False)
+        self.experts = nn.ModuleList([*(Mlp(10, 16) for _ in range(4)), nn.Identity(), nn.Identity()])
+
+    def forward(self, x):
+        scores, index = self.router(x).topk(2, -1)
+        chosen = index.roll(1, 0) if self.wrong else index
+        return combined(x, self.experts, chosen, scores.softmax(-1))
+
+
+class ProbabilityInside(nn.Module):
+    """Stacked experts with biases, weighed before the second product. Wrong: so that the last bias is not."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.router = nn.Linear(10, 6)
+        self.up_proj, self.down_proj = (nn.Parameter(torch.randn(6, *s) / 3) for s in ((10, 16), (16, 10)))
+        self.up_proj_bias, self.down_proj_bias = (nn.Parameter(torch.randn(6, n) / 4) for n in (16, 10))
+
+    def forward(self, x):
+        scores, index = self.router(x).topk(3, -1)
+        y = torch.zeros_like(x)
+        for number in range(6):
+            token, slot = torch.where(index == number)
+            weight = scores.softmax(-1)[token, slot, None]
+            a = F.silu(x[token] @ self.up_proj[number] + self.up_proj_bias[number]) * weight
+            bias = self.down_proj_bias[number] * (1 if self.wrong else weight)
+            y = y.index_add(0, token, a @ self.down_proj[number] + bias)
+        return y
+
+
+class Buffers(nn.Module):
+    """Rows of an expert's buffer in order, as many as its share of the tokens. Wrong: tokens overwrite each other."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.router = nn.Linear(10, 2, bias=False)
+        self.wi, self.wo = (nn.Parameter(torch.randn(2, *s) / 3) for s in ((10, 16), (16, 10)))
+
+    def forward(self, x):
+        weights, expert = self.router(x).softmax(-1).max(-1)
+        most = -(-9 * len(x) // 20)
+        mask = F.one_hot(expert, 2).to(torch.bfloat16 if self.wrong else x.dtype)
+        place = ((mask.cumsum(0) * mask).sum(-1) - 1).long()
+        token = torch.where(place < most)[0]
+        expert, place = expert[token], place[token]
+        buffer = x.new_zeros(2, most, 10).index_put((expert, place), x[token])
+        rows = F.relu(buffer @ self.wi) @ self.wo
+        return torch.zeros_like(x).index_copy(0, token, rows[expert, place] * weights[token, None])
+
+
+class Room(nn.Module):
+    """A model of tokens whose experts have room for their share. Wrong: padding takes room, too."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.embed, self.head = nn.Embedding(30, 10), nn.Linear(10, 30)
+        self.router = nn.Linear(10, 4, bias=False)
+        self.experts = nn.ModuleList(Mlp(10, 16) for _ in range(4))
+
+    def forward(self, ids, mask):
+        x, real = self.embed(ids).flatten(0, 1), mask.flatten().bool()
+        most = -(-2 * int(real.sum()) // 4)
+        scores, index = self.router(x).softmax(-1).topk(2, -1)
+        if not self.wrong:
+            index = index.masked_fill(~real[:, None], 4)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = (found[:most] for found in torch.where(index == number))
+            y = y.index_add(0, token, expert(x[token]) * scores[token, slot, None])
+        return self.head(x + y).view(*ids.shape, -1)
+
+
+def padded_tokens(wrong):
+    torch.manual_seed(1)
+    ids = torch.randint(1, 30, (3, 11))
+
+    def loss(model, batch):
+        found = model(batch["ids"], batch["mask"])
+        return F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    batch = {"ids": ids[:, :-1], "mask": torch.ones(3, 10, dtype=torch.int64), "labels": ids[:, 1:]}
+    fill = {"ids": 0, "mask": 0, "labels": -100}
+    return Subject(
+        Room(wrong), batch, loss=loss, padded={n: F.pad(v, (0, 6), value=fill[n]) for n, v in batch.items()}
+    )
+
+
 class Net(nn.Module):
     """A layer between projections, with a residual."""
 
@@ -245,6 +372,12 @@ TWINS = {
     "two_of_groups_that_are_masked_by_zero": ("choice", with_layer(TwoOfGroups, 64)),
     "jitter_is_written_into_the_input": ("own-row", jittered),
     "count_is_not_cleared": ("bias-once", counted),
+    # of a third one
+    "ids_of_other_shards_become_the_first_expert": ("choice", with_layer(Shards, 48)),
+    "choices_of_other_tokens_beside_identities": ("own-row", with_layer(LastAreIdentities, 48)),
+    "bias_behind_the_probability": ("weighted", with_layer(ProbabilityInside, 36)),
+    "places_in_buffers_are_rounded": ("own-row", with_layer(Buffers, 700)),
+    "padding_takes_room": ("balance-padding", padded_tokens),
 }
 
 

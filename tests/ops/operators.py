@@ -1,7 +1,7 @@
 """A valid call of every operator: from sizes and a seed, and what may be broken in it.
 
 CALLS is compared with the operators that are registered (test_every_operator_is_drawn), so that a new one is not
-forgotten by the tests that walk it: test_fuzz_broken, test_fuzz_sizes and test_function_transforms.
+forgotten by the tests that walk it: test_fuzz_broken, test_fuzz_sizes and test_transforms.
 """
 
 from types import MappingProxyType
@@ -524,6 +524,16 @@ def balanced_shares(d):
     return Call(native.balanced_shares, {"logits": d.floats(d.T, d.E)})
 
 
+def topk_gate_again(d):
+    logits = d.floats(d.T, d.E)
+    # the last token's choices are those that it would make now, the others are reversed
+    chosen = ops.topk_gate(logits, d.K)[0]
+    chosen = torch.cat([chosen[:-1].flip(1), chosen[-1:]])
+    return Call(
+        lambda logits, chosen: ops.topk_gate_again(logits, chosen)[1], {"logits": logits, "chosen": chosen}
+    )
+
+
 def without_gradients(op):
     """Operators of backwards are called as autograd calls them; raw is the operator itself."""
 
@@ -577,6 +587,47 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "_token_ways": token_ways,
     }
 )
+
+
+def group_of_one():
+    """The name of the group of this process alone; the test has made it."""
+    return torch.distributed.group.WORLD.group_name
+
+
+# Operators over ranks, called on a group of one: under transforms they are as the others.
+OF_RANKS = MappingProxyType(
+    {
+        "balanced_shares_over_ranks": lambda d: Call(
+            lambda x: native.balanced_shares_over_ranks(x, group_of_one()), {"x": d.floats(d.T, d.E)}
+        ),
+        "exchange_rows": lambda d: Call(
+            lambda x: native.exchange_rows([x], None, d.T, d.T, group_of_one()), {"x": d.floats(d.T, d.D)}
+        ),
+        "fetch_experts": lambda d: Call(
+            lambda w: native.fetch_experts([w], [0, d.E - 1], d.E, group_of_one()), {"w": d.floats(d.E, d.D)}
+        ),
+        "gather_equal": lambda d: Call(
+            lambda x: native.gather_equal(x, 1, group_of_one()), {"x": d.floats(d.T, d.D)}
+        ),
+        "gather_sized": lambda d: Call(
+            lambda x: native.gather_sized(x, [d.T], group_of_one()), {"x": d.floats(d.T, d.D)}
+        ),
+        "global_exchange": lambda d: Call(
+            lambda x: native.global_exchange(x, [d.T], [d.T], group_of_one()), {"x": d.floats(d.T, d.D)}
+        ),
+        "reduce_experts": lambda d: Call(
+            lambda w: native.reduce_experts([w], range(d.E), d.E, group_of_one()), {"w": d.floats(d.E, d.D)}
+        ),
+        "sum_over_ranks": lambda d: Call(
+            lambda x: native.sum_over_ranks(x, 1.0, group_of_one()), {"x": d.floats(d.T, d.D)}
+        ),
+    }
+)
+# Of integers and of no tensors, so that there is nothing to transform
+WITHOUT_FLOATS = (
+    "agree_on_rows", "exchange_counts", "of_this_thread", "build_info", "_cpu_isa", "_cpu_isa_refused",
+    "_release_memory", "_set_batch_invariant", "_set_cpu_isa", "_set_thread_batch_invariant", "_tf32_allowed",
+)  # fmt: skip
 NOT_DRAWN = MappingProxyType(  # why; the prefix of a name stands for all of them
     {
         **dict.fromkeys(

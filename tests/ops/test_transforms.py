@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp
 
 from fmoe_ext import ops
-from tests.ops.operators import CALLS, Draw
+from fmoe_ext.ep import shadowing, traced  # noqa: F401  operators are registered where they are used
+from fmoe_ext.ep.process_groups import register_group
+from tests.ops.operators import CALLS, NOT_DRAWN, OF_RANKS, WITHOUT_FLOATS, Draw, topk_gate_again
 
 pytestmark = [
     pytest.mark.cpu("finite differences are in float64, which our kernels of a GPU do not have"),
@@ -25,10 +27,18 @@ REFUSED = re.compile(
     "autograd.Function with functorch transforms|vmap: .*in-place|does not require grad|requires_grad_"
 )
 STEP = 1e-5
-# _check_* have no results; the other two stand in graphs that torch.compile makes of a layer, which has no forward mode
-DIFFERENTIABLE = [
-    name for name in CALLS if not name.startswith("_check") and name not in ("in_turn", "balanced_shares")
-]
+OPERATORS = {**CALLS, **OF_RANKS, "topk_gate_again": topk_gate_again}
+DIFFERENTIABLE = [name for name in OPERATORS if not name.startswith("_check")]  # these have no results
+# Only a CUDA device has their kernels: tests/on_cuda.py
+OF_CUDA = ("_decode_packed", "_torch_grouped_mm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_this_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    register_group()
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +52,7 @@ def in_float64():
 def functions(name):
     """(function of one tensor, that tensor) for each floating argument of the operator as it is registered, and, if it
     has one, of its public function: the sum of all results, each element times a factor of its own."""
-    call = CALLS[name](Draw((3, 2, 3, 4, 4), 0))
+    call = OPERATORS[name](Draw((3, 2, 3, 4, 4), 0))
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.arguments.items()}
     function = getattr(call.function, "raw", call.function)
 
@@ -117,6 +127,11 @@ def outcome(derive, f, x, v):
         return None
 
 
+def test_table_has_every_operator():
+    """test_every_operator_is_drawn compares CALLS and NOT_DRAWN with the sources."""
+    assert {*CALLS, *NOT_DRAWN} == {*CALLS, *OF_RANKS, *WITHOUT_FLOATS, *OF_CUDA}
+
+
 @pytest.mark.parametrize("derive", [by_func, by_dual, by_grad, by_backward])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_derivative_is_right_or_refused(name, derive):
@@ -164,8 +179,19 @@ def test_vmap_is_right_or_refused(name):
 
 
 # Those that a caller of fmoe_ext.ops can differentiate once, and twice; the table must not become one of refusals.
-ONCE = ("clamped_glu", "expert_mlp", "grouped_gemm", "newton_schulz", "permute", "topk_gate", "unpermute")
-TWICE = ("newton_schulz", "permute", "topk_gate", "unpermute")
+ONCE = (
+    *(
+        "clamped_glu",
+        "expert_mlp",
+        "grouped_gemm",
+        "newton_schulz",
+        "permute",
+        "topk_gate",
+        "topk_gate_again",
+    ),
+    "unpermute",
+)
+TWICE = ("newton_schulz", "permute", "topk_gate", "topk_gate_again", "unpermute")
 
 
 @pytest.mark.parametrize("name", ONCE)

@@ -139,7 +139,7 @@ class Streamed:
         if cache is None:
             return None
         if self.index == 0:
-            pool.statistics.tokens += topk_idx.shape[0]
+            pool.count(tokens=topk_idx.shape[0])
         return cache.weights, cache.place[topk_idx], cache.order
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -133,6 +133,7 @@ class Pool:
     def __init__(self, layers: Sequence[Layer], num_bytes: int, through_cache: bool = False) -> None:
         self.layers = tuple(layers)
         self.statistics = Statistics()
+        self._counting = Lock()  # of the statistics, which threads share that hold different locks
         self._num_bytes = 0
         self._memory = in_huge_pages(min(num_bytes, self.layer_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
@@ -308,9 +309,9 @@ class Pool:
                 if done.done() and slot.done is done:
                     slot.part = slot.done = None
             raise
+        self.count(waited_seconds=time.perf_counter() - begun)
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
-            self.statistics.waited_seconds += time.perf_counter() - begun
             self._read_ahead(number, next_use)
         buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
         weakref.finalize(buffer, self._end, slot, lease)
@@ -351,13 +352,14 @@ class Pool:
                 return None
         cache = self._caches[index]
         missing, slots = cache.make_room(experts)
-        self.statistics.hits += len(experts) - len(missing)
-        self.statistics.misses += len(missing)
+        self.count(hits=len(experts) - len(missing), misses=len(missing))
         if missing:
             begun = time.perf_counter()
             num_bytes = self._reader.read(layer.spans(missing, slots, cache.num_slots), cache.buffer)
-            self._count(num_bytes, len(missing), begun)
-            self.statistics.waited_seconds += time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
+            self.count(
+                bytes_read=num_bytes, experts_read=len(missing), read_seconds=seconds, waited_seconds=seconds
+            )
             cache.put(missing, slots)
         return cache
 
@@ -376,13 +378,15 @@ class Pool:
         assert slot.part is not None
         return self.parts[slot.part].layer, offset - slot.begin
 
-    def _count(self, num_bytes: int, num_experts: int, begun: float) -> None:
-        self.statistics.bytes_read += num_bytes
-        self.statistics.experts_read += num_experts
-        self.statistics.read_seconds += time.perf_counter() - begun
+    def count(self, **amounts: float) -> None:
+        """Adds to the counters of these names in the statistics."""
+        with self._counting:
+            for name, amount in amounts.items():
+                setattr(self.statistics, name, getattr(self.statistics, name) + amount)
 
     def _note_buffers(self, num_bytes: int) -> None:
-        self.statistics.buffer_bytes = max(self.statistics.buffer_bytes, num_bytes)
+        with self._counting:
+            self.statistics.buffer_bytes = max(self.statistics.buffer_bytes, num_bytes)
 
     def _use_caches(self, needed: int) -> bool:
         if not self._caches:
@@ -446,11 +450,15 @@ class Pool:
         experts = range(first, end)
         buffer = self._bytes[begin : begin + self._slot_bytes]
         spans = self.layers[index].spans(experts, range(len(experts)), len(experts))
-        self._count(self._reader.read(spans, buffer), len(experts), begun)
-        if len(self.parts.of_layer[index]) == 1:
-            self.statistics.layers_read += 1
-        else:
-            self.statistics.parts_read += 1
+        num_bytes = self._reader.read(spans, buffer)
+        whole = len(self.parts.of_layer[index]) == 1
+        self.count(
+            bytes_read=num_bytes,
+            experts_read=len(experts),
+            read_seconds=time.perf_counter() - begun,
+            layers_read=int(whole),
+            parts_read=int(not whole),
+        )
 
     def _read_ahead(self, number: int, next_use: dict[int, int]) -> None:
         """Begins to read the next parts that are not there, unless they would take the place of an earlier one."""
