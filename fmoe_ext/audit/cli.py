@@ -8,10 +8,8 @@ from typing import Any
 
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
-from fmoe_ext.audit.plan_report import PlanReport
-from fmoe_ext.audit.plan_run import audit_plan
-from fmoe_ext.audit.report import AuditReport, Result
-from fmoe_ext.audit.run import audit
+from fmoe_ext.audit.report import AuditReport, PlanReport, Result
+from fmoe_ext.audit.run import audit, audit_plan
 
 AXES = MappingProxyType(
     {

@@ -211,22 +211,3 @@ def num_samples(batch: Batch) -> int:
 def take(batch: Batch, first: int, end: int) -> Batch:
     """The samples [first, end) of a batch."""
     return {name: x[first:end] for name, x in batch.items()}
-
-
-def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
-    """Consecutive parts of the given numbers of samples."""
-    return [take(batch, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-
-
-def sizes_of_microbatches(num: int, accumulation: str) -> list[int]:
-    """Samples of each microbatch of a rank that has num."""
-    if accumulation == "1":
-        return [num]
-    least = 2 if accumulation == "2" else 3
-    if num < least:
-        raise AuditError(
-            f"accumulation {accumulation} needs {least} samples on every rank, but one has {num}: let batch(step) "
-            "return more"
-        )
-    # 1 and the rest: as uneven as can be, so that a mean of microbatches' means shows
-    return [num // 2, num - num // 2] if accumulation == "2" else [1, num - 1]

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe_ext.layers import FMoE
-from fmoe_ext.pipeline.balance import balance_cost
 from fmoe_ext.pipeline.layers import layers_of, part_of
 from fmoe_ext.pipeline.materialize import trial_copy
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors
 from fmoe_ext.pipeline.stage import Boundary, Stage
+from fmoe_ext.planning.layouts import balance_cost
 
 MEASURES = ("time", "memory", "load")
 
