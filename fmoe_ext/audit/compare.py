@@ -117,10 +117,10 @@ def _locate(
     for name, whole in truth.items():
         if name and name in ours:
             expected = _rows(whole, share)
-            error = _largest_error(
-                ours[name].tensor, expected
-            )  # None: a part of the whole, which says nothing
-            error = (error or 0.0) / (expected.abs().max().item() or 1.0) if expected.numel() else 0.0
+            error = _largest_error(ours[name].tensor, expected)
+            if not error or not expected.numel():
+                continue  # equal, or a part of the whole, which says nothing
+            error /= expected.abs().max().item() or 1.0
             if error > bound:
                 differing[name] = error
     block = next((name for name in differing if _BLOCK.fullmatch(name)), None)

@@ -186,12 +186,9 @@ class Recipe:
     clip: Callable[[Any], torch.Tensor | None] = _clip_gradients  # may return the norm
     optimizer: Callable[[Any], Optimizer] = make_optimizer  # of the wrapped model
     recompute: Callable[[Any, str], None] = _recompute_blocks  # turns on "reentrant" or "non-reentrant"
-    pad: Callable[[Batch, str], Batch] = (
-        _pad  # the same samples, "left" or "right" of tokens that must not matter
-    )
-    leave_out: Mapping[str, str] = field(
-        default_factory=dict
-    )  # {setting: why this training does not offer it}
+    pad: Callable[[Batch, str], Batch] = _pad  # the same samples, "left" or "right" of tokens without effect
+    # {setting: why this training does not offer it}
+    leave_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def num_samples(batch: Batch) -> int:
