@@ -93,15 +93,6 @@ def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGr
         )
 
 
-def check_tied(name: str, tied: TiedParameters) -> None:
-    """Raise ValueError for parameters that stages share, where they would be cut into shards."""
-    if name == "fsdp" and tied:
-        raise ValueError(
-            'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
-            "untie them"
-        )
-
-
 def wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) -> nn.Module:
     """The stage, its gradients reduced over the ranks that have it."""
     if name == "grouped":

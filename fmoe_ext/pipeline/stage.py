@@ -1,8 +1,7 @@
 """A stage: consecutive layers of a model, and what a microbatch needs on its way through them."""
 
-import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,9 +136,11 @@ class Stage(nn.Module):
         is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
         for layer, gates, norms in zip(self.layers, self._gates, self._norms, strict=True):
             if is_checkpointed:
-                contexts = functools.partial(_contexts, norms)
                 values, of_layer = checkpoint_of(
-                    _run, layer, gates, values, use_reentrant=False, context_fn=contexts
+                    *(_run, layer, gates, values),
+                    use_reentrant=False,
+                    # of both forwards; the second moves no running statistics
+                    context_fn=lambda norms=norms: (nullcontext(), Recomputing(norms)),
                 )
             else:
                 values, of_layer = _run(layer, gates, values)
@@ -183,11 +184,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].contiguous()
-
-
-def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
-    """Contexts of a checkpoint's two forwards; the second moves no running statistics."""
-    return nullcontext(), Recomputing(norms)
 
 
 def _run(
