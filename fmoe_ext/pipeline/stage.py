@@ -1,7 +1,8 @@
 """A stage: consecutive layers of a model, and what a microbatch needs on its way through them."""
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,8 +140,7 @@ class Stage(nn.Module):
                 values, of_layer = checkpoint_of(
                     *(_run, layer, gates, values),
                     use_reentrant=False,
-                    # of both forwards; the second moves no running statistics
-                    context_fn=lambda norms=norms: (nullcontext(), Recomputing(norms)),
+                    context_fn=functools.partial(_contexts, norms),
                 )
             else:
                 values, of_layer = _run(layer, gates, values)
@@ -184,6 +184,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].contiguous()
+
+
+def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
+    """Contexts of a checkpoint's two forwards; the second moves no running statistics."""
+    return nullcontext(), Recomputing(norms)
 
 
 def _run(
