@@ -1,4 +1,4 @@
-"""How far the tensors of a step are from those of one process, and where the first difference comes from.
+"""Compare the tensors of a step with one process, and say where the first difference comes from.
 
 The first tensor over the bound, in the order in which a step computes them, is where things went wrong; what follows
 is its consequence. So only that one is examined: a wrong output is traced to the first block that differs, a wrong

@@ -64,7 +64,7 @@ class Parallel:
         return {_plain_name(name): module for name, module in self.model.named_modules()}
 
     def output(self, out: Any) -> Value | None:
-        """What counts of a module's output: a tensor, the logits, or the first tensor in it; None for nothing."""
+        """Select what counts of a module's output: the tensor, the logits, or the first tensor in it; None for nothing."""
         logits = getattr(out, "logits", None)
         if isinstance(out, torch.Tensor):
             x: torch.Tensor | None = out
@@ -87,11 +87,11 @@ class Parallel:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
     def value(self, name: str, x: torch.Tensor) -> Value:
-        """What is compared of a parameter or gradient x."""
+        """Make of a parameter or gradient x what is compared with one process."""
         return Value(self.whole(name, x).clone())
 
     def extra(self) -> Step:
-        """What else the last step() computed, by quantity: the norm of clipping and clipped gradients."""
+        """Return the norm of clipping and the clipped gradients of the last step(), if they are compared."""
         return {}
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Start(NamedTuple):
 
 
 class Plan(Protocol):
-    """What the engine needs to know of a training."""
+    """A training, as the engine needs to know it."""
 
     @property
     def world(self) -> int:

@@ -15,7 +15,7 @@ HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks of one plan found."""
+    """Findings of all ranks of a plan."""
 
     worst: Mapping[str, float]  # the largest error in each quantity
     first: (

@@ -53,7 +53,7 @@ TOLERANCE_OF_TRANSFORMERS = MappingProxyType({"float64": 1e-6, "float32": 1e-5})
 
 @dataclass(frozen=True)
 class _Reference:
-    """What one process says of a training."""
+    """Results of a training in one process."""
 
     names: list[str]  # of its parameters
     losses: list[float]
@@ -62,7 +62,7 @@ class _Reference:
 
 @dataclass
 class _Rank:
-    """What one rank finds."""
+    """Findings of one rank."""
 
     number: int
     worst: dict[str, float] = field(default_factory=dict)  # largest error in each quantity

@@ -89,7 +89,7 @@ def recipe_at(source: str | Recipe) -> Recipe:
 
 
 def sendable(what: Any, **parts: Any) -> str | Recipe:
-    """What audit() was given, for recipe_at() in other processes.
+    """Make of what audit() was given something that recipe_at() takes in other processes.
 
     parts: fields of the Recipe, for a builder or a model. Raises AuditError for what cannot be pickled.
     """

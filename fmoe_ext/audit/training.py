@@ -58,7 +58,7 @@ def _values(
     names: Collection[str] | None,
     read: Callable[[str, nn.Parameter], torch.Tensor | None],
 ) -> dict[str, Value]:
-    """What is compared of every parameter, or of its gradient; zero where there is none."""
+    """Values of every parameter, or of its gradient; zero where there is none."""
     parameters = parallel.parameters()
     names = parameters.keys() if names is None else names
     if unknown := [name for name in parameters if name not in names]:

@@ -1,4 +1,4 @@
-"""Which policy suits an expert-parallel layer: expected times of a step under each, on machines that are not here.
+"""Simulate the policies of an expert-parallel layer: expected times of a step, on machines that are not here.
 
 simulate() replays loads, recorded or drawn, through the policies of this package. Of each step it asks the cost model
 (ep/cost.py) for the time under every one: nothing, overlap of exchange and experts, shadows of busy experts, experts
