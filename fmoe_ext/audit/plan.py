@@ -1,8 +1,9 @@
 """Plans: what the engine of the audit trains on every rank.
 
-A plan makes a Parallel, the part of a model that one rank trains, and the same model in one process; run.py trains
-both and compares them. A PlanRecipe is a plan of the user's own, from the functions of a recipe file. A built-in layout
-is another (layout.py): it has its rows of the experts where others have shards that can be made whole.
+A plan makes a Parallel, the part of a model that one rank trains, and the same model in one process; run.py
+trains both and compares them. A PlanRecipe is a plan of the user's own, from the functions of a recipe file.
+A built-in layout is another (layout.py): it has its rows of the experts where others have shards that can be
+made whole.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Parallel:
         return {_plain_name(name): module for name, module in self.model.named_modules()}
 
     def output(self, out: Any) -> Value | None:
-        """Select what counts of a module's output: the tensor, the logits, or the first tensor in it; None for nothing."""
+        """Select what counts of an output: the tensor, the logits, or the first tensor in it; None for nothing."""
         logits = getattr(out, "logits", None)
         if isinstance(out, torch.Tensor):
             x: torch.Tensor | None = out

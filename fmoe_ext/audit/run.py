@@ -1,12 +1,12 @@
 """The engine of the audit: a training under a plan on gloo processes, against the same training in one process.
 
-One process trains first. It writes its initial parameters and the tensors of every step to files. Then each rank loads
-both, trains under the plan, and compares its own tensors as it goes, so that nothing has to be gathered. A rank that
-fails is part of the result: plans often fail on one.
+One process trains first. It writes its initial parameters and the tensors of every step to files. Then each
+rank loads both, trains under the plan, and compares its own tensors as it goes, so that nothing has to be
+gathered. A rank that fails is part of the result: plans often fail on one.
 
-audit_plan() runs one plan of the user's. audit() runs a plan for each case of a Recipe, on processes that are started
-once. All of its cases begin with the parameters that one process made in float64; the truth of a float32 case is
-computed in float32 too, since rounding is not a difference.
+audit_plan() runs one plan of the user's. audit() runs a plan for each case of a Recipe, on processes that are
+started once. All of its cases begin with the parameters that one process made in float64; the truth of a
+float32 case is computed in float32 too, since rounding is not a difference.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Counters of one gate, on its device.
 
-Counting must cost a step little and must never wait for the device. So a forward is counted by one operator and noted;
-what was noted is summed up every _MAX_NOTED forwards, or when a sum is read, in as many operations as there are
-counters. A compiled program and a CUDA graph run again without this code: in these nothing is noted, all is summed.
+Counting must cost a step little and must never wait for the device. So a forward is counted by one operator
+and noted; what was noted is summed up every _MAX_NOTED forwards, or when a sum is read, in as many operations
+as there are counters. A compiled program and a CUDA graph run again without this code: in these nothing is
+noted, all is summed.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Replay of routing: record which experts the gates of a model choose, and make them choose the same again.
 
-A gate's forward asks a tape for its choices (views.py). While a _Recorder listens, the gate chooses by itself, and the
-tape keeps what it chose before and after choices were dropped. While a _Player gives, the gate takes the choices of
-the forward with the same number, and computes weights and gradients from its present logits. Choices of all tokens are
-cut to the real ones where valid_tokens() leaves padding out.
+A gate's forward asks a tape for its choices (views.py). While a _Recorder listens, the gate chooses by
+itself, and the tape keeps what it chose before and after choices were dropped. While a _Player gives, the
+gate takes the choices of the forward with the same number, and computes weights and gradients from its
+present logits. Choices of all tokens are cut to the real ones where valid_tokens() leaves padding out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Summaries of a run's logs of choices: summarize_logs(), which page.py draws.
 
-The logs are read three times, a record at a time, so that a run of any length fits the memory: for its steps, which
-decide on the bins; for the load of each expert in each bin, and how often two share a token; and for the tokens that
-feed the experts which the load has shown to be dead or overloaded.
+The logs are read three times, a record at a time, so that a run of any length fits the memory: for its steps,
+which decide on the bins; for the load of each expert in each bin, and how often two share a token; and for
+the tokens that feed the experts which the load has shown to be dead or overloaded.
 """
 
 from __future__ import annotations

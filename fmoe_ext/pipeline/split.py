@@ -1,10 +1,10 @@
 """split(): a model cut into stages of equal cost.
 
-layers_of() takes a model for a sequence of layers, each called with what the one before returns. Each is run once, on a
-copy: that gives its cost and the shapes at every cut. balance_cost() then finds the cut whose greatest stage is least,
-since a pipeline is as fast as its slowest stage. part_of() finds the model's modules that a stage uses, so that a
-stage's state_dict() is a part of the model's. Measured times differ between ranks, so that the first rank's cut is
-everybody's.
+layers_of() takes a model for a sequence of layers, each called with what the one before returns. Each is run
+once, on a copy: that gives its cost and the shapes at every cut. balance_cost() then finds the cut whose
+greatest stage is least, since a pipeline is as fast as its slowest stage. part_of() finds the model's modules
+that a stage uses, so that a stage's state_dict() is a part of the model's. Measured times differ between
+ranks, so that the first rank's cut is everybody's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

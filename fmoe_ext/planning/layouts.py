@@ -1,15 +1,16 @@
 """Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule.
 
-The search is exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides it. For
-each one, with each schedule and each number of microbatches that the batch allows, estimate() adds up
+The search is exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides
+it. For each one, with each schedule and each number of microbatches that the batch allows, estimate() adds up
 
     memory    parameters with gradients and Adam, of the fullest rank; activations of the microbatches in flight;
               buffers of one exchange
     seconds   compute of all microbatches on the slowest rank; bubbles, in which a rank waits for the first microbatch
               and after the last; exchanges that nothing hides, and the reduction of gradients
 
-plan() keeps the best number of microbatches of each layout, and puts those that fit the memory first. A pipeline is as
-fast as its slowest stage, so that balance_cost() cuts the layers where the greatest stage is least.
+plan() keeps the best number of microbatches of each layout, and puts those that fit the memory first. A
+pipeline is as fast as its slowest stage, so that balance_cost() cuts the layers where the greatest stage is
+least.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

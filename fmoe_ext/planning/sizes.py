@@ -1,8 +1,9 @@
 """The layers of a decoder for the planner, from a model of Transformers or from numbers.
 
-A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each layer has
-its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that Transformers lacks)
-is computed from a few numbers, all layers alike. Both give Sizes, from which layers() makes what the planner adds up.
+A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each
+layer has its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that
+Transformers lacks) is computed from a few numbers, all layers alike. Both give Sizes, from which layers()
+makes what the planner adds up.
 """
 
 from __future__ import annotations

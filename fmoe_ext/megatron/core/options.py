@@ -1,10 +1,10 @@
 """Options of Megatron-core's TransformerConfig that concern an MoE layer: how a row of the table works.
 
-Nothing that a config asks for may be lost in silence. So each field that looks like one about MoE (MOE_FIELD) has a row
-in table.py: it is honoured, has no effect for a reason, or is refused by name; a field that a newer Megatron adds has
-none, and is refused unless it has its default. check_options() applies the rows when a layer is built,
-docs/megatron.md shows them, and tests/megatron_lm/test_megatron_values.py sets each field of the installed Megatron to
-each of its values.
+Nothing that a config asks for may be lost in silence. So each field that looks like one about MoE (MOE_FIELD)
+has a row in table.py: it is honoured, has no effect for a reason, or is refused by name; a field that a newer
+Megatron adds has none, and is refused unless it has its default. check_options() applies the rows when a
+layer is built, docs/megatron.md shows them, and tests/megatron_lm/test_megatron_values.py sets each field of
+the installed Megatron to each of its values.
 """
 
 from __future__ import annotations
