@@ -7,7 +7,7 @@ whole job. Experts are compared by the rows that a rank has, so that nothing has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from fmoe_ext.audit.cases import SEED, AuditError, Case, Layout
 from fmoe_ext.audit.compare import Step, Value
 from fmoe_ext.audit.plan import Parallel, PlanRecipe, Start
 from fmoe_ext.audit.recipe import Batch, Part, Recipe, blocks_of, num_samples, take
+from fmoe_ext.audit.source import recipe_at
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.distributed.groups import init_groups
 from fmoe_ext.step import is_counted
@@ -31,8 +32,8 @@ class CasePlan:
 
     recipe: Recipe
     case: Case
-    steps: int
-    bound: float
+    steps: int  # of the optimizer
+    bound: float  # the largest error that counts as equal
 
     @property
     def world(self) -> int:
@@ -61,9 +62,9 @@ class CasePlan:
         return Start(parallel, parallel.bare, self.recipe.batch, self.bound, tensors)
 
 
-def plan_of_case(source: Callable[[], Recipe], case: Case, steps: int, bound: float) -> CasePlan:
+def plan_of_case(given: str | Recipe, case: Case, steps: int, bound: float) -> CasePlan:
     """The plan of a case; every process makes the recipe for itself."""
-    return CasePlan(source(), case, steps, bound)
+    return CasePlan(recipe_at(given), case, steps, bound)
 
 
 class InLayout(Parallel):

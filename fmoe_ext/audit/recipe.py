@@ -1,4 +1,11 @@
-"""A training as the few functions that an audit calls in every layout."""
+"""A training as the few functions that an audit calls in every layout.
+
+A job cuts a batch over ranks and microbatches of unequal sizes, and its loss must still be that of the whole
+batch. So a loss comes in two parts, each with a weight. A mean over tokens is weighted by the part's share of all
+tokens, times the number of ranks, because data parallelism takes the mean over ranks: the sum over microbatches is
+then the whole batch's mean. A loss that all ranks compute together, as a balance loss is, is whole on each of them
+and is weighted by the microbatch's share of its rank's samples.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The engine of the audit: a training under a plan on gloo processes, against the same training in one process.
 
 One process trains first. It writes its initial parameters and the tensors of every step to files. Then each
-rank loads both, trains under the plan, and compares its own tensors as it goes, so that nothing has to be
-gathered. A rank that fails is part of the result: plans often fail on one.
+rank loads both, trains under the plan, and compares its tensors as it goes: its rows of the experts in a
+built-in layout, shards made whole under another library's plan. A rank that fails is part of the result: plans
+often fail on one.
 
 audit_plan() runs one plan of the user's. audit() runs a plan for each case of a Recipe, on processes that are
 started once. All of its cases begin with the parameters that one process made in float64; the truth of a
@@ -109,7 +110,6 @@ def audit(
     if not timeout > 0:
         raise AuditError(f"timeout must be more than 0 seconds, but got {timeout}")
     cases = make_cases(parsed, accumulation, recomputation, padding, dtypes, left_out)
-    plan = functools.partial(functools.partial, plan_of_case, functools.partial(recipe_at, given))
     began, results, references = time.monotonic(), [], {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -117,19 +117,20 @@ def audit(
             pool = stack.enter_context(DistributedPool(max(case.layout.num_ranks for case in cases)))
         # float64 first: its initial parameters are the file that all other runs begin with.
         for dtype in sorted({"float64", *(case.dtype for case in cases)}, reverse=True):
-            source = plan(Case(dtype=dtype), steps, bounds[dtype])
+            source = functools.partial(plan_of_case, given, Case(dtype=dtype), steps, bounds[dtype])
             try:
                 (references[dtype],) = pool.run(_run_reference, source, folder, world_size=1, timeout=timeout)
             except DistributedError as error:
                 raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
         for case in cases:
-            case_began, source = time.monotonic(), plan(case, steps, bounds[case.dtype])
+            case_began, bound = time.monotonic(), bounds[case.dtype]
+            source = functools.partial(plan_of_case, given, case, steps, bound)
             names = references[case.dtype].names
             outcome = _run_ranks(pool, source, case.layout.num_ranks, names, folder, timeout)
             if outcome.error is not None:
                 outcome = Outcome({}, None, outcome.error)  # what was compared before is no finding
             seconds = time.monotonic() - case_began
-            results.append(Result(**vars(outcome), case=case, bound=bounds[case.dtype], seconds=seconds))
+            results.append(Result(**vars(outcome), case=case, bound=bound, seconds=seconds))
             if progress is not None:
                 progress(results[-1])
     facts, losses = references["float64"].facts, references["float64"].losses
