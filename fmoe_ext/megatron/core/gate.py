@@ -1,4 +1,10 @@
-"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter."""
+"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter.
+
+The gates are those of fmoe_ext.gates, and answer to the names by which Megatron's training loop knows its router:
+finalize_model_grads moves biases and quantiles and resets running loads, and RouterReplay records and gives choices,
+in Megatron's order of tokens [s, b] with padding. Ours see [b, s] where a loss is of each sequence, and no padding;
+select() turns one order into the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP."""
+"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP.
+
+Megatron reads how to treat a parameter from its attributes: allreduce=False means reduced over the ranks with the
+same experts, sequence_parallel that gradients are summed over tensor-parallel ranks, tensor_model_parallel that the
+gradient norm counts every rank's. The layer sets them once, when it is made.
+
+The gate's loss is that of all tokens of a microbatch, on all ranks. It joins the backward through Megatron's
+MoEAuxLossAutoScaler, which gives it the gradient that the schedule has set for the main loss. A loss of each
+sequence needs sequences one after the other: Megatron's [s, b, h] is transposed on the way in and out.
+"""
 
 from __future__ import annotations
 
