@@ -25,7 +25,7 @@ COMMANDS = MappingProxyType(
         "doctor": ("fmoe_ext.doctor.cli", "check the invariants of a MoE model, ours or not"),
         "gpu": ("fmoe_ext.gpu.cli", "check and time every CUDA kernel on a GPU"),
         "info": ("fmoe_ext.info", "print versions, native modules and settings for a bug report"),
-        "pipeline": ("fmoe_ext.pipeline.cli", "estimate which parallel layout suits a model"),
+        "pipeline": ("fmoe_ext.planning.cli", "estimate which parallel layout suits a model"),
         "prune": ("fmoe_ext.compress.cli", "write a model without the experts that a text needs least"),
         "serve": ("fmoe_ext.remote.server.main", "host experts for other machines (also fmoe-server)"),
         "simulate": ("fmoe_ext.planning.simulate", "estimate step times of expert parallelism on many ranks"),

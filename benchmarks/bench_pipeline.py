@@ -35,7 +35,7 @@ from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP, ops
 from fmoe_ext.gates import UniformGate
 from fmoe_ext.pipeline import Pipeline, init_groups, split
-from fmoe_ext.pipeline.plan import SCHEDULE_COSTS
+from fmoe_ext.planning.layouts import SCHEDULE_COSTS
 from fmoe_ext.testing import DistributedPool
 
 RANKS, LAYERS, D, SEQ = 2, 8, 128, 64

@@ -50,8 +50,8 @@ CORE = {
 ROOMS = {
     "audit": ("checkpoint", "testing"),
     "balance": (),
-    "checkpoint": ("frozen", "planning"),
-    "compat": ("pipeline",),  # FairScale's Pipe cuts and measures as split() does
+    "checkpoint": ("frozen",),
+    "compat": ("pipeline", "planning"),  # FairScale's Pipe cuts and measures as split() does
     "compress": ("balance", "checkpoint", "finetune"),
     "cpu": (),
     "doctor": ("audit", "checkpoint"),
@@ -63,8 +63,8 @@ ROOMS = {
     "info": ("gpu",),
     "lora": ("finetune",),
     "megatron": (),
-    "pipeline": ("checkpoint",),  # a config.json that may be hostile has one reader
-    "planning": (),
+    "pipeline": ("planning",),  # split() cuts as the planner does
+    "planning": ("checkpoint",),  # a config.json that may be hostile has one reader
     "remote": (),
     "testing": (),
     "torchtitan": (),

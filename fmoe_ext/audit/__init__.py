@@ -13,11 +13,9 @@ from typing import Any
 
 from fmoe_ext.audit.cases import AuditError, Case, Layout
 from fmoe_ext.audit.plan import Parallel, PlanRecipe
-from fmoe_ext.audit.plan_report import PlanReport
-from fmoe_ext.audit.plan_run import audit_plan
 from fmoe_ext.audit.recipe import Part, Recipe, spread_experts
-from fmoe_ext.audit.report import AuditReport, Result
-from fmoe_ext.audit.run import audit
+from fmoe_ext.audit.report import AuditReport, PlanReport, Result
+from fmoe_ext.audit.run import audit, audit_plan
 
 __all__ = [
     "AuditError",

@@ -12,6 +12,7 @@ ACCUMULATION = ("1", "2", "uneven")
 RECOMPUTATION = ("none", "reentrant", "non-reentrant")
 PADDING = ("none", "left", "right")
 DTYPES = ("float64", "float32")
+SEED = 0  # of the model; its successors are those of the steps
 
 
 class AuditError(ValueError):

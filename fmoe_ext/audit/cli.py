@@ -8,10 +8,8 @@ from typing import Any
 
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
-from fmoe_ext.audit.plan_report import PlanReport
-from fmoe_ext.audit.plan_run import audit_plan
-from fmoe_ext.audit.report import AuditReport, Result
-from fmoe_ext.audit.run import audit
+from fmoe_ext.audit.report import AuditReport, PlanReport, Result
+from fmoe_ext.audit.run import audit, audit_plan
 
 AXES = MappingProxyType(
     {
@@ -25,9 +23,19 @@ AXES = MappingProxyType(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """0: all equal; 1: something differs; 2: it cannot be run."""
     options = _parser().parse_args(arguments)
+    report: AuditReport | PlanReport
     try:
-        report = _audit_layouts(options) if ":" in options.recipe else _audit_plan(options)
+        if ":" in options.recipe:
+            report = _audit_layouts(options)
+        else:
+            if given := [f"--{name}" for name in AXES if getattr(options, name) is not None]:
+                raise AuditError(
+                    f"{', '.join(given)} are for a Recipe, file.py:function; a plan runs as it is"
+                )
+            changes = {name: getattr(options, name) for name in ("world", "steps") if getattr(options, name)}
+            report = audit_plan(options.recipe, timeout=options.timeout or 300.0, **changes)
     except AuditError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,25 +49,18 @@ def _audit_layouts(options: argparse.Namespace) -> AuditReport:
     axes: dict[str, Any] = {
         name: (getattr(options, name) or default).split(",") for name, default in AXES.items()
     }
+
+    def say(result: Result) -> None:
+        verdict = result.label if result.ok else f"{result.label}: {result.why()}"
+        print(f"{result.case}: {verdict} ({result.seconds:.1f} s)", file=sys.stderr)
+
     return audit(
         options.recipe,
         **axes,
         steps=options.steps or 2,
         timeout=options.timeout or 60.0,
-        progress=_say if options.verbose else None,
+        progress=say if options.verbose else None,
     )
-
-
-def _audit_plan(options: argparse.Namespace) -> PlanReport:
-    if given := [f"--{name}" for name in AXES if getattr(options, name) is not None]:
-        raise AuditError(f"{', '.join(given)} are for a Recipe, file.py:function; a plan runs as it is")
-    changes = {name: getattr(options, name) for name in ("world", "steps") if getattr(options, name)}
-    return audit_plan(options.recipe, timeout=options.timeout or 300.0, **changes)
-
-
-def _say(result: Result) -> None:
-    verdict = result.label if result.ok else f"{result.label}: {result.why()}"
-    print(f"{result.case}: {verdict} ({result.seconds:.1f} s)", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,11 @@
-"""A training as the few functions that an audit calls in every layout."""
+"""A training as the few functions that an audit calls in every layout.
+
+A job cuts a batch over ranks and microbatches of unequal sizes, and its loss must still be that of the whole
+batch. So a loss comes in two parts, each with a weight. A mean over tokens is weighted by the part's share of all
+tokens, times the number of ranks, because data parallelism takes the mean over ranks: the sum over microbatches is
+then the whole batch's mean. A loss that all ranks compute together, as a balance loss is, is whole on each of them
+and is weighted by the microbatch's share of its rank's samples.
+"""
 
 from __future__ import annotations
 
@@ -186,12 +193,9 @@ class Recipe:
     clip: Callable[[Any], torch.Tensor | None] = _clip_gradients  # may return the norm
     optimizer: Callable[[Any], Optimizer] = make_optimizer  # of the wrapped model
     recompute: Callable[[Any, str], None] = _recompute_blocks  # turns on "reentrant" or "non-reentrant"
-    pad: Callable[[Batch, str], Batch] = (
-        _pad  # the same samples, "left" or "right" of tokens that must not matter
-    )
-    leave_out: Mapping[str, str] = field(
-        default_factory=dict
-    )  # {setting: why this training does not offer it}
+    pad: Callable[[Batch, str], Batch] = _pad  # the same samples, "left" or "right" of tokens without effect
+    # {setting: why this training does not offer it}
+    leave_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def num_samples(batch: Batch) -> int:
@@ -211,22 +215,3 @@ def num_samples(batch: Batch) -> int:
 def take(batch: Batch, first: int, end: int) -> Batch:
     """The samples [first, end) of a batch."""
     return {name: x[first:end] for name, x in batch.items()}
-
-
-def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
-    """Consecutive parts of the given numbers of samples."""
-    return [take(batch, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-
-
-def sizes_of_microbatches(num: int, accumulation: str) -> list[int]:
-    """Samples of each microbatch of a rank that has num."""
-    if accumulation == "1":
-        return [num]
-    least = 2 if accumulation == "2" else 3
-    if num < least:
-        raise AuditError(
-            f"accumulation {accumulation} needs {least} samples on every rank, but one has {num}: let batch(step) "
-            "return more"
-        )
-    # 1 and the rest: as uneven as can be, so that a mean of microbatches' means shows
-    return [num // 2, num - num // 2] if accumulation == "2" else [1, num - 1]

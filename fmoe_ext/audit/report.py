@@ -1,4 +1,4 @@
-"""Findings of an audit, as a table and as an exit code."""
+"""Findings of an audit: a table of cases, or the verdict on one plan, and what an exit code comes from."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmoe_ext.audit.cases import Case
+from fmoe_ext.audit.compare import QUANTITIES, Difference
 from fmoe_ext.audit.training import Facts
-from fmoe_ext.audit.values import QUANTITIES, Difference
 
 HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")
 
 
 @dataclass(frozen=True)
-class Result:
-    """One case: its largest error in each quantity; the first tensor over the bound; or the error it raised."""
+class Outcome:
+    """Findings of all ranks of a plan."""
 
-    case: Case
-    bound: float
-    worst: Mapping[str, float]
-    first: Difference | None
-    error: str | None
-    seconds: float
+    worst: Mapping[str, float]  # the largest error in each quantity
+    first: (
+        Difference | None
+    )  # over the bound, in the order of the computation, on the lowest of the ranks that have it
+    error: str | None  # what a rank raised, or the parameters that no rank has
 
     @property
     def ok(self) -> bool:
-        """True if the case ran and nothing in it differs."""
+        """True if all ranks ran and nothing differs."""
         return self.first is None and self.error is None
+
+
+@dataclass(frozen=True)
+class Result(Outcome):
+    """One case of an audit."""
+
+    case: Case
+    bound: float  # the largest error that counts as equal
+    seconds: float
 
     @property
     def label(self) -> str:
@@ -40,13 +48,48 @@ class Result:
 
 
 @dataclass(frozen=True)
+class PlanReport(Outcome):
+    """Findings about a plan: str() says whether it trains what one process trains, or the first tensor that differs."""
+
+    losses: Sequence[float]  # of one process
+    steps: int
+    world: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON's types."""
+        return {
+            "ok": self.ok,
+            "world": self.world,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "losses": list(self.losses),
+            "worst": dict(self.worst),
+            "first": None if self.first is None else vars(self.first),
+            "error": self.error,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"one process: losses {', '.join(f'{loss:.12g}' for loss in self.losses)}"]
+        worst = ", ".join(f"{quantity} {error:.0e}" for quantity, error in self.worst.items() if error)
+        lines.append(f"largest errors on {self.world} ranks: {worst or '0'}")
+        if self.error is not None:
+            lines.append(f"FAILED     {self.error.strip()}")
+        elif self.first is not None:
+            lines.append(f"DIFFERENT  {self.first}")
+        verdict = "equal" if self.ok else "failed" if self.error is not None else "different"
+        lines.append(f"{self.steps} steps on {self.world} ranks in {self.seconds:.0f} s: {verdict}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class AuditReport:
-    """Results of all cases, what one process alone shows, and what was left out with its reason; str() is a table."""
+    """Findings about a training in all cases; str() is a table."""
 
     results: Sequence[Result]
-    facts: Facts
+    facts: Facts  # what one process alone shows
     losses: Sequence[float]  # of one process, float64
-    left_out: Mapping[str, str]
+    left_out: Mapping[str, str]  # {setting: reason}
     steps: int
     seconds: float
 
@@ -98,15 +141,16 @@ class AuditReport:
         }
 
     def __str__(self) -> str:
-        losses = ", ".join(f"{loss:.12g}" for loss in self.losses)
-        lines = [f"one process, whole batch, float64: losses {losses}"]
+        lines = [f"one process, whole batch, float64: losses {', '.join(f'{x:.12g}' for x in self.losses)}"]
         groups: dict[tuple[str, str], list[Result]] = {}
         for result in self.results:
             groups.setdefault((str(result.case.layout), result.case.dtype), []).append(result)
         rows: list[Sequence[str]] = [("layout", "dtype", "cases", *HEADINGS, "verdict")]
         for key, results in groups.items():
+            computed = [result.worst for result in results if result.worst]
+            errors = [f"{max(w[q] for w in computed):.0e}" if computed else "-" for q in QUANTITIES]
             verdict = _count(results, "DIFFERENT", "FAILED") or "equal"
-            rows.append((*key, str(len(results)), *_worst(results), verdict))
+            rows.append((*key, str(len(results)), *errors, verdict))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -115,15 +159,14 @@ class AuditReport:
         lines += [f"left out: {name} ({reason})" for name, reason in self.left_out.items()]
         lines += [f"DIFFERENT  every layout: {remark}" for remark in self.remarks()]
         # Cases that first differ in the same tensor have one cause: one line for all of them.
-        reasons: dict[str, list[Result]] = {}
-        texts: dict[tuple[str, ...], str] = {}
+        causes: dict[tuple[str, ...], list[Result]] = {}
         for result in self.failures:
             first = result.first
             where = (result.why(),) if first is None else (str(first.step), first.quantity, first.name)
-            reasons.setdefault(texts.setdefault(where, result.why()), []).append(result)
-        for text, failures in reasons.items():
+            causes.setdefault(where, []).append(result)
+        for failures in causes.values():
             more = f", and {len(failures) - 1} more cases" if len(failures) > 1 else ""
-            lines.append(f"{failures[0].label:9}  {failures[0].case}{more}: {text}")
+            lines.append(f"{failures[0].label:9}  {failures[0].case}{more}: {failures[0].why()}")
         if self.failures and self.facts.drawing:
             lines.append(
                 f"random numbers are drawn by {_some(self.facts.drawing)}: no two layouts draw the same, which is a "
@@ -139,14 +182,6 @@ class AuditReport:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _worst(results: Sequence[Result]) -> list[str]:
-    """The largest error in each quantity over the cases of one layout."""
-    computed = [result.worst for result in results if result.worst]
-    if not computed:
-        return ["-"] * len(QUANTITIES)
-    return [f"{max(worst[quantity] for worst in computed):.0e}" for quantity in QUANTITIES]
 
 
 def _count(results: Sequence[Result], differ: str, failed: str) -> str:

@@ -1,22 +1,32 @@
-"""audit(): every case on processes that are started once, against one process on the whole batch.
+"""The engine of the audit: a training under a plan on gloo processes, against the same training in one process.
 
-One process in float64 makes the initial parameters, a file that all runs begin with; in every dtype of the cases it
-writes all tensors of all steps as the truth. Each rank of each case loads both and compares its own tensors, so that
-nothing has to be gathered. The truth of a float32 case is computed in float32 too: rounding is not a difference.
+One process trains first. It writes its initial parameters and the tensors of every step to files. Then each
+rank loads both, trains under the plan, and compares its tensors as it goes: its rows of the experts in a
+built-in layout, shards made whole under another library's plan. A rank that fails is part of the result: plans
+often fail on one.
+
+audit_plan() runs one plan of the user's. audit() runs a plan for each case of a Recipe, on processes that are
+started once. All of its cases begin with the parameters that one process made in float64; the truth of a
+float32 case is computed in float32 too, since rounding is not a difference.
 """
 
 from __future__ import annotations
 
+import functools
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fmoe_ext import _env
 from fmoe_ext.audit.cases import (
     ACCUMULATION,
     DTYPES,
@@ -29,15 +39,38 @@ from fmoe_ext.audit.cases import (
     make_cases,
     parse_layout,
 )
-from fmoe_ext.audit.report import AuditReport, Result
-from fmoe_ext.audit.source import FromConfig, Source, source_of
-from fmoe_ext.audit.training import Facts, Training, look_closely, watch_draws
-from fmoe_ext.audit.values import QUANTITIES, Difference, Step, Value, check_finite, compare
+from fmoe_ext.audit.compare import INSIDE, QUANTITIES, Difference, Truth, check_finite, compare, explain
+from fmoe_ext.audit.layout import plan_of_case
+from fmoe_ext.audit.plan import Plan, PlanRecipe, recipe_of
+from fmoe_ext.audit.report import AuditReport, Outcome, PlanReport, Result
+from fmoe_ext.audit.source import FromConfig, find, load_module, recipe_at, sendable
+from fmoe_ext.audit.training import Facts, look_closely, train, watch_draws
 from fmoe_ext.testing import DistributedError, DistributedPool
 
 TOLERANCE = MappingProxyType({"float64": 1e-12, "float32": 1e-5})
 # Models of Transformers compute norms, attention weights, routers and losses in float32, whatever their dtype.
 TOLERANCE_OF_TRANSFORMERS = MappingProxyType({"float64": 1e-6, "float32": 1e-5})
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Results of a training in one process."""
+
+    names: list[str]  # of its parameters
+    losses: list[float]
+    facts: Facts | None  # None: nothing is clipped
+
+
+@dataclass
+class _Rank:
+    """Findings of one rank."""
+
+    number: int
+    worst: dict[str, float] = field(default_factory=dict)  # largest error in each quantity
+    first: Difference | None = None  # first one over the bound
+    names: set[str] = field(default_factory=set)  # parameters of this rank
+    error: str | None = None  # what it raised
+    failed_at: float = 0.0  # when, by the clock of this machine
 
 
 def audit(
@@ -66,8 +99,8 @@ def audit(
     Result. timeout: seconds for one case. pool: processes to run on, if not ones of its own.
     Raises AuditError for what cannot be run; what a case raises is part of the report.
     """
-    source = source_of(model, **parts)
-    recipe = source()
+    given = sendable(model, **parts)
+    recipe = recipe_at(given)
     parsed = [parse_layout(x) if isinstance(x, str) else x for x in layouts]
     left_out = {**recipe.leave_out, **(leave_out or {})}
     usual = TOLERANCE_OF_TRANSFORMERS if isinstance(recipe.build, FromConfig) else TOLERANCE
@@ -77,84 +110,170 @@ def audit(
     if not timeout > 0:
         raise AuditError(f"timeout must be more than 0 seconds, but got {timeout}")
     cases = make_cases(parsed, accumulation, recomputation, padding, dtypes, left_out)
-    began, results = time.monotonic(), []
+    began, results, references = time.monotonic(), [], {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if pool is None:
             pool = stack.enter_context(DistributedPool(max(case.layout.num_ranks for case in cases)))
-        truths: list[tuple[Facts, list[float]]] = []
         # float64 first: its initial parameters are the file that all other runs begin with.
         for dtype in sorted({"float64", *(case.dtype for case in cases)}, reverse=True):
+            source = functools.partial(plan_of_case, given, Case(dtype=dtype), steps, bounds[dtype])
             try:
-                truths += pool.run(
-                    _run_reference, source, dtype, steps, folder, world_size=1, timeout=timeout
-                )
+                (references[dtype],) = pool.run(_run_reference, source, folder, world_size=1, timeout=timeout)
             except DistributedError as error:
                 raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
-        facts, losses = truths[0]
         for case in cases:
-            results.append(_run(pool, source, case, steps, folder, bounds[case.dtype], timeout))
+            case_began, bound = time.monotonic(), bounds[case.dtype]
+            source = functools.partial(plan_of_case, given, case, steps, bound)
+            names = references[case.dtype].names
+            outcome = _run_ranks(pool, source, case.layout.num_ranks, names, folder, timeout)
+            if outcome.error is not None:
+                outcome = Outcome({}, None, outcome.error)  # what was compared before is no finding
+            seconds = time.monotonic() - case_began
+            results.append(Result(**vars(outcome), case=case, bound=bound, seconds=seconds))
             if progress is not None:
                 progress(results[-1])
+    facts, losses = references["float64"].facts, references["float64"].losses
+    assert facts is not None  # every Recipe clips
     return AuditReport(results, facts, losses, left_out, steps, time.monotonic() - began)
 
 
-def _run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[Facts, list[float]]:
-    """In a process of the pool: one process on the whole batch; files for run_case."""
-    case = Case(dtype=dtype)
-    initial = Path(folder, "initial")
-    training = Training(source(), case, torch.load(initial) if initial.exists() else None)
+def audit_plan(
+    what: str | PlanRecipe, *, timeout: float = 300.0, pool: DistributedPool | None = None, **changes: Any
+) -> PlanReport:
+    """Train a model under a parallel plan and compare every tensor with one process.
+
+    what: a file or module that defines model() and parallelize(model, rank, world), or a PlanRecipe. changes: fields of
+    the recipe, such as world=4. Raises AuditError for what cannot be run; what a rank raises is part of the report.
+    """
+    source = functools.partial(_plan_of, what, changes)
+    plan, began = source(), time.monotonic()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if pool is None:
+            pool = stack.enter_context(DistributedPool(plan.world))
+        try:
+            (reference,) = pool.run(_run_reference, source, folder, world_size=1, timeout=timeout)
+        except DistributedError as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise AuditError(f"the training fails in one process:\n{last_line}") from None
+        outcome = _run_ranks(pool, source, plan.world, reference.names, folder, timeout)
+    seconds = time.monotonic() - began
+    losses, steps = reference.losses, plan.steps
+    return PlanReport(**vars(outcome), losses=losses, steps=steps, world=plan.world, seconds=seconds)
+
+
+def _plan_of(what: str | PlanRecipe, changes: Mapping[str, Any]) -> PlanRecipe:
+    """Make the recipe, in every process anew: models and plans cannot be sent to one."""
+    if isinstance(what, str):
+        made = find(what)() if what.rpartition(":")[0] else load_module(what)
+        what = made if isinstance(made, PlanRecipe) else recipe_of(made)
+    return replace(what, **changes)
+
+
+def _run_reference(source: Callable[[], Plan], folder: str) -> _Reference:
+    """In one process: files of its initial parameters, if there are none, and of every step's tensors."""
+    plan, initial = source(), Path(folder, "initial")
+    start = plan.alone(torch.load(initial) if initial.exists() else None)
     if not initial.exists():
-        torch.save(training.view.tensors(), initial)
-    start = training.view.parameters()
-    with watch_draws(training.bare) as drawing:
-        history = [training.step(number) for number in range(steps)]
+        torch.save(dict(start.initial), initial)
+    with watch_draws(start.model) as drawing:
+        # tensors alone, which torch.load() takes without unpickling classes
+        history: list[Truth] = [
+            {
+                quantity: {name: value.tensor for name, value in values.items()}
+                for quantity, values in step.items()
+            }
+            for step in train(plan, start)
+        ]
+    if not start.parallel.compares_modules:
+        order = _order_of_forward(list(history[0]["parameter"]), list(history[1][INSIDE]))
+        for step in history:
+            for quantity in ("gradient", "parameter"):
+                if quantity in step:
+                    step[quantity] = {name: step[quantity][name] for name in order}
     check_finite(history)
-    plain = [{q: {name: v.tensor for name, v in values.items()} for q, values in s.items()} for s in history]
-    torch.save(
-        plain, Path(folder, dtype)
-    )  # tensors alone, which torch.load() takes without unpickling classes
-    return look_closely(start, history[0], drawing), [step["loss"][""].tensor.item() for step in history]
+    torch.save(history, Path(folder, f"truth in {plan.dtype}"))
+    facts = look_closely(history[0], history[1], drawing) if "clipped" in history[1] else None
+    return _Reference(list(history[0]["parameter"]), [s["loss"][""].item() for s in history[1:]], facts)
 
 
-def _run(
-    pool: DistributedPool, source: Source, case: Case, steps: int, folder: str, bound: float, timeout: float
-) -> Result:
-    began = time.monotonic()
-    size = case.layout.num_ranks
-    errors = [Path(folder, f"error {rank}") for rank in range(size)]
-    for path in errors:
-        path.unlink(missing_ok=True)
-    found: list[Difference] = []
-    text = None
+def _order_of_forward(names: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Names of parameters in the order in which the forward leaves the modules that have them."""
+    place = {name: number for number, name in enumerate(modules)}
+
+    def leaves(name: str) -> int:
+        while name:
+            name = name.rpartition(".")[0]
+            if name in place:
+                return place[name]
+        return len(place)
+
+    return sorted(names, key=leaves)
+
+
+def _run_ranks(
+    pool: DistributedPool,
+    source: Callable[[], Plan],
+    world: int,
+    names: Sequence[str],
+    folder: str,
+    timeout: float,
+) -> Outcome:
+    """Run a plan on all of its ranks; names: the parameters of one process."""
+    files = [Path(folder, f"failed {rank}") for rank in range(world)]
+    for file in files:
+        file.unlink(missing_ok=True)
     try:
-        for of_rank in pool.run(_run_case, source, case, steps, folder, world_size=size, timeout=timeout):
-            found += of_rank
-    except DistributedError as error:
-        text = str(error)  # unless a rank has said more
-    texts = [f"rank {rank}: {path.read_text()}" for rank, path in enumerate(errors) if path.exists()]
-    if texts or text:  # the first to fail knows why; the others may have waited for it
-        times = [path.stat().st_mtime for path in errors if path.exists()]
-        text = min(zip(times, texts, strict=True))[1] if texts else text
-        return Result(case, bound, {}, None, text, time.monotonic() - began)
-    found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
-    first = next((d for d in found if d.error > bound), None)
-    worst = {q: max((d.error for d in found if d.quantity == q), default=0.0) for q in QUANTITIES}
-    return Result(case, bound, worst, first, None, time.monotonic() - began)
+        ranks: list[_Rank] = pool.run(_run_rank, source, folder, world_size=world, timeout=timeout)
+        there = set().union(*(rank.names for rank in ranks))
+        absent = [name for name in names if name not in there]
+        error = f"no rank has {', '.join(absent[:3])}" if absent else None
+    except DistributedError as raised:
+        ranks = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
+        error = str(raised)  # unless a rank has said more
+        if ranks:
+            # the first to fail knows why; the others may have waited for it, or have failed alike
+            why = min(ranks, key=lambda rank: rank.failed_at).error
+            rank = next(rank for rank in ranks if rank.error == why)
+            error = f"rank {rank.number}: {why}"
+    worst = {q: max((rank.worst.get(q, 0.0) for rank in ranks), default=0.0) for q in QUANTITIES}
+    found = [rank.first for rank in ranks if rank.first is not None]
+    # in the order of the computation, on the lowest of the ranks that have it
+    first = min(found, key=lambda d: (d.step, QUANTITIES.index(d.quantity)), default=None)
+    return Outcome(worst, first, error)
 
 
-def _run_case(source: Source, case: Case, steps: int, folder: str) -> list[Difference]:
-    """On every rank of a case: each tensor's distance from the reference; a file says why one fails."""
-    found: list[Difference] = []
-    rank = torch.distributed.get_rank()
+def _run_rank(source: Callable[[], Plan], folder: str) -> _Rank:
+    """On every rank: the errors of its tensors; a file says why one fails."""
+    plan, rank, world = source(), dist.get_rank(), dist.get_world_size()
+    # Libraries read their place in the job from what torchrun sets.
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world)}
+    before = _env.everything()
+    _env.replace(before | place)
+    found = _Rank(rank)
     try:
-        truth = torch.load(Path(folder, case.dtype))
-        training = Training(source(), case, torch.load(Path(folder, "initial")))
-        for number in range(steps):
-            ours = training.step(number)
-            expected: Step = {q: {name: Value(x) for name, x in v.items()} for q, v in truth[number].items()}
-            found += compare(number + 1, ours, expected, rank)
+        history: list[Truth] = torch.load(Path(folder, f"truth in {plan.dtype}"))
+        start = plan.on_rank(torch.load(Path(folder, "initial")), rank, world)
+        parallel = start.parallel
+        try:
+            for number, step in enumerate(train(plan, start, history[1])):
+                found.names |= step["parameter"].keys()
+                errors = compare(number, step, history[number], rank, parallel.share)
+                if not parallel.compares_modules:  # else the name of a block is the place already
+                    errors = explain(errors, step, history[number], parallel.share, start.bound)
+                for difference in errors:
+                    largest = max(found.worst.get(difference.quantity, 0.0), difference.error)
+                    found.worst[difference.quantity] = largest
+                    if found.first is None and difference.error > start.bound:
+                        found.first = difference
+        finally:
+            parallel.close()
     except Exception as error:
-        Path(folder, f"error {rank}").write_text(f"{type(error).__name__}: {error}")
+        found.error, found.failed_at = f"{type(error).__name__}: {error}", time.monotonic()
+        Path(folder, f"failed {rank}").write_bytes(pickle.dumps(found))
         raise  # or ranks that wait for this one would wait for the whole timeout
+    finally:
+        _env.replace(before)
     return found

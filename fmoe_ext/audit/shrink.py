@@ -1,4 +1,10 @@
-"""A configuration of Transformers made so small that an audit of it takes seconds."""
+"""A configuration of Transformers made so small that an audit of it takes seconds.
+
+A small model must be one of the same kind. So one layer of each kind stays: layers are alike if every list that
+the configuration has an entry a layer in, every set of layers that it names, and every attribute of their own
+agree. A size that differs between layers keeps differing, in the same order, and a layer that takes its keys and
+values from another keeps that one.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +74,13 @@ def shrunk_config(config: Any) -> Any:
     says, the next one twice that. Raises AuditError for more than MOST_LAYERS kinds.
     """
     small = copy.deepcopy(config)
-    overrides = _overrides(config)
-    if overrides:
+    # For each layer the attributes that are its own (Transformers' per_layer_config); empty if there are none.
+    overrides: list[dict[str, Any]] = []
+    if getattr(config, "is_heterogeneous", False):
+        names = sorted(config.per_layer_attributes)
+        for layer in config.per_layer_config:
+            own = {name: getattr(layer, name) for name in names}
+            overrides.append(own | ({"skip": layer.skip} if layer.skip else {}))
         small.per_layer_config = None
     # Models with as many keys as queries may not take fewer: SIZES has 2 and 4.
     shares_no_heads = all(
@@ -96,17 +107,6 @@ def shrunk_config(config: Any) -> Any:
     small._attn_implementation = "eager"  # the same sums with and without a mask
     small._experts_implementation = "eager"  # torch's grouped_mm has no float64
     return small
-
-
-def _overrides(config: Any) -> list[dict[str, Any]]:
-    """For each layer the attributes that are its own (Transformers' per_layer_config); empty if there are none."""
-    if not getattr(config, "is_heterogeneous", False):
-        return []
-    names = sorted(config.per_layer_attributes)
-    return [
-        {name: getattr(layer, name) for name in names} | ({"skip": layer.skip} if layer.skip else {})
-        for layer in config.per_layer_config
-    ]
 
 
 def _of(config: Any, layer: dict[str, Any], name: str, default: Any) -> Any:

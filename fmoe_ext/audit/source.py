@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,30 +24,6 @@ from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
 
 NUM_SAMPLES, SEQ_LEN = 12, 8  # of the batches that are made here
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A recipe at "module:function" or "file.py:function", imported where it is needed."""
-
-    place: str
-
-    def __call__(self) -> Recipe:
-        found = find(self.place)
-        made = found if isinstance(found, Recipe) else found()
-        if not isinstance(made, Recipe):
-            raise AuditError(f"{self.place} must return a Recipe, but returned {type(made).__name__}")
-        return made
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A recipe that can be pickled."""
-
-    recipe: Recipe
-
-    def __call__(self) -> Recipe:
-        return self.recipe
 
 
 @dataclass(frozen=True)
@@ -94,40 +70,66 @@ def loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
     return model(**batch).loss
 
 
-Source: TypeAlias = _Named | _Given
+def is_of_transformers(model: Any) -> bool:
+    """True for a PreTrainedModel of Transformers."""
+    return hasattr(getattr(model, "config", None), "to_dict") and hasattr(
+        model, "gradient_checkpointing_enable"
+    )
 
 
-def source_of(what: Any, **parts: Any) -> Source:
-    """Make a Source of what audit() was given; parts: fields of the Recipe, for a builder or a model."""
+def recipe_at(source: str | Recipe) -> Recipe:
+    """The recipe that "module:function" or "file.py:function" makes, or the one that was given."""
+    if isinstance(source, Recipe):
+        return source
+    found = find(source)
+    made = found if isinstance(found, Recipe) else found()
+    if not isinstance(made, Recipe):
+        raise AuditError(f"{source} must return a Recipe, but returned {type(made).__name__}")
+    return made
+
+
+def sendable(what: Any, **parts: Any) -> str | Recipe:
+    """Make of what audit() was given something that recipe_at() takes in other processes.
+
+    parts: fields of the Recipe, for a builder or a model. Raises AuditError for what cannot be pickled.
+    """
     if isinstance(what, str):
         if parts:
             raise AuditError(f"{what!r} makes a whole recipe: {', '.join(parts)} belong into it")
-        _Named(what)()  # says here what is wrong with it
-        return _Named(what)
+        return what
     if isinstance(what, Recipe):
         if parts:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
-        return _Given(_picklable(what))
-    if isinstance(what, nn.Module):
-        return _Given(_picklable(Recipe(**(_parts_of_model(what) | parts))))
-    if callable(what):
+        recipe = what
+    elif isinstance(what, nn.Module):
+        recipe = Recipe(**(_parts_of_model(what) | parts))
+    elif callable(what):
         missing = [name for name in ("batch", "loss") if name not in parts]
         if missing:
             raise AuditError(
                 f"a function that builds a model needs {' and '.join(missing)} as well, "
                 "batch(step) -> dict of tensors, loss(model, batch) -> mean loss; or give a Recipe"
             )
-        return _Given(_picklable(Recipe(build=what, **parts)))
-    raise AuditError(
-        "audit() takes a Recipe, a function layout -> model, a model, or 'module:function', "
-        f"but got a {type(what).__name__}"
-    )
+        recipe = Recipe(build=what, **parts)
+    else:
+        raise AuditError(
+            "audit() takes a Recipe, a function layout -> model, a model, or 'module:function', "
+            f"but got a {type(what).__name__}"
+        )
+    for name, part in vars(recipe).items():
+        try:
+            pickle.dumps(part)
+        except Exception as error:
+            raise AuditError(
+                f"{name} cannot be sent to other processes ({error}): functions of a module can, lambdas and inner "
+                "functions cannot"
+            ) from error
+    return recipe
 
 
 def _parts_of_model(model: nn.Module) -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    if hasattr(config, "to_dict") and hasattr(model, "gradient_checkpointing_enable"):
-        small = shrunk_config(config)
+    if is_of_transformers(model):
+        small = shrunk_config(model.config)
         with_positions = "position_ids" in inspect.signature(model.forward).parameters
         left_out = {
             "ep": "Transformers' own experts are on one rank; fmoefy spreads them",
@@ -149,18 +151,6 @@ def _parts_of_model(model: nn.Module) -> dict[str, Any]:
     return {"build": _Copies(buffer.getvalue())}
 
 
-def _picklable(recipe: Recipe) -> Recipe:
-    for name, part in vars(recipe).items():
-        try:
-            pickle.dumps(part)
-        except Exception as error:
-            raise AuditError(
-                f"{name} cannot be sent to other processes ({error}): functions of a module can, lambdas and inner "
-                "functions cannot"
-            ) from error
-    return recipe
-
-
 def find(place: str) -> Callable[[], Any]:
     """Import the object that "package.module:name" or "path/file.py:name" names."""
     module_name, colon, name = place.rpartition(":")
@@ -174,34 +164,31 @@ def find(place: str) -> Callable[[], Any]:
 
 def load_module(name: str) -> Any:
     """Import "package.module" or "path/file.py"; AuditError if that fails."""
+    path = Path(name).resolve()
+    if not name.endswith(".py"):
+        folder = ""
+    elif path.exists():
+        folder = str(path.parent)  # its neighbours, as `python file.py` would find them
+    else:
+        raise AuditError(reason(FileNotFoundError(ENOENT, os.strerror(ENOENT), name)))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        return _load(name)
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        # a second copy would have classes of its own, which do not unpickle as the first's
+        if path.stem in sys.modules:
+            return sys.modules[path.stem]
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[path.stem]
+            raise
+        return module
     except FileNotFoundError as error:
         raise AuditError(reason(error)) from error
     except (ImportError, OSError) as error:
         raise AuditError(f"{name} cannot be imported: {error}") from error
-
-
-def _load(name: str) -> Any:
-    if not name.endswith(".py"):
-        sys.path[:0] = [path for path in ("",) if path not in sys.path]
-        return importlib.import_module(name)
-    path = Path(name).resolve()
-    if not path.exists():
-        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), name)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # its neighbours, as `python file.py` would find them
-    if (
-        path.stem in sys.modules
-    ):  # a second copy would have classes of its own, which do not unpickle as the first's
-        return sys.modules[path.stem]
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
-    return module

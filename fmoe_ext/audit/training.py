@@ -1,33 +1,122 @@
-"""The steps of one case on one rank, what they computed, and which modules draw random numbers."""
+"""The steps of a training on one rank: everything that it computes, under the names of the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fmoe_ext.audit.cases import AuditError, Case
-from fmoe_ext.audit.recipe import (
-    Batch,
-    Part,
-    Recipe,
-    blocks_of,
-    cut,
-    num_samples,
-    sizes_of_microbatches,
-    take,
-)
-from fmoe_ext.audit.values import ModelView, Step, Value, Values
-from fmoe_ext.distributed.groups import init_groups
-from fmoe_ext.step import is_counted
+from fmoe_ext.audit.cases import SEED, AuditError
+from fmoe_ext.audit.compare import INSIDE, Step, Truth, Value
+from fmoe_ext.audit.plan import Parallel, Plan, Start, share_of
+from fmoe_ext.audit.recipe import count_tokens
 
-SEED = 0
+
+def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step]:
+    """Yields what each step computes on this rank; first the parameters before the first step.
+
+    truth: a step of one process, whose names and order count, so that all ranks make tensors whole in one order.
+    """
+    parallel, dtype = start.parallel, getattr(torch, plan.dtype)
+    parallel.prepare(plan)  # type: ignore[arg-type]  # a case's Parallel asks its own Recipe
+    known = None if truth is None else truth["parameter"].keys()
+    yield {"parameter": _values(parallel, known, lambda name, p: p.detach())}
+    recorder = _Recorder(parallel)
+    for number in range(plan.steps):
+        torch.manual_seed(SEED + number)
+        whole = {name: x.to(dtype) if x.is_floating_point() else x for name, x in start.batch(number).items()}
+        part, num_parts = share_of(whole, parallel.share), parallel.share[1]
+        if num_parts > 1 and count_tokens(part) * num_parts != count_tokens(whole):
+            # The mean of means is the mean only for parts with equally many tokens.
+            raise AuditError(
+                f"a part of the batch has {count_tokens(part)} of {count_tokens(whole)} tokens, and there are "
+                f"{num_parts} parts: let batch(step) return samples with equally many"
+            )
+        recorder.is_on = True
+        loss = _mean_over_parts(parallel.backward(plan, part), parallel.share)  # type: ignore[arg-type]
+        recorder.is_on = False
+        outputs = recorder.take(None if truth is None else truth[INSIDE].keys())
+        step: Step = {"loss": {} if loss is None else {"": Value(loss)}, INSIDE: outputs}
+        compared = outputs if parallel.compares_modules else {"": outputs[""]} if "" in outputs else {}
+        step["output"] = compared
+        step["gradient"] = _values(parallel, known, parallel.gradient)
+        parallel.step()
+        step |= parallel.extra()
+        step["parameter"] = _values(parallel, known, lambda name, p: p.detach())
+        yield step
+
+
+def _values(
+    parallel: Parallel,
+    names: Collection[str] | None,
+    read: Callable[[str, nn.Parameter], torch.Tensor | None],
+) -> dict[str, Value]:
+    """Values of every parameter, or of its gradient; zero where there is none."""
+    parameters = parallel.parameters()
+    names = parameters.keys() if names is None else names
+    if unknown := [name for name in parameters if name not in names]:
+        raise AuditError(
+            f"the model under the plan has {', '.join(map(repr, unknown[:3]))}, but the model in one process does not"
+        )
+    values = {}
+    for name in names:
+        if name in parameters:
+            x = read(name, parameters[name])
+            # value() may be a collective: a rank without a gradient has to call it too
+            x = torch.zeros_like(parameters[name]).detach() if x is None else x
+            values[name] = parallel.value(name, x)
+    return values
+
+
+def _mean_over_parts(loss: torch.Tensor | None, share: tuple[int, int]) -> torch.Tensor | None:
+    """The job's loss: the mean over the parts of the batch, each counted once; None if no rank computes one."""
+    every: list[Any] = [None] * dist.get_world_size()
+    value = None if loss is None else (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
+    dist.all_gather_object(every, (share[0], value))
+    parts = {index: x for index, x in reversed(every) if x is not None}
+    if not parts:
+        return None
+    if value is not None:
+        parts[share[0]] = value  # ranks with the same tokens may differ: each is compared with its own
+    return torch.stack(list(parts.values())).mean()
+
+
+class _Recorder:
+    """The outputs of a rank's modules in the first forward of each part of the batch; later ones repeat it."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self.is_on = False
+        self._parallel = parallel
+        self._found: dict[str, dict[tuple[int, int] | None, Value]] = {}  # {module: {rows: output}}
+        for name, module in parallel.modules().items():
+            module.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
+
+    def _keep(self, name: str, out: Any) -> None:
+        value = self._parallel.output(out) if self.is_on else None
+        parts = self._found.setdefault(name, {})
+        if value is not None and value.rows not in parts:
+            parts[value.rows] = Value(value.tensor.detach().clone(), value.rows)
+
+    def take(self, names: Collection[str] | None) -> dict[str, Value]:
+        """Outputs since the last call under their modules' names, "" for the model's."""
+        found, self._found = self._found, {}
+        taken = {}
+        for name, parts in found.items():
+            if not parts or (names is not None and name not in names):
+                continue
+            values = list(parts.values())
+            x = values[0].tensor if len(values) == 1 else torch.cat([value.tensor for value in values])
+            first, last = values[0].rows, values[-1].rows
+            rows = None if first is None or last is None else (first[0], last[1])
+            taken[name] = Value(x.full_tensor() if isinstance(x, DTensor) else x, rows)
+        return taken
 
 
 @dataclass
@@ -40,148 +129,21 @@ class Facts:
     drawing: list[str]  # modules that draw random numbers
 
 
-class Training:
-    """A recipe in the layout of a case; whole: the tensors of the model in one process, None to make them."""
-
-    def __init__(self, recipe: Recipe, case: Case, whole: Mapping[str, torch.Tensor] | None) -> None:
-        layout = case.layout
-        self.recipe, self.case = recipe, case
-        if layout.num_ranks > 1:
-            layout = replace(layout, groups=init_groups(ep=layout.ep, dp=layout.dp))
-        self.layout = layout
-        torch.manual_seed(SEED)
-        model: Any = recipe.build(layout)
-        if not isinstance(model, nn.Module):
-            raise AuditError(f"build(layout) must return an nn.Module, but returned {type(model).__name__}")
-        self.bare = model.to(getattr(torch, case.dtype)).train()
-        self.view = ModelView(self.bare)
-        if whole is not None:
-            self.view.load(dict(whole))
-        self.recorder = _Recorder(self.bare, case.padding)
-        if case.recomputation != "none":
-            recipe.recompute(self.bare, case.recomputation)
-        self.model = recipe.wrap(self.bare, layout)
-        self.optimizer = recipe.optimizer(self.model)
-
-    def step(self, number: int) -> Step:
-        """One step of the optimizer; everything that it computed on the way."""
-        self.optimizer.zero_grad()
-        torch.manual_seed(SEED + number)
-        dtype = getattr(torch, self.case.dtype)
-        whole = {k: x.to(dtype) if x.is_floating_point() else x for k, x in self.recipe.batch(number).items()}
-        loss = self._backward(whole)
-        self.recipe.reduce(self.model)
-        computed: Step = {"output": self.recorder.take(), "loss": {"": Value(loss)}}
-        computed["gradient"] = self.view.gradients()
-        norm = self.recipe.clip(self.model)
-        computed["norm"] = {} if norm is None else {"": Value(torch.as_tensor(norm, device="cpu").detach())}
-        computed["clipped"] = self.view.gradients()
-        self.optimizer.step()
-        computed["parameter"] = self.view.parameters()
-        return computed
-
-    def _backward(self, whole: Batch) -> torch.Tensor:
-        """Forward and backward of this rank's microbatches -> the loss of the job."""
-        num, ranks = num_samples(whole), self.layout.num_ranks
-        rank = dist.get_rank() if ranks > 1 else 0
-        if num < ranks:
-            raise AuditError(
-                f"{self.layout} needs {ranks} samples, but batch(step) returned {num}: let it return more"
-            )
-        first = num * rank // ranks  # the parts of ranks may differ by a sample: weight(part) makes up for it
-        of_rank = take(whole, first, num * (rank + 1) // ranks)
-        microbatches = cut(of_rank, sizes_of_microbatches(num_samples(of_rank), self.case.accumulation))
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
-        side = self.case.padding
-        with_padding = [batch if side == "none" else self.recipe.pad(batch, side) for batch in microbatches]
-        with self.recipe.accumulate(self.model, with_padding):
-            for number, (batch, padded) in enumerate(zip(microbatches, with_padding, strict=True)):
-                end = first + num_samples(batch)
-                added = [padded[name].shape[1] - x.shape[1] for name, x in batch.items() if x.dim() > 1]
-                self.recorder.begin(first, end, max(added, default=0))
-                first = end
-                part = Part(batch, of_rank, whole, ranks, len(microbatches))
-                with ExitStack() as stack:
-                    no_sync: Any = getattr(self.model, "no_sync", None)
-                    # Gradients are reduced once, with the last microbatch's backward.
-                    if number + 1 < len(microbatches) and no_sync is not None:
-                        stack.enter_context(no_sync())
-                    mean, shared = _two_losses(self.recipe.loss(self.model, padded))
-                    loss = mean * self.recipe.weight(part) + shared * self.recipe.shared_weight(part)
-                    loss.backward()
-                total += loss.detach()
-        if ranks > 1:
-            dist.all_reduce(total)
-        return total / ranks
-
-
-class _Recorder:
-    """The outputs of a model's blocks for every sample, of the first forward of each microbatch."""
-
-    def __init__(self, model: nn.Module, padding: str) -> None:
-        self._padding = padding
-        self._outputs: dict[str, dict[int, Value]] = {}
-        self._first = self._end = self._num_padded = 0
-        for name, block in blocks_of(model).items():
-            block.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
-
-    def begin(self, first: int, end: int, num_padded: int) -> None:
-        """Expect the samples [first, end) next, padded by num_padded columns."""
-        self._first, self._end, self._num_padded = first, end, num_padded
-
-    def take(self) -> Values:
-        """Records since the last call, for each block."""
-        outputs, self._outputs = self._outputs, {}
-        taken = {}
-        for name, parts in outputs.items():
-            values = list(parts.values())
-            rows = (values[0].rows or (0, 0))[0], (values[-1].rows or (0, 0))[1]
-            taken[name] = Value(torch.cat([value.tensor for value in values]), rows)
-        return taken
-
-    def _keep(self, name: str, out: Any) -> None:
-        x = out[0] if isinstance(out, tuple) and out else out
-        if not is_counted():
-            return  # a forward that only looks ahead, or repeats another
-        if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[0] != self._end - self._first:
-            return  # not the samples of the batch in dimension 0: the other quantities have to do
-        x = x.detach()
-        if self._num_padded and x.dim() > 2:  # [B, S, ...]: padded columns have no equal in the whole batch
-            x = x[:, self._num_padded :] if self._padding == "left" else x[:, : -self._num_padded]
-        # The first forward of a microbatch is the one that its loss comes from; later ones repeat it.
-        self._outputs.setdefault(name, {}).setdefault(self._first, Value(x.clone(), (self._first, self._end)))
-
-
-def look_closely(start: Values, first: Step, drawing: Iterable[str]) -> Facts:
-    """Find what clipping and the optimizer left out in the first step from the parameters start."""
-    before, after, end = (first[quantity] for quantity in ("gradient", "clipped", "parameter"))
+def look_closely(start: Truth, first: Truth, drawing: Iterable[str]) -> Facts:
+    """Find what clipping and the optimizer left out in the first step."""
     factors = {}
-    for name, value in before.items():
-        largest = value.tensor.abs().max() if value.tensor.numel() else value.tensor.new_zeros(())
-        if largest > 0:
-            at = value.tensor.abs().argmax()
-            factors[name] = (after[name].tensor.flatten()[at] / value.tensor.flatten()[at]).item()
-    ordered = sorted(factors.values())
-    usual = ordered[0] if ordered else 1.0  # whatever is left out is scaled least
+    for name, before in first["gradient"].items():
+        if before.numel() and before.any():
+            at = before.abs().argmax()
+            factors[name] = (first["clipped"][name].flatten()[at] / before.flatten()[at]).item()
+    usual = min(factors.values(), default=1.0)  # whatever is left out is scaled least
     apart = {name: factor for name, factor in factors.items() if abs(factor - usual) > 1e-6 * abs(usual)}
-    still = [name for name in factors if torch.equal(start[name].tensor, end[name].tensor)]
+    still = [name for name in factors if torch.equal(start["parameter"][name], first["parameter"][name])]
     return Facts(apart, usual, still, list(drawing))
 
 
-def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
-    """(the mean over the tokens, what all ranks share), where a recipe's loss may be the former alone."""
-    mean, shared = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, 0.0)
-    if not isinstance(mean, torch.Tensor) or mean.dim() or torch.as_tensor(shared, device="cpu").dim():
-        given = f"shape {list(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
-        raise AuditError(
-            "loss(model, batch) must return a tensor [] with the mean over the tokens, or a pair of it and a loss [] "
-            f"that all ranks share, but returned {given}"
-        )
-    return mean, shared
-
-
 @contextmanager
-def watch_draws(model: nn.Module) -> Iterator[dict[str, None]]:
+def watch_draws(model: nn.Module) -> Iterator[Mapping[str, None]]:
     """Collect the names of the innermost modules whose forwards draw from torch's generator of the CPU.
 
     No two layouts draw the same numbers, so that they differ without a mistake.

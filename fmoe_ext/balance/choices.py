@@ -75,7 +75,7 @@ class ChoiceLog:
         self.max_bytes = max_bytes
         self.path = Path(path)
         self._part = self.path.with_suffix(self.path.suffix + ".part")
-        self._num_bytes = 0  # of whole steps on the disk
+        self._num_bytes = 0  # of whole steps on the disk, which a full disk leaves
         self._views = views_of(model, "log")
         _check_gates(list(self._gates_of({}).values()))
         least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
@@ -84,7 +84,7 @@ class ChoiceLog:
                 f"max_bytes={max_bytes} has no room for one record: the names of the gates take {least} bytes already"
             )
         self._gates: dict[str, Gate] = {}
-        self._chosen: list[tuple[str, torch.Tensor]] = []
+        self._chosen: list[tuple[str, torch.Tensor]] = []  # of this step, on the gates' devices
         self._num_ended = 0
         self._file: BinaryIO | None = None
         self._hooks: list[RemovableHandle] = [
@@ -126,7 +126,14 @@ class ChoiceLog:
         records = [_record(number, numbers[name], part) for name, part in chosen]
         if token_ids is not None:
             ids = token_ids.detach().flatten().to(torch.int32)
-            _check_ids(len(ids), chosen)
+            num_tokens: dict[str, int] = {}
+            for name, topk_idx in chosen:
+                num_tokens[name] = num_tokens.get(name, 0) + len(topk_idx)
+            for name, tokens in num_tokens.items():
+                if tokens != len(ids):
+                    raise ValueError(
+                        f"there are {len(ids)} token_ids, but {name} got {tokens} tokens since the last step"
+                    )
             records.append(_record(number, TOKENS, ids))
         try:
             self._write_step(b"".join(records))
@@ -312,10 +319,11 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
     if zlib.crc32(raw[_CRC.size :]) != crc or (number >= len(gates) and number != TOKENS):
         raise BadLog(f"{path}: the record at byte {begin} is damaged")
     gate = None if number == TOKENS else gates[number]
-    width = 4 if gate is None else gate.top_k * _width(gate.num_experts)
-    if num_tokens * (1 if gate is None else gate.top_k) > _MAX_CHOICES:
+    per_token = 1 if gate is None else gate.top_k  # numbers
+    width = 4 if gate is None else _width(gate.num_experts)  # bytes of a number
+    if num_tokens * per_token > _MAX_CHOICES:
         raise BadLog(f"{path}: the record at byte {begin} has more than {_MAX_CHOICES} choices")
-    expected = num_tokens * width
+    expected = num_tokens * per_token * width
     stream = zlib.decompressobj()
     try:
         body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)
@@ -323,22 +331,14 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
         raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
     if len(body) != expected:
         raise BadLog(f"{path}: the record at byte {begin} has other than {num_tokens} tokens")
-    numbers = _from_bytes(body, 4 if gate is None else _width(gate.num_experts))
+    numbers = torch.zeros(num_tokens * per_token, dtype=torch.int64, device="cpu")
+    if body:  # frombuffer() takes no empty bytes
+        for place, part in enumerate(torch.frombuffer(bytearray(body), dtype=torch.uint8).view(width, -1)):
+            numbers += part.long() << 8 * place
     if gate is None:
         return Choice(step, None, numbers)
     topk_idx = numbers.view(num_tokens, gate.top_k)
     return Choice(step, gate.name, torch.where(topk_idx >= gate.num_experts, -1, topk_idx))
-
-
-def _check_ids(num_ids: int, chosen: list[tuple[str, torch.Tensor]]) -> None:
-    num_tokens: dict[str, int] = {}
-    for name, topk_idx in chosen:
-        num_tokens[name] = num_tokens.get(name, 0) + len(topk_idx)
-    for name, number in num_tokens.items():
-        if number != num_ids:
-            raise ValueError(
-                f"there are {num_ids} token_ids, but {name} got {number} tokens since the last step"
-            )
 
 
 def _width(num_experts: int) -> int:
@@ -346,31 +346,16 @@ def _width(num_experts: int) -> int:
     return 1 if num_experts < 255 else 2
 
 
-def _to_bytes(numbers: torch.Tensor) -> bytes:
-    """Write the lowest byte of all numbers, then the next byte of all, ...: high bytes are alike and compress well."""
+def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
+    # the lowest byte of all numbers, then the next byte of all, ...: high bytes are alike and compress well
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
-    return little.view("u1").reshape(-1, little.itemsize).T.tobytes()
-
-
-def _from_bytes(data: bytes, width: int) -> torch.Tensor:
-    """Read what _to_bytes() wrote of numbers of width bytes -> int64."""
-    if not data:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    places = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(width, -1)
-    numbers = places[0].long()
-    for place in range(1, width):
-        numbers += places[place].long() << 8 * place
-    return numbers
-
-
-def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
+    places = little.view("u1").reshape(-1, little.itemsize).T.tobytes()
     # Numbers of experts hardly repeat in sequences: a code by frequency has what there is to gain, and is fast. High
     # bytes are all alike: runs.
-    coder = zlib.compressobj(
-        1, zlib.DEFLATED, 15, 8, zlib.Z_RLE if numbers.itemsize > 1 else zlib.Z_HUFFMAN_ONLY
-    )
-    body = coder.compress(_to_bytes(numbers)) + coder.flush()
+    strategy = zlib.Z_RLE if numbers.itemsize > 1 else zlib.Z_HUFFMAN_ONLY
+    coder = zlib.compressobj(1, zlib.DEFLATED, 15, 8, strategy)
+    body = coder.compress(places) + coder.flush()
     rest = _HEAD.pack(len(body), step, number, len(numbers)) + body
     return _CRC.pack(zlib.crc32(rest)) + rest
 

@@ -1,4 +1,10 @@
-"""Counters of one gate."""
+"""Counters of one gate, on its device.
+
+Counting must cost a step little and must never wait for the device. So a forward is counted by one operator
+and noted; what was noted is summed up every _MAX_NOTED forwards, or when a sum is read, in as many operations
+as there are counters. A compiled program and a CUDA graph run again without this code: in these nothing is
+noted, all is summed.
+"""
 
 import math
 import threading
@@ -33,10 +39,7 @@ def _summed(name: str) -> Any:
 
 
 class LayerCounters:
-    """The running counts of one gate, on its device.
-
-    A forward is counted by one operator and noted; every _MAX_NOTED of them are summed up, and whenever a sum is read.
-    """
+    """The running counts of one gate, on its device."""
 
     NAMES = ("tokens_per_expert", "idle_steps", "num_dropped", "num_tokens", "gate_entropy_sum", "num_steps")
 
@@ -74,7 +77,6 @@ class LayerCounters:
             # of many tokens every n-th speaks for n
             topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // _ENTROPY_SAMPLE)].clone(),
         )
-        # A compiled program and a CUDA graph run again without this code: nothing may be noted for later.
         if torch.compiler.is_compiling() or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._add([forward])
             return

@@ -63,27 +63,27 @@ def _layers(summary: Summary) -> str:
         "overloaded",
         "max / mean over steps",
     )
-    rows = [_layer_row(gate) for gate in summary.gates]
+    rows = []
+    for gate in summary.gates:
+        numbers = summarize(gate.load.sum(0), float(gate.dropped.sum()))
+        mean = gate.load.double().mean(1).clamp(min=1e-9)
+        rows.append(
+            [
+                html.escape(gate.gate.name),
+                str(gate.gate.num_experts),
+                f"{numbers['max_over_mean']:.2f}",
+                f"{numbers['cv']:.2f}",
+                f"{numbers['entropy']:.3f}",
+                f"{numbers['dropped_share']:.2%}",
+                str(len(gate.dead)),
+                str(len(gate.overloaded)),
+                _curve((gate.load.max(1).values / mean).tolist()),
+            ]
+        )
     return (
         "<h2>Layers</h2><p>Over all steps. Entropy of the load: 1 is balanced, 0 is one expert.</p>"
         + table(header, rows, left=(0,))
     )
-
-
-def _layer_row(gate: GateSummary) -> list[str]:
-    numbers = summarize(gate.load.sum(0), float(gate.dropped.sum()))
-    mean = gate.load.double().mean(1).clamp(min=1e-9)
-    return [
-        html.escape(gate.gate.name),
-        str(gate.gate.num_experts),
-        f"{numbers['max_over_mean']:.2f}",
-        f"{numbers['cv']:.2f}",
-        f"{numbers['entropy']:.3f}",
-        f"{numbers['dropped_share']:.2%}",
-        str(len(gate.dead)),
-        str(len(gate.overloaded)),
-        _curve((gate.load.max(1).values / mean).tolist()),
-    ]
 
 
 def _over_steps(summary: Summary) -> str:
@@ -107,10 +107,11 @@ def _notable(summary: Summary, vocabulary: Mapping[int, str]) -> str:
         for expert in gate.notable:
             active = (gate.load[:, expert] > 0).nonzero().flatten()
             last = "never" if len(active) == 0 else f"{summary.bins[int(active[-1])]:,}"
-            fed = "".join(
-                f'<span class="chip">{html.escape(_text(token, vocabulary))} {part:.0%}</span>'
-                for token, part in gate.feeders.get(expert, [])
-            )
+            fed = ""
+            for token, part in gate.feeders.get(expert, []):
+                # white space that can be seen
+                text = vocabulary.get(token, str(token)).replace(" ", "\u2423").replace("\n", "\u23ce")
+                fed += f'<span class="chip">{html.escape(text)} {part:.0%}</span>'
             kind = "dead" if expert in gate.dead else "overloaded"
             rows.append([html.escape(gate.gate.name), str(expert), kind, f"{share[expert]:.2f}", last, fed])
     if not rows:
@@ -130,7 +131,12 @@ def _together(summary: Summary) -> str:
         if gate.together is None or not bool(gate.together.any()):
             continue
         lift = _lift(gate)
-        pairs = _top_pairs(gate, lift)
+        best = lift.nan_to_num(0).triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
+        named = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        size = lift.shape[0]
+        pairs = ", ".join(
+            f"{place // size} + {place % size} ({value:.1f} times)" for place, value in named if value > 1
+        )
         numbers = _numbers(gate.gate.num_experts)
         figures.append(figure(lift, gate.gate.name + (pairs and f": {pairs}"), numbers, numbers, square=True))
     if not figures:
@@ -156,19 +162,6 @@ def _lift(gate: GateSummary) -> torch.Tensor:
     expected *= together.sum() / expected.sum().clamp(min=1e-12)
     lift = torch.where(expected < _MIN_EXPECTED, torch.nan, together / expected.clamp(min=_MIN_EXPECTED))
     return lift.fill_diagonal_(torch.nan)
-
-
-def _top_pairs(gate: GateSummary, lift: torch.Tensor) -> str:
-    best = lift.nan_to_num(0).triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
-    size = lift.shape[0]
-    named = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return ", ".join(
-        f"{place // size} + {place % size} ({value:.1f} times)" for place, value in named if value > 1
-    )
-
-
-def _text(token: int, vocabulary: Mapping[int, str]) -> str:
-    return vocabulary.get(token, str(token)).replace(" ", "\u2423").replace("\n", "\u23ce")
 
 
 def _numbers(count: int) -> list[str]:

@@ -1,3 +1,11 @@
+"""Replay of routing: record which experts the gates of a model choose, and make them choose the same again.
+
+A gate's forward asks a tape for its choices (views.py). While a _Recorder listens, the gate chooses by
+itself, and the tape keeps what it chose before and after choices were dropped. While a _Player gives, the
+gate takes the choices of the forward with the same number, and computes weights and gradients from its
+present logits. Choices of all tokens are cut to the real ones where valid_tokens() leaves padding out.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -11,17 +19,17 @@ from torch import nn
 from fmoe_ext.balance.views import GateView, RouterView, Tape, views_of
 from fmoe_ext.tokens import current_batch
 
-CHOOSE_ANEW = -2  # in the place of a token's choices: it was not recorded, and chooses now
+CHOOSE_ANEW = -2  # instead of a token's choices: it was not recorded, and chooses now
 
 
 class Choices(NamedTuple):
-    """Choices of one forward of a gate: before choices were dropped, and after (-1). Both [T, K].
+    """Choices of one forward of a gate.
 
     A token whose choices are all CHOOSE_ANEW (-2) chooses for itself when the rest is played.
     """
 
-    selected: torch.Tensor
-    kept: torch.Tensor
+    selected: torch.Tensor  # [T, K], before choices were dropped
+    kept: torch.Tensor  # [T, K], -1 for dropped ones
 
 
 class RoutingReplay:

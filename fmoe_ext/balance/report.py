@@ -1,4 +1,9 @@
-"""Summaries of a run's logs of choices: summarize_logs(), which page.py draws."""
+"""Summaries of a run's logs of choices: summarize_logs(), which page.py draws.
+
+The logs are read three times, a record at a time, so that a run of any length fits the memory: for its steps,
+which decide on the bins; for the load of each expert in each bin, and how often two share a token; and for
+the tokens that feed the experts which the load has shown to be dead or overloaded.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +28,14 @@ _MAX_TOKEN_ID = 1 << 22
 
 @dataclass
 class GateSummary:
-    """One gate over the run. load [bins, E], dropped, tokens [bins]; together [E, E]: tokens that chose both."""
+    """One gate over the run."""
 
     gate: Gate
-    load: torch.Tensor
-    dropped: torch.Tensor
-    tokens: torch.Tensor
-    together: torch.Tensor | None
-    # expert: (token id, share of its load)
+    load: torch.Tensor  # [bins, E]
+    dropped: torch.Tensor  # [bins]
+    tokens: torch.Tensor  # [bins]
+    together: torch.Tensor | None  # [E, E], tokens that chose both; None for too many experts
+    # {expert: [(token id, share of its load), ...]}
     feeders: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
@@ -57,14 +62,14 @@ class GateSummary:
 
 @dataclass
 class Summary:
-    """A run: its logged steps, their bins' first steps, a GateSummary each gate."""
+    """A run."""
 
-    paths: list[Path]
-    steps: list[int]
-    bins: list[int]
+    paths: list[Path]  # of the logs
+    steps: list[int]  # that were logged
+    bins: list[int]  # the first step of each
     gates: list[GateSummary]
-    num_bytes: int
-    has_ids: bool
+    num_bytes: int  # of the logs
+    has_ids: bool  # the logs have the tokens' ids
 
 
 def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False) -> Summary:
@@ -73,10 +78,15 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     BadLog for damaged ones, for other gates, and for a file that is given twice.
     """
     files = [Path(path) for path in paths]
-    _check_distinct(files)
+    for number, path in enumerate(files):
+        for other in files[:number]:
+            if path.exists() and other.exists() and path.samefile(other):
+                raise BadLog(
+                    f"{path} is {other} again: its choices would count twice. Give each rank's log once"
+                )
     gates, *others = (read_log(path, allow_truncated=allow_truncated)[0] for path in files)
-    for path, other in zip(files[1:], others, strict=True):
-        if other != gates:
+    for path, others_gates in zip(files[1:], others, strict=True):
+        if others_gates != gates:
             raise BadLog(f"{path} is of other gates than {files[0]}: a report is of one run")
     steps = sorted({record.step for record in _records(files, allow_truncated)})
     if not steps:
@@ -100,15 +110,6 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     has_ids = _find_feeders(summaries, files, allow_truncated)
     size = sum(path.stat().st_size for path in files)
     return Summary(files, steps, first, list(summaries.values()), size, has_ids)
-
-
-def _check_distinct(files: Sequence[Path]) -> None:
-    for number, path in enumerate(files):
-        for other in files[:number]:
-            if path.exists() and other.exists() and path.samefile(other):
-                raise BadLog(
-                    f"{path} is {other} again: its choices would count twice. Give each rank's log once"
-                )
 
 
 def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:

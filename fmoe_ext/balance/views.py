@@ -227,20 +227,16 @@ class _MegatronRouter(RouterView):
             yield
 
 
-def _view_of(module: nn.Module) -> GateView | None:
-    """The gate that a module is; None if it is none."""
-    if isinstance(module, BaseGate):
-        return GateView(module, module.num_experts, getattr(module, "top_k", None))
-    for kind in (_TransformersRouter, _MegatronRouter):
-        if kind.fits(module):
-            return kind.of(module)
-    return None
-
-
 def views_of(model: nn.Module, purpose: str) -> dict[str, GateView]:
     """{name: GateView} of every gate of a model; ValueError if there is none."""
-    views = {name: _view_of(module) for name, module in model.named_modules()}
-    found = {name: view for name, view in views.items() if view is not None}
+    found: dict[str, GateView] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseGate):
+            found[name] = GateView(module, module.num_experts, getattr(module, "top_k", None))
+        elif _TransformersRouter.fits(module):
+            found[name] = _TransformersRouter.of(module)
+        elif _MegatronRouter.fits(module):
+            found[name] = _MegatronRouter.of(module)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no gate to {purpose}: no BaseGate, no router of Transformers 5 or of "

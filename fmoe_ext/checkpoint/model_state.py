@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.expert_parallel import ExpertParallel, move_rows
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.layers import FMoE
-from fmoe_ext.planning.placement import move_rows
 
 WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
 # Megatron-core's own names: of each expert, of all [E, *], or of all side by side

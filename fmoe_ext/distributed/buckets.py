@@ -1,4 +1,10 @@
-"""Gradients that travel together: a message costs a latency, so small ones share one."""
+"""Buckets: gradients that travel together, because a message costs a latency.
+
+Buckets are filled in the order in which a backward is expected to compute gradients, the last layer's first.
+A parameter that got no gradient on this rank counts as zero; one that no rank had a gradient for keeps None,
+which optimizers skip. To tell them apart, each message ends in one number a parameter: how many ranks had it
+(times some scale).
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +14,6 @@ from torch import nn
 class _Bucket:
     """Parameters of one tag and dtype, whose gradients travel in one message.
 
-    Behind the gradients the message has one number for each: how many ranks had it (times some scale).
     Without a group nothing travels, and the bucket only knows when its gradients have come.
     """
 
@@ -16,8 +21,8 @@ class _Bucket:
         self.params = params
         self.group = group
         self.missing = set(params)  # those whose gradient has not come
-        self._flat: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._flat: torch.Tensor | None = None  # the message
+        self._work: dist.Work | None = None  # its reduction
 
     @torch.no_grad()
     def start(self, divide: bool, fp32: bool) -> None:
@@ -35,7 +40,6 @@ class _Bucket:
                 )
             if p.grad is not None:
                 grad.copy_(p.grad.flatten())
-        # a parameter that no rank had must keep a gradient of None, which optimizers skip
         present.copy_(torch.tensor([float(p.grad is not None) for p in self.params], device="cpu"))
         if divide:
             self._flat /= dist.get_world_size(self.group)

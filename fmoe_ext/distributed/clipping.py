@@ -1,7 +1,9 @@
 """Gradient clipping across groups.
 
-The p-th power of a p-norm is a sum over parameters. A rank adds its own, each divided by the
-number of ranks that add it too, so that the sum over ranks counts every parameter of the job once.
+The p-th power of a p-norm is a sum over parameters. A rank adds its own, each divided by the number of ranks
+that add it too, so that the sum over ranks counts every parameter of the job once. The largest norm (inf)
+needs no division. The sum is in float64, norms of one gradient in float32 at least, since squares overflow 16
+bits.
 """
 
 from collections.abc import Sequence
@@ -68,19 +70,16 @@ def norm_over(
     A DTensor counts whole. groups: together all ranks, one after the other; all of them call it, also those without
     gradients.
     """
-    norm_type = float(norm_type)
+    norm_type, is_max = float(norm_type), norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, copies in counted:
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32  # squares overflow 16 bits
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
         norm = (norm.full_tensor() if is_dtensor(norm) else norm).double()
-        total = (
-            torch.maximum(total, norm) if norm_type == float("inf") else total + norm.pow(norm_type) / copies
-        )
+        total = torch.maximum(total, norm) if is_max else total + norm.pow(norm_type) / copies
     for group in groups:
-        is_max = norm_type == float("inf")
         dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-    total = total if norm_type == float("inf") else total.pow(1 / norm_type)
+    total = total if is_max else total.pow(1 / norm_type)
     return total if any(g.dtype == torch.float64 for g, _ in counted) else total.float()
 
 

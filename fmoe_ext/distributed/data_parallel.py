@@ -1,4 +1,16 @@
-"""DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own."""
+"""DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own.
+
+A parameter's tag names the ranks that hold copies of it, over which its gradient is reduced. Gradients of one
+tag travel in buckets (buckets.py). While backward runs, a hook of each parameter counts its bucket down; a
+bucket that is full is started, but only after all before it, so that all ranks start the same reductions in
+the same order, whatever order their gradients come in. What no gradient completes is reduced before the
+optimizer's step, or by allreduce_params().
+
+A gradient is scaled before its mean over n ranks by n / (size of dp_group), because the loss of the job is
+the mean of the losses of dp_group, and the rows of an expert come from all of them. Tags may change between
+steps: the next forward or reduction looks, makes the buckets anew, and refuses a change that would leave a
+gradient at the scale of its old tag.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,17 +54,14 @@ def _tag_parameters(module: nn.Module) -> None:
 
 
 class _Tags:
-    """The tags that the parameters of a module had when it was read.
-
-    params: {tag: parameters that are trained}. sharded: names of the parameters that others reduce: DTensors, except
-    while they are gathered.
-    """
+    """The tags that the parameters of a module had when it was read."""
 
     def __init__(
         self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup], sharded: frozenset[str]
     ) -> None:
+        # sharded: names of the parameters that others reduce: DTensors, except while they are gathered
         self._module, self._sharded = module, sharded
-        self.params: dict[str, list[nn.Parameter]] = {}
+        self.params: dict[str, list[nn.Parameter]] = {}  # {tag: those that are trained}
         for name, p in self._trained():
             if tag_of(p) != "none" and tag_of(p) not in groups:
                 raise ValueError(
@@ -158,10 +167,10 @@ class DistributedGroupedDataParallel(nn.Module):
         self.groups = own_groups(groups)
         self._max_bytes = bucket_mb * 2**20
         self._expert_grads = expert_grads
-        self._sync = True
-        self._reduction_due = False
+        self._sync = True  # False in no_sync()
+        self._reduction_due = False  # there was a forward whose gradients are to be reduced
         self._accumulates = False  # there was a forward since the last reduction
-        self._num_started = 0
+        self._num_started = 0  # buckets on their way
         self._hooks: list[_Handle] = []
         self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
@@ -181,7 +190,14 @@ class DistributedGroupedDataParallel(nn.Module):
                 copies = [p for p in module.parameters() if tag_of(p) == tag and not is_dtensor(p)]
                 self._broadcast([p.detach() for p in copies], group)
             self._broadcast(list(module.buffers()), self.groups["dp"])
-        self.register_load_state_dict_pre_hook(_accept_bare_keys)
+
+        def accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+            own = [key for key in state_dict if key.startswith(prefix)]
+            if not any(key.startswith(f"{prefix}module.") for key in own):
+                for key in own:  # of the module inside, which lack "module."
+                    state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+        self.register_load_state_dict_pre_hook(accept_bare_keys)
         num_copies = dist.get_world_size(self.groups["gate"])
         warn_of_copies(module, num_copies, "the copies part")
 
@@ -343,14 +359,6 @@ class _FinishBeforeSteps:
 def _remove_all(hooks: list[_Handle]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Accept the state dict of the bare module, whose keys lack "module."."""
-    own = [key for key in state_dict if key.startswith(prefix)]
-    if not any(key.startswith(f"{prefix}module.") for key in own):
-        for key in own:
-            state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:

@@ -1,4 +1,9 @@
-"""The process groups of data parallelism beside expert parallelism."""
+"""The process groups of data parallelism beside expert parallelism.
+
+The ranks of a job are numbered (dp, ep, slice), slice fastest, and each group is a line of that box, or a plane: the
+experts of a layer lie along ep, their copies along dp and slice, and dense parameters have copies on all ranks. All
+ranks make all groups in one order, as torch wants it.
+"""
 
 import weakref
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """ExpertParallel: where the experts of a layer live, and how its tokens get there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fmoe_ext.ep.exchange import global_exchange
 from fmoe_ext.ep.node_exchange import NodeExchange
 from fmoe_ext.ep.placement import ExpertPlacement, Nodes, find_nodes
 from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
@@ -291,3 +292,24 @@ class ExpertParallel(ExpertPlacement):
 def _even_ends(total: int, parts: int) -> list[int]:
     """Ends of `parts` ranges that cover [0, total), as equal as can be."""
     return [total * (part + 1) // parts for part in range(parts)]
+
+
+def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel: ExpertParallel) -> None:
+    """Bring rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
+    num_local, rank = parallel.num_local_experts, parallel.rank
+    place_before = {expert: place for place, expert in enumerate(old)}
+    # for each rank: my rows that it will hold, in its order; where its rows go here
+    sends: list[list[int]] = [[] for _ in range(parallel.size)]
+    arrivals: list[list[int]] = [[] for _ in range(parallel.size)]
+    for place, expert in enumerate(new):
+        target, index = divmod(place, num_local)
+        source, source_index = divmod(place_before[expert], num_local)
+        if source == rank:
+            sends[target].append(source_index)
+        if target == rank:
+            arrivals[source].append(index)
+    rows = x[[index for part in sends for index in part]]
+    received = global_exchange(
+        rows, [len(part) for part in sends], [len(part) for part in arrivals], parallel.group
+    )
+    x[[index for part in arrivals for index in part]] = received

@@ -1,4 +1,4 @@
 from fmoe_ext._cli import run
-from fmoe_ext.pipeline.cli import main
+from fmoe_ext.planning.cli import main
 
 run(main)

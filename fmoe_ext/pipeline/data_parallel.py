@@ -1,4 +1,9 @@
-"""The stages of one rank: joined to a module, wrapped for data parallelism; parameters that stages share."""
+"""The stages of one rank: joined to a module, wrapped for data parallelism; parameters that stages share.
+
+A parameter that stages of different ranks share (an embedding that is also the head) has a copy on each. The copies
+begin equal, and after each step get the sum of their gradients, so that they stay equal. Gradients of earlier steps
+are such sums already: they are set aside meanwhile, or they would be summed again.
+"""
 
 from collections.abc import Sequence
 
@@ -17,10 +22,7 @@ from fmoe_ext.pipeline.stage import Stage
 
 
 class TiedParameters:
-    """The parameters that stages of different ranks share, such as an embedding that is also the head.
-
-    They have one value, and the sum of the stages' gradients.
-    """
+    """The parameters that stages of different ranks share: one value, and the sum of the stages' gradients."""
 
     def __init__(self, stages: Sequence[Stage], places: list[list[int]], pp_group: dist.ProcessGroup):
         rank_of = {index: rank for rank, indexes in enumerate(places) for index in indexes}
@@ -90,15 +92,6 @@ def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGr
         raise ValueError(
             f'schedule {schedule!r} runs backward in parts, which DistributedDataParallel does not see: use "grouped" '
             'or "fsdp"'
-        )
-
-
-def check_tied(name: str, tied: TiedParameters) -> None:
-    """Raise ValueError for parameters that stages share, where they would be cut into shards."""
-    if name == "fsdp" and tied:
-        raise ValueError(
-            'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
-            "untie them"
         )
 
 

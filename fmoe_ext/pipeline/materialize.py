@@ -22,7 +22,13 @@ def materialize(modules: Iterable[nn.Module], mine: Iterable[nn.Module], device:
     Tensors that several of all `modules` share stay one tensor. Tags of parameters, such as those that name their
     data-parallel group, are kept.
     """
-    unset = {id(t): _unset(t, device) for module in mine for t in _tensors(module) if t.is_meta}
+    unset: dict[int, Tensor] = {}
+    for t in (t for module in mine for t in _tensors(module) if t.is_meta):
+        new = torch.full_like(t, _mark(t), device=device, requires_grad=False)
+        if isinstance(t, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=t.requires_grad)
+            new.__dict__.update(t.__dict__)
+        unset[id(t)] = new
     for module in {id(m): m for whole in modules for m in whole.modules()}.values():
         for name, t in list(_named(module, recurse=False)):
             if id(t) in unset:
@@ -67,18 +73,10 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _mark(t: Tensor) -> float | int | bool:
+    """The number that says that a tensor of this dtype is not filled."""
     if t.is_floating_point() or t.is_complex():
         return torch.nan
     return False if t.dtype == torch.bool else torch.iinfo(t.dtype).min
-
-
-def _unset(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor like t, filled with a number that no model has."""
-    new = torch.full_like(t, _mark(t), device=device, requires_grad=False)
-    if isinstance(t, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=t.requires_grad)
-        new.__dict__.update(t.__dict__)
-    return new
 
 
 def _is_unset(t: Tensor) -> bool:

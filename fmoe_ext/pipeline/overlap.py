@@ -39,19 +39,20 @@ class Overlap:
         loss_fn: Callable[[Any, Any], Tensor],
         device: torch.device,
     ):
-        self._schedule, self._loss_fn, self._device = schedule, loss_fn, device
+        self._schedule, self._loss_fn = schedule, loss_fn
         self._stages = {stage.stage_index: stage for stage in stages}
         self._losses: dict[int, Tensor] = {}
         schedule.register_custom_function(FORWARD, self._forward)
         schedule.register_custom_function(FULL_BACKWARD, self._backward)
         schedule.register_custom_function(BACKWARD_INPUT, self._backward)
-        schedule.register_custom_function(OVERLAP_F_B, self._both)
 
-    def _both(self, action: Any, context: Any) -> None:
-        forward, backward = action.sub_actions
-        by_turns(
-            lambda: self._backward(backward, context), lambda: self._forward(forward, context), self._device
-        )
+        def both(action: Any, context: Any) -> None:
+            forward, backward = action.sub_actions
+            by_turns(
+                lambda: self._backward(backward, context), lambda: self._forward(forward, context), device
+            )
+
+        schedule.register_custom_function(OVERLAP_F_B, both)
 
     def _forward(self, action: Any, context: Any) -> None:
         index, number = action.stage_index, action.microbatch_index

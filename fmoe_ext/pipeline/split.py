@@ -1,26 +1,30 @@
 """split(): a model cut into stages of equal cost.
 
-Each layer is run once, on a copy, on what the layer before returned: that gives its cost and the shapes at every cut.
-balance_cost() then finds the cut whose greatest stage is least, since a pipeline is as fast as its slowest stage.
-Measured times differ between ranks, so that the first rank's cut is everybody's.
+layers_of() takes a model for a sequence of layers, each called with what the one before returns. Each is run
+once, on a copy: that gives its cost and the shapes at every cut. balance_cost() then finds the cut whose
+greatest stage is least, since a pipeline is as fast as its slowest stage. part_of() finds the model's modules
+that a stage uses, so that a stage's state_dict() is a part of the model's. Measured times differ between
+ranks, so that the first rank's cut is everybody's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe_ext.layers import FMoE
-from fmoe_ext.pipeline.balance import balance_cost
-from fmoe_ext.pipeline.layers import layers_of, part_of
 from fmoe_ext.pipeline.materialize import trial_copy
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors
 from fmoe_ext.pipeline.stage import Boundary, Stage
+from fmoe_ext.planning.layouts import balance_cost
 
 MEASURES = ("time", "memory", "load")
+_FULL_ATTENTION = (None, "full_attention")
+_MASKED_ATTENTION = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class _LayerCost:
     seconds: float  # of a forward and backward of the sample
     parameter_bytes: int
     activation_bytes: int  # what the backward needs
-    seconds_in_experts: list[float]  # of those, in each of its MoE layers
+    seconds_in_experts: list[float]  # of these, in each of its MoE layers
 
 
 def split(
@@ -45,7 +49,7 @@ def split(
 ) -> list[Stage]:
     """Cut a model into consecutive stages whose greatest cost is least; Pipeline trains them.
 
-    model: an nn.Sequential, a decoder of Transformers or a module with pipeline_layers() (layers.layers_of); it is not
+    model: an nn.Sequential, a decoder of Transformers or a module with pipeline_layers() (layers_of); it is not
     changed, stages share its parameters. On the meta device it is measured a layer at a time, with random weights, and
     Pipeline(init=) fills each rank's stages. sample: a microbatch [B, *] as the first layer takes it. by: "time", the
     forward and backward of each layer (median of `rounds`); "memory", param_scale times the parameters (4: value,
@@ -67,8 +71,20 @@ def split(
     _check(layers, stages, sample, by, load)
     costs, boundaries = _measure(layers, sample, rounds if by in ("time", "load") else 0)
     if isinstance(by, str):
-        names = {id(module): name for name, module in model.named_modules()}
-        cut = balance_cost(_numbers(costs, layers, by, load or {}, names, param_scale), stages)
+        numbers = [cost.seconds for cost in costs]
+        if by == "memory":
+            numbers = [cost.parameter_bytes * param_scale + cost.activation_bytes for cost in costs]
+        if by == "load":
+            names = {module: name for name, module in model.named_modules()}
+            for i, (cost, layer) in enumerate(zip(costs, layers, strict=True)):
+                for moe, seconds in zip(_moe_layers(layer), cost.seconds_in_experts, strict=True):
+                    if (recorded := (load or {}).get(names.get(moe.gate, ""))) is not None:
+                        tokens = torch.tensor(list(recorded), dtype=torch.float64, device="cpu")
+                        of_ranks = tokens.view(moe.world_size, -1).sum(1)
+                        # All wait for the busiest rank; the sample's time is taken for an even load's.
+                        if of_ranks.sum() > 0:
+                            numbers[i] += seconds * (float(of_ranks.max() / of_ranks.mean()) - 1)
+        cut = balance_cost(numbers, stages)
     else:
         cut = list(by)
     if dist.is_initialized():
@@ -128,29 +144,6 @@ def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
     return seconds, [seconds * s / max(forward, 1e-9) for s in in_experts.values()]
 
 
-def _numbers(
-    costs: list[_LayerCost],
-    layers: list[nn.Module],
-    by: str,
-    load: Mapping[str, Sequence[int]],
-    names: dict[int, str],
-    param_scale: float,
-) -> list[float]:
-    if by == "memory":
-        return [cost.parameter_bytes * param_scale + cost.activation_bytes for cost in costs]
-    numbers = [cost.seconds for cost in costs]
-    if by == "load":
-        for i, (cost, layer) in enumerate(zip(costs, layers, strict=True)):
-            for moe, seconds in zip(_moe_layers(layer), cost.seconds_in_experts, strict=True):
-                if (recorded := load.get(names.get(id(moe.gate), ""))) is not None:
-                    tokens = torch.tensor(list(recorded), dtype=torch.float64, device="cpu")
-                    of_ranks = tokens.view(moe.world_size, -1).sum(1)
-                    # All wait for the busiest rank; the sample's time is taken for an even load's.
-                    if of_ranks.sum() > 0:
-                        numbers[i] += seconds * (float(of_ranks.max() / of_ranks.mean()) - 1)
-    return numbers
-
-
 def _check(
     layers: list[nn.Module], stages: int, sample: Tensors, by: str | Sequence[int], load: object
 ) -> None:
@@ -190,3 +183,111 @@ def _check(
 
 def _moe_layers(layer: nn.Module) -> list[FMoE]:
     return [m for m in layer.modules() if isinstance(m, FMoE)]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, each called with what the one before returns, a tensor or a tuple of tensors.
+
+    A model is an nn.Sequential, a module with a method pipeline_layers() that returns such a list (modules that share
+    its parameters), or a decoder of Transformers of Llama's form (Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE
+    variants, OLMoE), called with input_ids [B, S] and causal attention.
+    Raises TypeError for other models, ValueError for a decoder whose attention is not causal over all tokens.
+    """
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    own: Any = getattr(model, "pipeline_layers", None)
+    if own is not None:
+        return list(own())
+    base = getattr(model, "model", None)
+    if all(hasattr(base, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        return _decoder_layers(model, base)
+    raise TypeError(
+        f"{type(model).__name__} cannot be cut: give an nn.Sequential, a decoder of Transformers with "
+        "model.embed_tokens, model.layers, model.norm and model.rotary_emb, or a module with a method "
+        "pipeline_layers() -> its layers in order"
+    )
+
+
+def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    window = getattr(model.config, "sliding_window", None)
+    if not kinds <= set(_FULL_ATTENTION) or (window is not None and not kinds):
+        raise ValueError(
+            f"{type(model).__name__} has attention of other kinds than full causal attention (layer_types "
+            f"{sorted(kinds)}, sliding_window {window}), which a pipeline would not honour: set sliding_window=None, "
+            "or give it a method pipeline_layers()"
+        )
+    attention = getattr(model.config, "_attn_implementation", "sdpa")
+    if attention not in _MASKED_ATTENTION:
+        raise ValueError(
+            f"{type(model).__name__} computes attention by {attention!r}, which takes no mask of numbers: load "
+            f"it with attn_implementation= one of {', '.join(map(repr, _MASKED_ATTENTION))}, or give it a method "
+            "pipeline_layers()"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds its router's loss itself (output_router_logits), which stages do not: fmoefy "
+            "it, and pass Pipeline(balance_weight=)"
+        )
+    blocks = [_DecoderBlock(layer, base.rotary_emb) for layer in base.layers]
+    head: nn.Module = nn.Sequential(base.norm, model.lm_head)
+    return [base.embed_tokens, *blocks, head]
+
+
+class _DecoderBlock(nn.Module):
+    """A block of a decoder of Transformers, which makes its own mask and rotation: only x travels."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module):
+        super().__init__()
+        self.layer = layer
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        later = positions[None] > positions[:, None]
+        mask = torch.zeros_like(later, dtype=x.dtype).masked_fill(later, torch.finfo(x.dtype).min)
+        out = self.layer(
+            x,
+            attention_mask=mask.expand(x.shape[0], 1, -1, -1),
+            position_ids=positions[None],
+            position_embeddings=self.rotary(x, positions[None]),
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+
+def part_of(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
+    """The modules of a model that some of its layers use, under the names that they have in the model.
+
+    Its state_dict() is a part of the model's. Raises ValueError for a parameter that no module of the model has.
+    """
+    used = {id(module) for layer in layers for module in layer.modules()}
+    part = nn.Module()
+    for path, module in _outermost(model, used):
+        _place(part, path, module)
+    found = {id(p) for p in part.parameters()}
+    if lost := [n for layer in layers for n, p in layer.named_parameters() if id(p) not in found]:
+        raise ValueError(
+            f"{lost[0]} of a pipeline layer is a parameter of no module of {type(model).__name__}: layers must be made "
+            "of the model's own modules"
+        )
+    return part
+
+
+def _outermost(module: nn.Module, used: set[int], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        full = f"{path}.{name}" if path else name
+        if id(child) in used:
+            yield full, child
+        else:
+            yield from _outermost(child, used, full)
+
+
+def _place(part: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in part._modules:
+            part.add_module(parent, nn.Module())
+        part = part.get_submodule(parent)
+    part.add_module(name, module)

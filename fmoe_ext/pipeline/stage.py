@@ -1,4 +1,13 @@
-"""A stage: consecutive layers of a model, and what a microbatch needs on its way through them."""
+"""A stage: consecutive layers of a model, and what a microbatch needs on its way through them.
+
+torch's schedules send tensors of one shape, but microbatches may have unequal numbers of rows, or none. So a stage
+pads what it sends to the rows of the largest microbatch and cuts what it gets: layers see only rows that are
+there. Only numbers of microbatches travel through the schedule; the values of the batch are in the stage.
+
+The losses of a stage's gates never reach the last stage. They enter the gradient where they arise: _Leave passes a
+stage's result on, and in the backward gives the loss beside it the gradient 1, as the auxiliary losses of
+Megatron-LM have it.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -41,9 +50,9 @@ class Boundary:
 class Microbatches:
     """The parts of one batch."""
 
-    values: list[Tensors]
-    targets: list[Any]
-    rows: list[int]
+    values: list[Tensors]  # that the first stage takes
+    targets: list[Any]  # that the loss takes
+    rows: list[int]  # of each part; 0 for those that a schedule needs beyond chunks
     balance_weight: float  # how much the sum of all gates' losses counts
 
     @property
@@ -137,9 +146,10 @@ class Stage(nn.Module):
         is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
         for layer, gates, norms in zip(self.layers, self._gates, self._norms, strict=True):
             if is_checkpointed:
-                contexts = functools.partial(_contexts, norms)
                 values, of_layer = checkpoint_of(
-                    _run, layer, gates, values, use_reentrant=False, context_fn=contexts
+                    *(_run, layer, gates, values),
+                    use_reentrant=False,
+                    context_fn=functools.partial(_contexts, norms),
                 )
             else:
                 values, of_layer = _run(layer, gates, values)
@@ -203,11 +213,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """x [n, *] padded with zeros to [rows, *], never a view; in backward a loss gets the gradient 1.
-
-    That is how a loss of an inner stage, which never reaches the last one, comes into the gradient (as the
-    auxiliary losses of Megatron-LM do).
-    """
+    """x [n, *] padded with zeros to [rows, *], never a view; in backward a loss gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor | None, rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Times of every rank's computations, and a drawing of them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,7 +39,8 @@ class TimedStage(PipelineStage):
     """
 
     stage: Stage
-    record: Callable[[str, int, int, float, float], None] | None = None  # None: no record
+    spans: list[Span] | None = None  # where computations are noted; None: nowhere
+    began: float = 0.0  # when the step did
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,8 +77,9 @@ class TimedStage(PipelineStage):
         self._note("backward" if self.is_first else "weights", bwd_chunk_id, begin)
 
     def _note(self, kind: str, microbatch: int, begin: float) -> None:
-        if self.record is not None:
-            self.record(kind, self.stage_index, microbatch, begin, time.perf_counter())
+        if self.spans is not None:
+            times = begin - self.began, time.perf_counter() - self.began
+            self.spans.append(Span(dist.get_rank(self.group), self.stage_index, microbatch, kind, *times))
 
 
 def bubble_share(spans: Sequence[Span]) -> float:

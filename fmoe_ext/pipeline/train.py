@@ -24,7 +24,6 @@ from fmoe_ext.gates.accumulation import refuse_all_forwards_first
 from fmoe_ext.pipeline.data_parallel import (
     TiedParameters,
     check_data_parallel,
-    check_tied,
     joined,
     num_copies,
     wrap,
@@ -58,14 +57,13 @@ class _Run:
         self._rows_of_schedule = -1
         self._batch: Microbatches | None = None
         self._factor = 1.0
-        self._began = 0.0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)  # where the last stage is
         self.spans: list[Span] | None = None  # what was computed when; None without a trace
 
     def train(self, microbatches: Microbatches, factor: float, trace: bool) -> list[Tensor]:
         """Forward and backward of all microbatches, their losses times factor -> the losses of their gates."""
         self.spans = [] if trace else None
-        self._began = time.perf_counter()
+        began = time.perf_counter()
         self._begin(microbatches, factor)
         # torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once
         if microbatches.most_rows != self._rows_of_schedule:
@@ -73,7 +71,7 @@ class _Run:
             self._schedule = self._make_schedule(microbatches.most_rows)
             self._rows_of_schedule = microbatches.most_rows
         for timed in self._timed:
-            timed.record = self._record if trace else None
+            timed.spans, timed.began = self.spans, began
         # The schedule cuts and passes on only the numbers of microbatches: each stage has the values themselves.
         numbers = torch.arange(self._pipeline.num_microbatches, device="cpu")
         indexes = [stage.index for stage in self._stages]
@@ -152,11 +150,6 @@ class _Run:
         self.loss_sum += loss.detach().to(self._device)
         return loss * self._factor
 
-    def _record(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
-        assert self.spans is not None
-        rank = dist.get_rank(self._groups.pp)
-        self.spans.append(Span(rank, stage, microbatch, kind, begin - self._began, end - self._began))
-
 
 class Pipeline:
     """A model cut over the ranks of a job, microbatches under way in all stages at once.
@@ -224,7 +217,11 @@ class Pipeline:
         for stage in self.stages:
             stage.is_checkpointed = checkpoint
         self._tied = TiedParameters(stages, self._places, groups.pp)
-        check_tied(data_parallel, self._tied)
+        if data_parallel == "fsdp" and self._tied:
+            raise ValueError(
+                'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
+                "untie them"
+            )
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
         self._run = _Run(self, self._wrapped, self._kind, self._places)

@@ -14,8 +14,7 @@ from torch import nn
 
 from fmoe_ext._sharded import is_zero_redundancy
 from fmoe_ext.ep import expert_parallel_layers
-from fmoe_ext.ep.exchange import global_exchange
-from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.expert_parallel import move_rows
 
 logger = logging.getLogger(__name__)
 
@@ -122,24 +121,3 @@ def _rows_of_state(
                 "SGD), or experts without bias"
             )
     return list(tensors.values())
-
-
-def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel: ExpertParallel) -> None:
-    """Bring rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
-    num_local, rank = parallel.num_local_experts, parallel.rank
-    place_before = {expert: place for place, expert in enumerate(old)}
-    # for each rank: my rows that it will hold, in its order; where its rows go here
-    sends: list[list[int]] = [[] for _ in range(parallel.size)]
-    arrivals: list[list[int]] = [[] for _ in range(parallel.size)]
-    for place, expert in enumerate(new):
-        target, index = divmod(place, num_local)
-        source, source_index = divmod(place_before[expert], num_local)
-        if source == rank:
-            sends[target].append(source_index)
-        if target == rank:
-            arrivals[source].append(index)
-    rows = x[[index for part in sends for index in part]]
-    received = global_exchange(
-        rows, [len(part) for part in sends], [len(part) for part in arrivals], parallel.group
-    )
-    x[[index for part in arrivals for index in part]] = received

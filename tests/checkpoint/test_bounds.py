@@ -160,7 +160,7 @@ def by_doctor(path):
 
 
 def by_plan(path):
-    from fmoe_ext.pipeline.sizes import sizes_of
+    from fmoe_ext.planning.sizes import sizes_of
 
     sizes_of(str(path))
 

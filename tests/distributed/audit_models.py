@@ -75,6 +75,13 @@ def local_balance(layout):
     return model
 
 
+def without_a_bias(layout):
+    model = Model(layout)
+    if layout.num_ranks > 1:
+        model.head.bias = None
+    return model
+
+
 def clip_local(model):
     """The norm of this rank's experts only."""
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)

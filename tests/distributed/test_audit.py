@@ -89,6 +89,12 @@ def test_finds_an_optimizer_that_misses_parameters(pool):
     assert "the optimizer misses blocks.0.mlp.gate.gate.weight" in str(report)
 
 
+def test_finds_a_parameter_that_a_layout_lacks(pool):
+    report = audited(pool, replace(models.RECIPE, build=models.without_a_bias), layouts=["1", "dp2"])
+    (failure,) = report.failures
+    assert str(failure.case.layout) == "dp 2" and failure.error == "no rank has head.bias"
+
+
 def test_audit_error_of_one_rank_is_reported(pool, monkeypatch):
     monkeypatch.setattr(testing, "GRACE", 0.5)  # seconds until the other one is ended, which waits
     recipe = replace(models.RECIPE, build=models.raises_on_last_rank)

@@ -13,7 +13,7 @@ from benchmarks.bench_pipeline import measure_overlap
 from fmoe_ext.ep.exchange import Transfer, wait
 from fmoe_ext.pipeline import Pipeline, init_groups, overlap, split
 from fmoe_ext.pipeline.overlap import by_turns
-from fmoe_ext.pipeline.plan import SCHEDULE_COSTS
+from fmoe_ext.planning.layouts import SCHEDULE_COSTS
 
 D, ROWS, CHUNKS = 8, 6, 5
 share_in_pairs = SCHEDULE_COSTS["dualpipe_v"].in_pairs

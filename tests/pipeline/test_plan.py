@@ -13,9 +13,9 @@ from torch import nn
 
 from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline import Pipeline, init_groups, split
-from fmoe_ext.pipeline.cli import main
-from fmoe_ext.pipeline.plan import GIB, LayerPlan, Layout, advice, estimate, plan
-from fmoe_ext.pipeline.sizes import Shape, left_out, read_shape
+from fmoe_ext.planning.cli import main
+from fmoe_ext.planning.layouts import GIB, LayerPlan, Layout, advice, estimate, plan
+from fmoe_ext.planning.sizes import Shape, sizes_of
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
 SHAPE = Shape(d_model=32, num_layers=4, num_heads=4, d_hidden=64, vocabulary=256, num_experts=4, top_k=2)
@@ -83,7 +83,7 @@ def memory_of_step(schedule, ep):
 
 def planned(layers, schedule, ep):
     """As estimate() counts, of each of two ranks."""
-    from fmoe_ext.pipeline.plan import SCHEDULE_COSTS, memory_of_rank
+    from fmoe_ext.planning.layouts import SCHEDULE_COSTS, memory_of_rank
 
     layout = Layout(2, 1, ep, schedule, CHUNKS)
     rows = ROWS / CHUNKS
@@ -225,14 +225,14 @@ def test_sizes_of_a_config(tmp_path):
         "num_experts_per_tok": 2,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_shape(str(tmp_path)) == Shape(64, 2, 4, 32, 100, num_kv_heads=2, num_experts=8, top_k=2)
+    expected = Shape(64, 2, 4, 32, 100, num_kv_heads=2, num_experts=8, top_k=2)
+    assert sizes_of(str(tmp_path)) == (expected.sizes(), [])
     with pytest.raises(ValueError, match="--model lacks num_layers, num_heads"):
-        read_shape("d_model=8,d_hidden=4,vocabulary=9")
+        sizes_of("d_model=8,d_hidden=4,vocabulary=9")
     with pytest.raises(ValueError, match="has no size 'width'"):
-        read_shape("width=8")
+        sizes_of("width=8")
     with pytest.raises(ValueError, match="name=number"):
-        read_shape("tutorial")
-    assert left_out(str(tmp_path)) == []
+        sizes_of("tutorial")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_sizes_of_a_config(tmp_path):
 def test_config_of_another_kind(tmp_path, content, message):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
-        read_shape(str(tmp_path))
+        sizes_of(str(tmp_path))
 
 
 SIZES = "d_model=64,num_layers=4,num_heads=4,d_hidden=32,vocabulary=100"

@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from fmoe_ext.pipeline.cli import main
-from fmoe_ext.pipeline.sizes import count
+from fmoe_ext.planning.cli import main
+from fmoe_ext.planning.sizes import sizes_of
 from tests.huggingface.moe_architectures import CHANGES, architectures, tiny_config
 
 FAST = ("Gemma4ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3VLMoeForConditionalGeneration")
@@ -35,7 +35,7 @@ def test_parameters_of_each_layer(name, tmp_path):
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = getattr(transformers, name)(config)
-    found = count(str(tmp_path))
+    found, _ = sizes_of(str(tmp_path))
     plans = found.layers(length=8, element=1)
     numels = {key: p.numel() for key, p in model.named_parameters()}
     assert sum(p.dense_bytes + p.expert_bytes for p in plans) == sum(numels.values())
@@ -50,7 +50,7 @@ def test_parameters_of_each_layer(name, tmp_path):
 def test_layers_with_heads_of_their_own(tmp_path, capsys):
     """Full attention of Gemma 4 has wider heads, and values that are its keys."""
     config_of("Gemma4ForCausalLM", **GEMMA).save_pretrained(tmp_path)
-    found = count(str(tmp_path))
+    found, _ = sizes_of(str(tmp_path))
     assert [block.q for block in found.blocks] == [64, 96, 64, 96]
     dense = [block.dense for block in found.blocks]
     assert dense[0] == dense[2] != dense[1] == dense[3]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fmoe_ext.audit.cases import AuditError
-from fmoe_ext.audit.plan import Parallel
-from fmoe_ext.audit.plan_training import OF_EXPERTS
+from fmoe_ext.audit.plan import OF_EXPERTS, Parallel
 
 
 def from_pretrained(model: Any, **options: Any) -> Parallel:

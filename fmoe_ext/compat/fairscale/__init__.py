@@ -7,8 +7,8 @@ from fmoe_ext.compat.fairscale.balance import balance_by_size, balance_by_time
 from fmoe_ext.compat.fairscale.batch_norm import DeferredBatchNorm, defer_batch_norm
 from fmoe_ext.compat.fairscale.pipe import BalanceError, Pipe
 from fmoe_ext.compat.fairscale.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from fmoe_ext.pipeline.balance import balance_cost
 from fmoe_ext.pipeline.microbatch import NoChunk
+from fmoe_ext.planning.layouts import balance_cost
 
 __all__ = [
     "BalanceError",

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fmoe_ext.compat.fairscale.skip import keeping
-from fmoe_ext.pipeline.balance import balance_cost
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Values, as_tuple, check_values, move
+from fmoe_ext.planning.layouts import balance_cost
 
 
 def balance_by_time(

@@ -70,23 +70,19 @@ def _target(path: str, layer: Any, options: Options) -> Target:
     moe_kwargs = layer_arguments(config, groups)
     if options.gate is None:
         moe_kwargs |= gate_arguments(config)
+    mlp = layer.mlp
+    parameters = (mlp.linear_fc1.weight, mlp.linear_fc1.bias, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+    w1, b1, w2, b2 = (None if p is None or not p.numel() else p.detach() for p in parameters)
+    activation = activation_of(config) if options.activation is None else options.activation
+    dense = DenseMLP(config.hidden_size, config.ffn_hidden_size, activation, w1, b1, w2, b2)
     return Target(
         path=path,
         parent=layer,
         attribute="mlp",
-        dense=_read(layer.mlp, config, groups, options),
+        dense=whole(dense, config.gated_linear_unit, groups.tp),  # tensor-parallel ranks put it together
         wrap=lambda moe: MegatronCoreMLP(moe, config, groups, norm, layer_number=layer.layer_number),
         layer_index=layer.layer_number - 1,
         num_layers=config.num_layers,
         moe_kwargs=moe_kwargs,
         notes=() if norm is None else ("the norm inside linear_fc1 was moved in front of the gate",),
     )
-
-
-def _read(mlp: Any, config: Any, groups: Any, options: Options) -> DenseMLP:
-    """The dense MLP; tensor-parallel ranks put it together."""
-    parameters = (mlp.linear_fc1.weight, mlp.linear_fc1.bias, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
-    w1, b1, w2, b2 = (None if p is None or not p.numel() else p.detach() for p in parameters)
-    activation = activation_of(config) if options.activation is None else options.activation
-    dense = DenseMLP(config.hidden_size, config.ffn_hidden_size, activation, w1, b1, w2, b2)
-    return whole(dense, config.gated_linear_unit, groups.tp)

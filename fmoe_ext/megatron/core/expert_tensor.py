@@ -1,4 +1,10 @@
-"""Megatron-core's expert tensor parallelism: each rank of a group has some hidden units of every expert here."""
+"""Megatron-core's expert tensor parallelism: each rank of a group has some hidden units of every expert here.
+
+An MLP's hidden units are independent of each other, so that its result is a sum over them. Each rank gets the rows
+of all ranks of the group, computes its units' part of each expert's result, and the parts are summed and sent back;
+the bias behind the sum is added once. A gated activation has its gate's rows before up's in one weight: a rank has a
+part of either half, and a checkpoint stores the halves as shards of their own, so that any number of ranks loads it.
+"""
 
 from __future__ import annotations
 

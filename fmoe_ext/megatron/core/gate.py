@@ -1,4 +1,10 @@
-"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter."""
+"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter.
+
+The gates are those of fmoe_ext.gates, and answer to the names by which Megatron's training loop knows its router:
+finalize_model_grads moves biases and quantiles and resets running loads, and RouterReplay records and gives choices,
+in Megatron's order of tokens [s, b] with padding. Ours see [b, s] where a loss is of each sequence, and no padding;
+select() turns one order into the other.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +56,16 @@ class FromConfig(ScoredGate):
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As the gate's own; with moe_enable_routing_replay, Megatron's RouterReplay records or gives the choices."""
         action, replay = self._replay_action, self.router_replay
+        by_sequence = "sequence" in self.balance_losses
         if action == "replay_backward":  # also by a repeated forward, which chooses what its original chose
             played = replay.replay_backward_list.pop(0)
         if action is None or self.tape is not None:
             return super().select(logits)
         if action == "record":
             topk_idx, topk_weights = super().select(logits)
-            replay.record_indices(self._in_megatrons_order(topk_idx))
+            # of every token, padding too, as of [s, b]: the layer may give the gate [b, s]
+            every: Tensor = current_batch().put_back(topk_idx)
+            replay.record_indices(_swapped(every, (-1, self.seq_len)) if by_sequence else every)
             return topk_idx, topk_weights
         if action == "replay_forward":
             played = replay.target_topk_idx
@@ -64,7 +73,10 @@ class FromConfig(ScoredGate):
             raise ValueError(
                 "RouterReplay has no choices for this layer: call RouterReplay.set_replay_data before"
             )
-        self.tape = Repeat(self._in_own_order(played.to(logits.device)), is_fused=True)
+        played = played.to(logits.device)
+        if by_sequence:
+            played = _swapped(played, (self.seq_len, -1))
+        self.tape = Repeat(current_batch().take(played.long()), is_fused=True)
         try:
             return super().select(logits)
         finally:
@@ -74,17 +86,6 @@ class FromConfig(ScoredGate):
     def _replay_action(self) -> str | None:
         action = getattr(self.router_replay, "router_replay_action", None)
         return None if action is None else action.value
-
-    def _in_megatrons_order(self, topk_idx: Tensor) -> Tensor:
-        """Choices [T, K] of every token, padding too, as of [s, b]: the layer may give the gate [b, s]."""
-        every: Tensor = current_batch().put_back(topk_idx)
-        return _swapped(every, (-1, self.seq_len)) if "sequence" in self.balance_losses else every
-
-    def _in_own_order(self, topk_idx: Tensor) -> Tensor:
-        if "sequence" in self.balance_losses:
-            topk_idx = _swapped(topk_idx, (self.seq_len, -1))
-        own: Tensor = current_batch().take(topk_idx.long())
-        return own
 
     def draw_logits(self, logits: Tensor) -> Tensor:
         """From the generator of Megatron that differs on every expert-parallel rank, as RandomSTE does."""
@@ -209,6 +210,7 @@ def _common_options(config: Any) -> dict[str, Any]:
 
 
 def _swapped(rows: Tensor, shape: tuple[Any, Any]) -> Tensor:
+    """Rows of tokens in the order of the transposed shape."""
     return rows.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
 
 

@@ -1,4 +1,13 @@
-"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP."""
+"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP.
+
+Megatron reads how to treat a parameter from its attributes: allreduce=False means reduced over the ranks with the
+same experts, sequence_parallel that gradients are summed over tensor-parallel ranks, tensor_model_parallel that the
+gradient norm counts every rank's. The layer sets them once, when it is made.
+
+The gate's loss is that of all tokens of a microbatch, on all ranks. It joins the backward through Megatron's
+MoEAuxLossAutoScaler, which gives it the gradient that the schedule has set for the main loss. A loss of each
+sequence needs sequences one after the other: Megatron's [s, b, h] is transposed on the way in and out.
+"""
 
 from __future__ import annotations
 
@@ -60,53 +69,50 @@ class MegatronCoreMLP(nn.Module):
         if config.num_moe_experts is None:
             # only then do Megatron's schedules scale the auxiliary loss
             config.num_moe_experts = moe.num_experts
-        self._mark_parameters()
-        self._share_gate()
-        self._warn_of_unused_loss()
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron's TransformerLayer; layers of the decoder count from 1."""
-        self.layer_number = layer_number
-
-    def _mark_parameters(self) -> None:
-        for name, p in self.moe.experts.named_parameters():
+        gate = moe.gate
+        for name, p in moe.experts.named_parameters():
             p.allreduce = False  # reduced over the ranks that hold the same experts
             # The gradient norm counts parameters of every tensor-parallel rank: experts differ there.
-            is_copy = self._groups.expt_tp.size() > 1 and name == "h4toh.bias"
+            is_copy = groups.expt_tp.size() > 1 and name == "h4toh.bias"
             p.tensor_model_parallel, p.partition_dim, p.partition_stride = not is_copy, 0, 1
-        modules = [module for module in (self.moe.gate, self.moe.latent, self.norm) if module is not None]
+        modules = [module for module in (gate, moe.latent, norm) if module is not None]
         dense: list[Any] = [p for module in modules for p in module.parameters()]
         for p in dense:
             # then Megatron sums the gradient over the ranks
-            p.sequence_parallel = self.config.sequence_parallel
-
-    def _share_gate(self) -> None:
-        gate, groups = self.moe.gate, self._groups
+            p.sequence_parallel = config.sequence_parallel
         if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
             # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
             gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
-        sequence_group = groups.tp_cp if self.config.sequence_parallel else groups.cp
+        sequence_group = groups.tp_cp if config.sequence_parallel else groups.cp
         if self._balances_sequences and sequence_group.size() > 1:
             gate.sequence_ranks = GroupRanks(sequence_group)
-        if self.moe.slice_size > 1:
-            latent = () if self.moe.latent is None else self.moe.latent.parameters()
+        if moe.slice_size > 1:
+            # each rank of tp routes a part of the same tokens
+
+            def sum_over_tp(grad: Tensor) -> Tensor:
+                total = grad.clone()
+                dist.all_reduce(total, group=groups.tp)
+                return total
+
+            latent = () if moe.latent is None else moe.latent.parameters()
             for p in (*gate.parameters(), *latent):
-                p.register_hook(lambda grad: _sum_over(groups.tp, grad))
-
-    @property
-    def _balances_sequences(self) -> bool:
-        return "sequence" in getattr(self.moe.gate, "balance_losses", ())
-
-    def _warn_of_unused_loss(self) -> None:
-        gate = self.moe.gate
+                p.register_hook(sum_over_tp)
         has_loss = type(gate) is not NaiveGate and getattr(gate, "balance_loss", "global") is not None
         if has_loss and self._loss_factor() == 0 and not getattr(gate, "bias_update_speed", 0):
             warnings.warn(
                 "moe_aux_loss_coeff is 0, Megatron's default (FastMoE's --balance-loss-weight was 1): the gates' "
                 "balance loss trains nothing. Set --moe-aux-loss-coeff, 0.01 for instance, or say "
                 "--moe-router-load-balancing-type none",
-                stacklevel=4,
+                stacklevel=3,
             )
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by Megatron's TransformerLayer; layers of the decoder count from 1."""
+        self.layer_number = layer_number
+
+    @property
+    def _balances_sequences(self) -> bool:
+        return "sequence" in getattr(self.moe.gate, "balance_losses", ())
 
     def _loss_factor(self) -> float:
         if isinstance(self.moe.gate, FromConfig):
@@ -127,7 +133,13 @@ class MegatronCoreMLP(nn.Module):
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         valid = None if padding_mask is None else ~padding_mask.bool()  # [b, s]
         num_tokens = x.shape[:-1].numel() if valid is None else valid.sum()
-        output = self._with_gate_loss(self._routed(x, valid), num_tokens)
+        if self._balances_sequences:  # the gate sees one sequence after the other
+            if isinstance(self.moe.gate, FromConfig):
+                self.moe.gate.seq_len = x.shape[0]
+            output = self.moe(x.transpose(0, 1), valid).transpose(0, 1)
+        else:
+            output = self.moe(x, None if valid is None else valid.t())
+        output = self._with_gate_loss(output, num_tokens)
         if self.shared_experts is None:
             return output
         if self._recomputes("shared_experts"):
@@ -139,14 +151,6 @@ class MegatronCoreMLP(nn.Module):
         config = self.config
         selective = config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
         return selective and self.training and torch.is_grad_enabled()
-
-    def _routed(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; a loss of each sequence has the gate see one sequence after the other."""
-        if not self._balances_sequences:
-            return self.moe(x, None if valid is None else valid.t())
-        if isinstance(self.moe.gate, FromConfig):
-            self.moe.gate.seq_len = x.shape[0]
-        return self.moe(x.transpose(0, 1), valid).transpose(0, 1)
 
     def _with_gate_loss(self, output: Tensor, num_tokens: int | Tensor) -> Tensor:
         gate_loss = self.moe.gate.get_loss()
@@ -232,12 +236,6 @@ def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     from megatron.core.tensor_parallel import checkpoint
 
     return checkpoint(function, False, x)
-
-
-def _sum_over(group: Any, grad: Tensor) -> Tensor:
-    total = grad.clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 
 class FusedNorm(nn.Module):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.nn.functional as F
 
 from fmoe_ext.megatron.core.gate import BALANCE_LOSSES, is_quantile, is_sinkhorn, only
 from fmoe_ext.megatron.core.options import (
+    MOE_FIELD,
     Option,
-    check,
-    check_dense,
     is_default,
+    layers_with_experts,
     names_of,
-    table_of,
 )
 
 
@@ -79,14 +79,6 @@ def _replays_in_parts(config: Any) -> bool:
     return replays and (in_parts or is_sinkhorn(config) or is_quantile(config))
 
 
-def _changes_signs(config: Any) -> bool:
-    return (config.moe_input_jitter_eps or 0) >= 1
-
-
-def _has_no_loss(config: Any) -> bool:
-    return (is_sinkhorn(config) or is_quantile(config)) and only(config.moe_aux_loss_coeff) != 0
-
-
 def _offloads_experts(config: Any) -> bool:
     offloads = getattr(config, "fine_grained_activation_offloading", False)
     return offloads and bool(
@@ -102,10 +94,6 @@ def _captures_this_layer(config: Any) -> bool:
     )
     captured = names_of(config, "cuda_graph_modules") | names_of(config, "cuda_graph_scope")
     return bool(graphs) and not (captured and captured <= {"attn", "mamba"})
-
-
-def _uses_gelu_of_te(config: Any) -> bool:
-    return getattr(config, "use_te_activation_func", False) and config.activation_func is F.gelu
 
 
 def _captures(name: str, default: Any, *values: str) -> Option:
@@ -240,7 +228,7 @@ _ROUTER = (
         0.0,
         "factor of the gate's loss, or of each of several, through `MoEAuxLossAutoScaler`",
         'any beside moe_router_load_balancing_type="sinkhorn" and "quantile_balancing", which have no loss',
-        _has_no_loss,
+        lambda config: (is_sinkhorn(config) or is_quantile(config)) and only(config.moe_aux_loss_coeff) != 0,
     ),
     Option(
         "moe_grad_scale_func",
@@ -259,7 +247,7 @@ _ROUTER = (
         None,
         "`jitter` of the gate, in training (Megatron: in evaluation too)",
         "1 and more, which would change signs",
-        refuses=_changes_signs,
+        refuses=lambda config: (config.moe_input_jitter_eps or 0) >= 1,
     ),
     _router(
         "moe_expert_capacity_factor", None, "`capacity_factor` of the gate, over the tokens of all ranks"
@@ -321,7 +309,7 @@ _EXPERTS = (
         False,
         "no effect: the same function, but for gelu",
         "with gelu: Transformer Engine computes its tanh approximation; pass activation=",
-        _uses_gelu_of_te,
+        lambda config: getattr(config, "use_te_activation_func", False) and config.activation_func is F.gelu,
     ),
     *_refused(
         f"{_DTYPE}: leave Megatron's low precision out, or keep Megatron's own experts",
@@ -421,11 +409,58 @@ def check_options(config: Any, own_gate: bool = False, fills_dense: bool = False
     own_gate: the user passes gate=, which replaces the options of Megatron's router.
     fills_dense: the layer replaces a dense MLP (fmoefy).
     """
-    check(OPTIONS, config, own_gate)
-    if fills_dense:
-        check_dense(config)
+    for option in OPTIONS:
+        value = getattr(config, option.name, option.default)
+        if own_gate and option.describes_router:
+            if option.is_set(config) and not option.has_no_effect:
+                raise ValueError(
+                    f"{option.name}={value!r} describes Megatron's router, but gate= is given: say it in the gate's "
+                    f"own arguments and leave {option.name} at {option.default!r}, or leave gate= out"
+                )
+        elif (reason := option.why_refused(config)) is not None:
+            raise ValueError(f"{option.name}={value!r} is refused: {reason} (docs/megatron.md)")
+    # What looks like an MoE option, has another value than its default, and has no row.
+    known = {option.name for option in OPTIONS}
+    for field in dataclasses.fields(config):
+        if MOE_FIELD.search(field.name) and field.name not in known:
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            if not is_default(value := getattr(config, field.name), default):
+                raise ValueError(
+                    f"{field.name}={value!r} is refused: this version of fmoe_ext does not know the option; leave it "
+                    f"at {default!r}"
+                )
+    if not fills_dense:
+        return
+    shared, latent = config.moe_shared_expert_intermediate_size, getattr(config, "moe_latent_size", None)
+    if shared is not None:
+        raise ValueError(
+            f"moe_shared_expert_intermediate_size={shared} is refused: the dense MLP that fmoefy replaces has no "
+            "shared experts; moe_layer_spec builds them"
+        )
+    if latent is not None:
+        raise ValueError(
+            f"moe_latent_size={latent} is refused: experts in place of a dense MLP have the model's width; "
+            "moe_layer_spec builds latent ones"
+        )
+    if not all(layers_with_experts(config)):
+        raise ValueError(
+            f"moe_layer_freq={config.moe_layer_freq!r} is refused: name the layers in fmoefy(model, layers=...)"
+        )
 
 
 def table() -> str:
-    """OPTIONS as docs/megatron.md shows them."""
-    return table_of(OPTIONS)
+    """OPTIONS as docs/megatron.md shows them: options without effect share a row with their reason."""
+    rows, reasons = ["| option | default | honoured by | refused |", "|---|---|---|---|"], []
+    for option in OPTIONS:
+        if option.has_no_effect and not option.refused:
+            if option.honoured not in reasons:
+                reasons.append(option.honoured)
+            continue
+        refused = option.refused if option.honoured else f"any other value: {option.refused}"
+        cells = (f"`{option.name}`", f"`{option.default}`", option.honoured or "-", refused or "-")
+        rows.append(f"| {' | '.join(cells)} |")
+    for reason in reasons:
+        names = ", ".join(f"`{option.name}`" for option in OPTIONS if option.honoured == reason)
+        rows.append(f"| {names} | | {reason} | - |")
+    return "\n".join(rows)

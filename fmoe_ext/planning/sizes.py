@@ -1,14 +1,15 @@
 """The layers of a decoder for the planner, from a model of Transformers or from numbers.
 
-A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each layer has
-its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that Transformers lacks)
-is computed from a few numbers, all layers alike. Both give Sizes, from which layers() makes what the planner adds up.
+A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each
+layer has its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that
+Transformers lacks) is computed from a few numbers, all layers alike. Both give Sizes, from which layers()
+makes what the planner adds up.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -20,10 +21,10 @@ from torch import nn
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import read_json
 from fmoe_ext.checkpoint.huggingface import MAX_LAYERS, errors_of_transformers, read_config
-from fmoe_ext.pipeline.plan import LayerPlan
+from fmoe_ext.planning.layouts import LayerPlan
 
 # Our names, and those of configurations of Transformers, the first that is there counts.
-NAMES = MappingProxyType(
+_NAMES = MappingProxyType(
     {
         "d_model": ("hidden_size",),
         "num_layers": ("num_hidden_layers",),
@@ -36,9 +37,8 @@ NAMES = MappingProxyType(
         "top_k": ("num_experts_per_tok",),
     }
 )
-
 # What configurations say of layers that are not all alike, which Shape does not have: field, value without effect.
-UNEQUAL_LAYERS = MappingProxyType(
+_UNEQUAL_LAYERS = MappingProxyType(
     {
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
@@ -48,13 +48,12 @@ UNEQUAL_LAYERS = MappingProxyType(
         "kv_lora_rank": 0,
     }
 )
-
-
-CHOICES = (
+# Names that configurations of Transformers have for the choices of a token.
+_CHOICES = (
     *("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k"),
     "top_k",
 )
-EXPERTS = re.compile(r"(?:^|\.)experts\.")
+_EXPERTS = re.compile(r"(?:^|\.)experts\.")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Sizes:
     top_k: int
 
     def layers(self, length: int, element: int = 4) -> list[LayerPlan]:
-        """Embedding, blocks, head, for sequences of so many tokens and numbers of so many bytes."""
+        """Embedding, blocks, head, for sequences of `length` tokens and numbers of `element` bytes."""
         D, K, E = self.d_model, self.top_k, self.num_experts
         layers = [LayerPlan(self.rest * element, 0, 0, 0)]
         for block in self.blocks:
@@ -105,15 +104,6 @@ class Sizes:
         head_flops = 6 * length * D * self.vocabulary
         layers.append(LayerPlan(self.head * element, 0, length * (2 * D * element + logits), head_flops))
         return layers
-
-
-def sizes_of(model: str) -> tuple[Sizes, list[str]]:
-    """(sizes, what they leave out) of a config.json, the folder of one, or a text "d_model=512,num_layers=8,...".
-
-    Raises ValueError for what is missing, unknown or cannot be.
-    """
-    counts = count(model)
-    return (counts, []) if counts else (read_shape(model).sizes(), left_out(model))
 
 
 @dataclass(frozen=True)
@@ -159,23 +149,15 @@ class Shape:
         return Sizes([block] * self.num_layers, table, table, D, self.vocabulary, E, K)
 
 
-def read_shape(model: str) -> Shape:
-    """The sizes in a config.json of Transformers, or in a text "d_model=512,num_layers=8,...".
+def sizes_of(model: str) -> tuple[Sizes, list[str]]:
+    """(sizes, what they leave out) of a config.json, the folder of one, or a text "d_model=512,num_layers=8,...".
 
-    Raises ValueError, naming what is missing or unknown.
+    Raises ValueError, naming what is missing, unknown or cannot be.
     """
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
-    given: dict[str, int]
-    if path.suffix == ".json":
-        config = _config(path)
-        found = {ours: [config[n] for n in theirs if config.get(n)] for ours, theirs in NAMES.items()}
-        if wrong := [name for name, values in found.items() if values and not isinstance(values[0], int)]:
-            # some families give a list here, a size a layer
-            raise ValueError(f"--model: {path} has no one number for {wrong[0]}, but {found[wrong[0]][0]!r}")
-        given = {ours: values[0] for ours, values in found.items() if values}
-    else:
+    if path.suffix != ".json":
         parts = model.split(",")
         pairs = [part.partition("=") for part in parts]
         if bad := [p for p, (_, _, n) in zip(parts, pairs, strict=True) if not n.strip().isdigit()]:
@@ -183,7 +165,27 @@ def read_shape(model: str) -> Shape:
         names = [name.strip() for name, _, _ in pairs]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"--model has {twice[0]} twice")
-        given = {name: int(value) for name, (_, _, value) in zip(names, pairs, strict=True)}
+        return _shape({name: int(n) for name, (_, _, n) in zip(names, pairs, strict=True)}).sizes(), []
+    try:
+        config = read_json(path)
+        if (counted := _count(path, config)) is not None:
+            return counted, []
+    except CheckpointError as error:
+        raise ValueError(f"--model: {error}") from error
+    found = {ours: [config[n] for n in theirs if config.get(n)] for ours, theirs in _NAMES.items()}
+    if wrong := [name for name, values in found.items() if values and not isinstance(values[0], int)]:
+        # some families give a list here, a size a layer
+        raise ValueError(f"--model: {path} has no one number for {wrong[0]}, but {found[wrong[0]][0]!r}")
+    shape = _shape({ours: values[0] for ours, values in found.items() if values})
+    unequal = [
+        f"{name} {config[name]}"
+        for name, none in _UNEQUAL_LAYERS.items()
+        if config.get(name, none) not in (none, None)
+    ]
+    return shape.sizes(), unequal
+
+
+def _shape(given: Mapping[str, int]) -> Shape:
     known = [field.name for field in fields(Shape)]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--model has no size {unknown[0]!r}: known are {', '.join(known)}")
@@ -192,56 +194,28 @@ def read_shape(model: str) -> Shape:
     return Shape(**given)
 
 
-def left_out(model: str) -> list[str]:
-    """List the fields of a config.json that a Shape does not have, as "first_k_dense_replace 3"."""
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    config = _config(path) if path.suffix == ".json" else {}
-    return [
-        f"{name} {config[name]}"
-        for name, none in UNEQUAL_LAYERS.items()
-        if config.get(name, none) not in (none, None)
-    ]
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except CheckpointError as error:
-        raise ValueError(f"--model: {error}") from error
-
-
-def count(model: str) -> Sizes | None:
-    """The counts for a config.json of Transformers; None for other texts and for types that Transformers lacks."""
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    if path.suffix != ".json" or not path.exists():
-        return None
-    model_type = _config(path).get("model_type")
+def _count(path: Path, config_json: Mapping[str, Any]) -> Sizes | None:
+    """The sizes of the model that Transformers makes of a config.json; None for types that it lacks."""
+    model_type = config_json.get("model_type")
     try:
         import transformers
     except ModuleNotFoundError:
         return None
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return None
-    try:
-        config = read_config(path)
-        with errors_of_transformers(path.parent, path.name), torch.device("meta"):
-            config._attn_implementation = config._experts_implementation = (
-                "eager"  # loads no kernels of a hub
-            )
-            classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-            makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
-            named = getattr(transformers, (config.architectures or [""])[0], None)
-            if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-                makes.insert(0, named)
-            made = makes[0](config) if makes else None
-    except CheckpointError as error:
-        raise ValueError(f"--model: {error}") from error
-    return None if made is None else counted(made)
-
-
-def counted(model: Any) -> Sizes:
-    """The counts for a model of Transformers; ValueError if it has no layers, or does not say its choices."""
+    config = read_config(path)
+    with errors_of_transformers(path.parent, path.name), torch.device("meta"):
+        config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
+        classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            makes.insert(0, named)
+        if not makes:
+            return None
+        model: Any = makes[0](config)
     text = model.config.get_text_config()
+    # The decoder is the stack of layers with most parameters in experts, as against an encoder of images.
     stacks = [
         m for n, m in model.named_modules() if n.rpartition(".")[2] == "layers" and len([*m.children()])
     ]
@@ -250,27 +224,31 @@ def counted(model: Any) -> Sizes:
     layers = [*max(stacks, key=lambda stack: (_experts_of(stack), _size(stack))).children()]
     head = model.get_output_embeddings()
     of_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else _size(head)
-    num_experts = max(
-        (
-            p.shape[0]
-            for layer in layers
-            for n, p in layer.named_parameters()
-            if EXPERTS.search(n) and p.dim() == 3
-        ),
-        default=1,
-    )
-    top_k = next((v for name in CHOICES if isinstance(v := getattr(text, name, None), int) and v > 0), None)
+    parameters = [named for layer in layers for named in layer.named_parameters()]
+    num_experts = max((p.shape[0] for n, p in parameters if _EXPERTS.search(n) and p.dim() == 3), default=1)
+    top_k = next((v for name in _CHOICES if isinstance(v := getattr(text, name, None), int) and v > 0), None)
     if top_k is None and any(map(_experts_of, layers)):
         raise ValueError(
-            f"{type(text).__name__} does not say how many experts a token has: {', '.join(CHOICES)}"
+            f"{type(text).__name__} does not say how many experts a token has: {', '.join(_CHOICES)}"
         )
     D, K, blocks = text.hidden_size, top_k or 1, []
     for layer in layers:
         of_experts = _experts_of(layer)
         dense, active = _size(layer) - of_experts, of_experts * K / num_experts
+        widths: dict[str, int] = {}  # of the projections of attention
+        for name, p in layer.named_parameters():
+            leaf = name.split(".")[-2] if "." in name else name
+            if p.dim() == 2 and leaf in ("q_proj", "k_proj", "v_proj"):
+                widths[leaf] = p.shape[0]
+            elif p.dim() == 2 and leaf == "o_proj":
+                widths.setdefault(
+                    "q_proj", p.shape[1]
+                )  # where queries come from no q_proj (latent attention)
+        q, k = widths.get("q_proj", 0), widths.get("k_proj", 0)
+        kv = k + widths.get("v_proj", k)  # values may be the keys
         # gate and up are two of the three matrices of a gated MLP, here taken for a third of a layer without experts
         hidden = (active or dense / 3) * 2 / (3 * D)
-        blocks.append(Block(dense, of_experts, active, *_widths(layer), hidden, bool(active)))
+        blocks.append(Block(dense, of_experts, active, q, kv, hidden, bool(active)))
     rest = _size(model) - sum(map(_size, layers)) - of_head
     return Sizes(blocks, of_head, rest, D, text.vocab_size, num_experts, K)
 
@@ -280,16 +258,4 @@ def _size(module: nn.Module) -> int:
 
 
 def _experts_of(module: nn.Module) -> int:
-    return sum(p.numel() for n, p in module.named_parameters() if EXPERTS.search(n))
-
-
-def _widths(layer: nn.Module) -> tuple[int, int]:
-    """Width of all queries, and of all keys and values, by the projections of a layer's attention; 0 without."""
-    found: dict[str, int] = {}
-    for name, p in layer.named_parameters():
-        leaf = name.split(".")[-2] if "." in name else name
-        if p.dim() == 2 and leaf in ("q_proj", "k_proj", "v_proj"):
-            found[leaf] = p.shape[0]
-        elif p.dim() == 2 and leaf == "o_proj":
-            found.setdefault("q_proj", p.shape[1])
-    return found.get("q_proj", 0), found.get("k_proj", 0) + found.get("v_proj", found.get("k_proj", 0))
+    return sum(p.numel() for n, p in module.named_parameters() if _EXPERTS.search(n))

@@ -1,22 +1,23 @@
 """Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule.
 
-The search is exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides it. For
-each one, with each schedule and each number of microbatches that the batch allows, estimate() adds up
+The search is exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides
+it. For each one, with each schedule and each number of microbatches that the batch allows, estimate() adds up
 
     memory    parameters with gradients and Adam, of the fullest rank; activations of the microbatches in flight;
               buffers of one exchange
     seconds   compute of all microbatches on the slowest rank; bubbles, in which a rank waits for the first microbatch
               and after the last; exchanges that nothing hides, and the reduction of gradients
 
-plan() keeps the best number of microbatches of each layout, and puts those that fit the memory first.
+plan() keeps the best number of microbatches of each layout, and puts those that fit the memory first. A
+pipeline is as fast as its slowest stage, so that balance_cost() cuts the layers where the greatest stage is
+least.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from fmoe_ext.ep.cost import Hardware
-from fmoe_ext.pipeline.balance import balance_cost
 
 GIB = 2**30
 PIPELINE_GAIN = 1.01  # a pipeline must be faster by this factor than what needs none
@@ -71,13 +72,11 @@ class _ScheduleCost:
     """Costs of a schedule, as functions of p ranks and m microbatches."""
 
     stages: int  # of a rank
-    in_flight: Callable[
-        [int, int, int], float
-    ]  # (p, rank, m) -> microbatches of all its stages that a rank keeps
+    # (p, rank, m) -> microbatches of all its stages that a rank keeps
+    in_flight: Callable[[int, int, int], float]
     bubbles: Callable[[int], float]  # p -> idle time, in microbatches of a rank's stages
-    in_pairs: Callable[[int, int], float] = lambda p, m: (
-        0.0
-    )  # (p, m) -> share of exchanges that a partner hides
+    # (p, m) -> share of exchanges that a partner hides
+    in_pairs: Callable[[int, int], float] = lambda p, m: 0.0
 
 
 # A backward is two parts, of inputs and of weights, each as long as the forward.
@@ -156,7 +155,24 @@ def estimate(
         )
         for rank, own in enumerate(ranks)
     ]
-    times = [_seconds(own, layout, rows, hardware, checkpoint_bytes > 0) for own in ranks]
+    # A forward is a third of the work, and has two of the four exchanges, there and back; the backward has the others.
+    # Checkpointing computes each forward twice.
+    work, num_exchanges = (4 / 3, 6) if checkpoint_bytes > 0 else (1, 4)
+    away = (layout.ep - 1) / layout.ep  # share of tokens that leave their rank
+    times = [
+        (
+            rows * sum(layer.flops for layer in own) / hardware.throughput * work,
+            num_exchanges * away * rows * sum(layer.exchange_bytes for layer in own) / hardware.bandwidth,
+        )
+        for own in ranks
+    ]
+    # Gradients are reduced by a ring over the ranks that have copies: 2 (n - 1) / n of their bytes.
+    copies = layout.dp * layout.ep
+    reductions = [
+        2 * sum(layer.dense_bytes for layer in own) * (copies - 1) / copies
+        + 2 * sum(layer.expert_bytes for layer in own) / layout.ep * (layout.dp - 1) / layout.dp
+        for own in ranks
+    ]
     compute, exchange = max(times, key=sum)
     fullest = max(parts, key=sum)
     exposed = exchange - cost.in_pairs(layout.pp, layout.chunks) * min(exchange, compute)
@@ -165,7 +181,7 @@ def estimate(
         *fullest,
         compute=layout.chunks * compute,
         bubbles=cost.bubbles(layout.pp) * (compute + exposed),
-        network=layout.chunks * exposed + max(_reduction(own, layout, hardware) for own in ranks),
+        network=layout.chunks * exposed + max(reductions) / hardware.bandwidth,
     )
 
 
@@ -187,25 +203,30 @@ def memory_of_rank(
     return OPTIMIZER_COPIES * parameters, rows * (in_flight * kept + largest), rows * away
 
 
-def _seconds(
-    layers: list[LayerPlan], layout: Layout, rows: float, hardware: Hardware, repeated: bool
-) -> tuple[float, float]:
-    """Estimate compute and exchanges of one microbatch; repeated: checkpointing computes each forward twice."""
-    # a forward is a third of the work, and has two of the four exchanges: there and back, also in the backward
-    compute = rows * sum(layer.flops for layer in layers) / hardware.throughput * (4 / 3 if repeated else 1)
-    times = 6 if repeated else 4
-    share = (layout.ep - 1) / layout.ep  # of tokens that leave their rank
-    moved = times * share * rows * sum(layer.exchange_bytes for layer in layers)
-    return compute, moved / hardware.bandwidth
+def balance_cost(costs: Iterable[float], partitions: int) -> list[int]:
+    """Cut a sequence of costs into consecutive parts whose greatest sum is least -> the length of each part.
 
-
-def _reduction(layers: list[LayerPlan], layout: Layout, hardware: Hardware) -> float:
-    """Seconds of reducing the gradients over the ranks that have copies, by a ring: 2 (n - 1) / n of their bytes."""
-    dense = sum(layer.dense_bytes for layer in layers)
-    experts = sum(layer.expert_bytes for layer in layers)
-    copies = layout.dp * layout.ep
-    moved = 2 * dense * (copies - 1) / copies + 2 * experts / layout.ep * (layout.dp - 1) / layout.dp
-    return moved / hardware.bandwidth
+    Equivalent to: the least max(map(sum, parts)) over all ways to cut costs into that many non-empty parts.
+    """
+    costs = list(costs)
+    if not 1 <= partitions <= len(costs):
+        raise ValueError(f"partitions must be between 1 and the {len(costs)} layers, but got {partitions}")
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # Dynamic programming. best[n]: (greatest sum, lengths) of the first n costs in `parts` parts, from one part fewer
+    best: list[tuple[float, list[int]]] = [(total[n], [n]) for n in range(len(costs) + 1)]
+    for parts in range(2, partitions + 1):
+        best = [
+            min(
+                ((max(best[m][0], total[n] - total[m]), [*best[m][1], n - m]) for m in range(parts - 1, n)),
+                key=lambda candidate: candidate[0],
+            )
+            if n >= parts
+            else (float("inf"), [])
+            for n in range(len(costs) + 1)
+        ]
+    return best[-1][1]
 
 
 def plan(
