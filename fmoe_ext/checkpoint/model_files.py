@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.checkpoint import gguf_config, gguf_keys
+from fmoe_ext import gguf
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import layer_of
@@ -41,7 +42,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.gguf import weights as gguf_weights
-from fmoe_ext.gguf.experts import gguf_layers, open_gguf
+from fmoe_ext.gguf.experts import gguf_layers
+from fmoe_ext.gguf.file import open_gguf
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 
@@ -72,6 +74,17 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
     return files
 
 
+def open_config(model: str | Path) -> Any:
+    """Reads the configuration alone of what open_model() opens, for which a folder needs no weights, or of a JSON file.
+
+    Raises CheckpointError for what read_config() refuses, and for a GGUF file as open_model() does.
+    """
+    path = local_path(model, (CONFIG,))
+    if path.suffix == ".gguf" and path.is_file():
+        return open_model(path).config
+    return read_config(path)
+
+
 class ModelFiles(ABC):
     """The files of a model."""
 
@@ -80,7 +93,8 @@ class ModelFiles(ABC):
     config: Any  # of Transformers, as of plain weights
     weights: list[Path]  # the files of the weights
     num_tensors: int
-    num_bytes: int  # of the tensors
+    formats: dict[str, int]  # {dtype or type of GGUF: bytes of its tensors}
+    packed_by: str  # quantization method that config.json names, "" for plain weights and for GGUF
     dtype: torch.dtype  # of most weights; packed ones count as bfloat16
 
     @abstractmethod
@@ -122,7 +136,11 @@ class FolderModel(ModelFiles):
         check_method(self.base)
         tensors = self.base.tensors.values()
         self.weights = self.base.paths
-        self.num_tensors, self.num_bytes = len(tensors), sum(tensor.num_bytes for tensor in tensors)
+        self.num_tensors = len(tensors)
+        self.formats = Counter()
+        for tensor in tensors:
+            self.formats[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
+        self.packed_by = str(self.base.quantization.get("quant_method", ""))
         self.dtype = usual_dtype(tensors) or torch.bfloat16
 
     def of(self, model: nn.Module) -> ModelWeights:
@@ -177,19 +195,21 @@ class GgufModel(ModelFiles):
         self.path, self.folder = file, file.parent
         self.file = open_gguf(file)
         self.experts = gguf_layers(file, self.file)
-        fields = self.file.values()
         with errors_of_transformers(self.folder):
-            if (self.folder / CONFIG).exists():
-                self.config = read_config(self.folder, len(self.file.tensors))
-            else:
-                shapes = {t.name: tuple(reversed(t.shape)) for t in self.file.tensors}
-                factors = gguf_weights.frequency_factors(self.file)
-                self.config = gguf_config.config_of(file, fields, shapes, factors)
-            gguf_keys.check(file, fields, self.config)
+            has_json = (self.folder / CONFIG).exists()
+            count = len(self.file.tensors)
+            self.config = read_config(self.folder, count) if has_json else gguf.config_of(self.file)
+            gguf.check(self.file, self.config)
         self.weights = self.file.files
         self.num_tensors = len(self.file.tensors)
-        self.num_bytes = sum(tensor.n_bytes for tensor in self.file.tensors)
-        self.dtype = gguf_weights.usual_dtype(self.file)
+        self.formats, self.packed_by = Counter(), ""
+        for tensor in self.file.tensors:
+            self.formats[tensor.tensor_type.name] += tensor.n_bytes
+        floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+        counts = Counter({torch.bfloat16: 0})  # packed weights of any type count as one
+        for name, num_bytes in self.formats.items():
+            counts[floats.get(name, torch.bfloat16)] += num_bytes
+        self.dtype = max(counts, key=lambda dtype: counts[dtype])
 
     def of(self, model: nn.Module) -> ModelWeights:
         return _InGguf(self, model)

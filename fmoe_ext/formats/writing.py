@@ -15,7 +15,7 @@ from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.families.family import Family, Numbers, as_configured
-from fmoe_ext.checkpoint.model_folder import usual_dtype
+from fmoe_ext.checkpoint.model_folder import local_path, usual_dtype
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -58,7 +58,7 @@ def export(
     config.json names the one of most weights, to which from_pretrained() casts the others.
     format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
     each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
-    tokenizer: one of Transformers, or a folder that has its files.
+    tokenizer: one of Transformers, or a folder that has its files, or the name of one in the hub's cache.
 
     All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
     speed of the bias, parallel layouts) is not in the files. Raises CheckpointError, on every rank and before anything
@@ -96,7 +96,7 @@ def export(
                 if hasattr(tokenizer, "save_pretrained"):
                     tokenizer.save_pretrained(unfinished)
                 elif tokenizer is not None:
-                    for file in _tokenizer_files(Path(tokenizer)):
+                    for file in _tokenizer_files(tokenizer):
                         shutil.copy(file, unfinished / file.name)
     return folder
 
@@ -292,9 +292,10 @@ def _check_tokenizer(tokenizer: Any, format: str) -> None:
         )
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return
-    if not _tokenizer_files(Path(tokenizer)):
+    if not _tokenizer_files(tokenizer):
         raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def _tokenizer_files(tokenizer: str | Path) -> list[Path]:
+    folder = local_path(tokenizer, ())
     return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})

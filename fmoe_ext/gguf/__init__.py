@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint import gguf_config, gguf_keys
-from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.gguf_file import GgufFile
+from fmoe_ext.gguf.file import GgufFile
 
 __all__ = ["check", "config_of"]
 
@@ -16,16 +15,9 @@ def config_of(file: GgufFile) -> Any:
     shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
     factors = next((tensor.data for tensor in file.tensors if tensor.name == "rope_freqs.weight"), None)
     given = None if factors is None else torch.from_numpy(factors.copy())
-    return gguf_config.config_of(file.path, _fields(file), shapes, given)
+    return gguf_config.config_of(file.path, file.values(), shapes, given)
 
 
 def check(file: GgufFile, config: Any) -> None:
     """Raises CheckpointError, by name, for the first key of a file that a configuration does not compute with."""
-    gguf_keys.check(file.path, _fields(file), config)
-
-
-def _fields(file: GgufFile) -> gguf_keys.Fields:
-    try:
-        return {key: field.contents() for key, field in file.fields.items()}
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file.path} has damaged metadata: {error}") from error
+    gguf_keys.check(file.path, file.values(), config)

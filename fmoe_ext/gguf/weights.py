@@ -1,10 +1,8 @@
 """A model in a GGUF file: weights outside of the experts by name, as Transformers has them."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,17 +27,6 @@ OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 INPUT_SCALE = ".input_scale"
 FREQUENCIES = "rope_freqs.weight"
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
-
-
-def usual_dtype(reader: Any) -> torch.dtype:
-    """The dtype of most bytes of an open GGUF file; packed ones count as bfloat16."""
-    counts: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
-    for tensor in reader.tensors:
-        counts[_FLOATS.get(tensor.tensor_type.name, torch.bfloat16)] += int(tensor.n_bytes)
-    return max(counts, key=lambda dtype: counts[dtype])
-
-
-_FLOATS = MappingProxyType({"F64": torch.float64, "F32": torch.float32, "F16": torch.float16})
 
 
 def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:

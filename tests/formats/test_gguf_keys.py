@@ -12,9 +12,10 @@ import torch
 import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError, gguf_keys
-from fmoe_ext.finetune.streaming import gguf as streamed_gguf
+from fmoe_ext.checkpoint.model_files import GgufModel
 from fmoe_ext.formats import gguf as written
-from fmoe_ext.gguf.experts import open_gguf
+from fmoe_ext.gguf.file import open_gguf
+from fmoe_ext.gguf.weights import outside_experts
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip
@@ -122,7 +123,7 @@ def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=(
 
 def sweep(plain, arch, names, attributes):
     """Counts keys that, alone and of another value, are refused by name, change nothing, or are an attribute."""
-    expected = streamed_gguf.read_config(plain, open_gguf(plain)).to_dict()
+    expected = GgufModel(plain).config.to_dict()
     kinds = {"refused": 0, "harmless": 0, "computed": 0}
     for name in names:
         key = name.replace("{arch}", arch).replace("{id}", "0")
@@ -132,7 +133,7 @@ def sweep(plain, arch, names, attributes):
         for value in VALUES:
             try:
                 file = rewritten(plain, plain.parent / "other.gguf", {key: value})
-                config = streamed_gguf.read_config(file, open_gguf(file))
+                config = GgufModel(file).config
             except CheckpointError as error:
                 assert key in str(error) or rest in attributes, f"{key} = {value!r}: {error}"
                 kinds["refused"] += 1
@@ -297,9 +298,9 @@ def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())
     reader = SimpleNamespace(tensors=[frequencies], fields=open_gguf(file).fields)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales frequencies"):
-        streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32)
+        outside_experts(file, reader, models["mixtral"].config, torch.float32)
     frequencies.data[1] = 1
-    assert streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32) == {}
+    assert outside_experts(file, reader, models["mixtral"].config, torch.float32) == {}
 
 
 @pytest.mark.parametrize(

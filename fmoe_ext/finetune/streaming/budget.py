@@ -32,6 +32,20 @@ MOMENTS = 2  # of Adam, in the dtype of the weight: what an optimizer is taken t
 MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
 
 
+def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False) -> int:
+    """Bytes that stream(memory=) needs for layers of experts beside what stays in memory.
+
+    is_whole: to keep all experts after they were read once.
+    """
+    if not layers:
+        buffers = 0
+    elif is_whole:
+        buffers = len(layers) * bytes_of_experts(layers)
+    else:
+        buffers = PARTS * bytes_of_experts(layers, 1)
+    return math.ceil((resident + buffers) * FREE_SHARE / (FREE_SHARE - 1))
+
+
 class _Seen(NamedTuple):
     """The largest forward and backward so far, in bytes."""
 
