@@ -136,12 +136,7 @@ def of_model(
         )
     sizes = counted(skeleton)
     layers = [*files.of(skeleton).layers.values()]
-    of_experts = sum(
-        part.num_bytes
-        for layer in layers
-        for span in layer.spans(range(layer.num_experts), range(layer.num_experts), layer.num_experts)
-        for part in (span, *span.beside)
-    )
+    of_experts = sum(span.num_bytes for layer in layers for span in layer.every_span())
     resident = sum(files.formats.values()) - of_experts
     free = memory_of(memory).num_bytes
     whole, streamed = least_memory(layers, resident, is_whole=True), least_memory(layers, resident)

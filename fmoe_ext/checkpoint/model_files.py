@@ -143,8 +143,16 @@ class FolderModel(ModelFiles):
         self.packed_by = str(self.base.quantization.get("quant_method", ""))
         self.dtype = usual_dtype(tensors) or torch.bfloat16
 
+    def names(self, model: nn.Module) -> WeightNames:
+        """The names that the parameters of a model have in the files; of packed ones, those of a plain model."""
+        kind = kind_of(self.base)
+        names: Iterable[str] = self.base.tensors
+        if kind is not None:
+            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
+        return WeightNames(self.base, model, names)
+
     def of(self, model: nn.Module) -> ModelWeights:
-        return _InFolder(self.base, model)
+        return _InFolder(self.base, self.names(model), model)
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
         copy_small_files(self.base, out, with_index)
@@ -159,24 +167,18 @@ def copy_small_files(base: ModelFolder, out: Path, with_index: bool = False) -> 
 
 
 class _InFolder(ModelWeights):
-    def __init__(self, base: ModelFolder, model: nn.Module) -> None:
-        kind = kind_of(base)
-        names: Iterable[str] = base.tensors
-        if kind is not None:
-            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
-        self._base, self._names = base, WeightNames(base, model, names)
+    def __init__(self, base: ModelFolder, names: WeightNames, model: nn.Module) -> None:
+        self._base, self._names = base, names
         self._used: set[str] = set()  # tensors of experts
         self.layers = {}
         for path, experts in experts_modules(model).items():
             found = mxfp4_layer(base, path)
             if found is None:
                 up, down = f"{path}.{up_of(experts)}", f"{path}.down_proj"
-                in_files = self._names.experts(up), self._names.experts(down)
+                in_files = names.experts(up), names.experts(down)
                 if in_files[0] is None or in_files[1] is None:
                     name = up if in_files[0] is None else down
-                    raise CheckpointError(
-                        f"{base.folder} has no tensors for {name}: {self._names.nearest(name)}"
-                    )
+                    raise CheckpointError(f"{base.folder} has no tensors for {name}: {names.nearest(name)}")
                 found = layer_of(base, path, (in_files[0], in_files[1]))
             self.layers[path], used = found
             self._used |= used

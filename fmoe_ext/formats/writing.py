@@ -79,14 +79,8 @@ def export(
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
         _check_tokenizer(tokenizer, format)
-        model_type = format
-        if format == GGUF:  # goes there as the first of its formats that llama.cpp has a graph for
-            source = _values_of(ModelState(model).model)["model_type"]
-            model_type = next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
-        plan = plan_export(model, model_type)
-        if format == GGUF:
-            check_writable(plan.family, plan.config)
-    with gathered(folder, model, process_group) as whole:
+        plan = plan_export(model, format)
+    with gathered(folder, plan.state, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
@@ -105,7 +99,7 @@ def export(
 class Plan:
     """Describes the files to write; no tensor is read yet."""
 
-    model: Any  # Transformers' model with our layers
+    state: ModelState  # of Transformers' model with our layers
     family: Family  # the format
     target: Any  # Transformers' model of the format, on the meta device
     left_out: frozenset[str]  # names of tied tensors, which the files have once
@@ -128,7 +122,7 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
     """Writes the tensors and the configurations into a folder that is there."""
     write_model_files(folder, plan.convert(whole), max_shard_bytes)
     plan.config.save_pretrained(folder)
-    generation = getattr(plan.model, "generation_config", None)
+    generation = getattr(plan.state.model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
 
@@ -150,6 +144,10 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     state = ModelState(model)
     ours: Any = state.model
     values = _values_of(ours)
+    is_gguf = format == GGUF
+    if is_gguf:  # as the first of its formats that llama.cpp has a graph for
+        source = values["model_type"]
+        format = next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
     text = values if format in FAMILIES else None
     if text is None and ours.config.model_type == format:
         # A model of more parts, as one that sees images, is written as itself: its language model has the experts
@@ -184,7 +182,9 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     if getattr(config, "tie_word_embeddings", False):
         tied = frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
     target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
-    return Plan(ours, family, target, tied)
+    if is_gguf:
+        check_writable(family, target.config)
+    return Plan(state, family, target, tied)
 
 
 def _values_of(model: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fmoe_ext import ops
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.cut import PARTS, bytes_of_experts
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
-from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
+from fmoe_ext.finetune.streaming.pool import Pool, Statistics
 from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
@@ -89,7 +89,7 @@ class ExpertStream:
             raise ValueError(self._arithmetic(0))
         whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
         held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
-        in_files = sum(span.num_bytes for layer in layers for span in spans_of(layer))
+        in_files = sum(span.num_bytes for layer in layers for span in layer.every_span())
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
         follow_optimizers(model, self)
