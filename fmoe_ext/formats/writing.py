@@ -22,7 +22,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.written_names import as_written
-from fmoe_ext.formats.gguf import check_writable, write_gguf
+from fmoe_ext.gguf import architecture_for
+from fmoe_ext.gguf.writing import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
 from fmoe_ext.huggingface.saving import describe
 
@@ -82,15 +83,15 @@ def export(
         model_type = format
         if format == GGUF:  # goes there as the first of its formats that llama.cpp has a graph for
             source = _values_of(ModelState(model).model)["model_type"]
-            model_type = next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
+            model_type = next((name for name in formats_for(source) if architecture_for(name)), source)
         plan = plan_export(model, model_type)
         if format == GGUF:
-            check_writable(plan.family, plan.config)
+            check_writable(plan.config)
     with gathered(folder, model, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                 if hasattr(tokenizer, "save_pretrained"):
