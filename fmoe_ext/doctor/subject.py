@@ -19,7 +19,7 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.audit.source import find
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import errors_of_transformers, local_path, read_config
+from fmoe_ext.checkpoint.model_folder import errors_of_transformers, local_path, read_config
 
 Batch: TypeAlias = Any
 Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]

@@ -19,7 +19,7 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import read_json
-from fmoe_ext.checkpoint.huggingface import MAX_LAYERS, errors_of_transformers, read_config
+from fmoe_ext.checkpoint.model_folder import MAX_LAYERS, errors_of_transformers, read_config
 from fmoe_ext.pipeline.plan import LayerPlan
 
 # Our names, and those of configurations of Transformers, the first that is there counts.

@@ -13,7 +13,7 @@ import torch
 import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.cli import main as checkpoint_command
-from fmoe_ext.checkpoint.huggingface import local_path
+from fmoe_ext.checkpoint.model_folder import local_path
 from fmoe_ext.compress.cli import main as prune_command
 from fmoe_ext.doctor.cli import main as doctor_command
 from fmoe_ext.doctor.subject import read as read_subject

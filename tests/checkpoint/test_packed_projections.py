@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
-from fmoe_ext.checkpoint.gguf_packings import PIECES
 from fmoe_ext.checkpoint.methods import KINDS
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
+from fmoe_ext.gguf.experts import gguf_layers, open_gguf
+from fmoe_ext.gguf.packings import PIECES
 from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
@@ -48,7 +48,7 @@ def save(folder, tensors, config):
     folder.joinpath("config.json").write_text(
         json.dumps({"model_type": "qwen3_moe", "quantization_config": config})
     )
-    return Base(folder)
+    return ModelFolder(folder)
 
 
 def read(layer, experts):

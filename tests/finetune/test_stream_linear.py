@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fmoe_ext import frozen
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
+from fmoe_ext.gguf.experts import open_gguf
 from tests.finetune.streamed_models import (
     WIDE,
     checkpoint_layers,

@@ -12,9 +12,9 @@ import torch
 import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError, gguf_keys
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.formats import gguf as written
+from fmoe_ext.gguf.experts import open_gguf
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip

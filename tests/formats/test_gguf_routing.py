@@ -9,7 +9,7 @@ import torch
 from fmoe_ext import frozen, huggingface
 from fmoe_ext.checkpoint import CheckpointError, gguf_keys
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.compress.gguf import GgufCut
+from fmoe_ext.compress.cut_gguf import GgufCut
 from tests.finetune.streamed_models import EXPERTS, with_adapters
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make

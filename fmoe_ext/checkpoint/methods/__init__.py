@@ -15,7 +15,7 @@ from fmoe_ext.checkpoint.methods.decoded import Decoded, decoded, plain
 from fmoe_ext.checkpoint.methods.fp8 import DEEPSEEK_V4, FP8
 from fmoe_ext.checkpoint.methods.gptq import GPTQ
 from fmoe_ext.checkpoint.methods.modelopt import MODELOPT
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 
 KINDS = MappingProxyType(
     {
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-def kind_of(base: Base) -> Kind | None:
+def kind_of(base: ModelFolder) -> Kind | None:
     """The kind that quantization_config names, None for others; CheckpointError for settings that are not computed."""
     config = settings(base)
     try:
@@ -60,7 +60,7 @@ def kind_of(base: Base) -> Kind | None:
     return kind
 
 
-def check_method(base: Base) -> None:
+def check_method(base: ModelFolder) -> None:
     """CheckpointError for a quantization method that is not read, by its name."""
     config = settings(base)
     method = config.get("quant_method")
@@ -70,7 +70,7 @@ def check_method(base: Base) -> None:
     kind_of(base)
 
 
-def _names_scales_as_deepseek_v4(base: Base) -> bool:
+def _names_scales_as_deepseek_v4(base: ModelFolder) -> bool:
     if any(name.endswith(FP8.scale) for name in base.tensors):
         return False
     return any(

@@ -16,8 +16,8 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Layout
-from fmoe_ext.checkpoint.gguf_file import GgufFile
-from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED, Piece, factors
+from fmoe_ext.gguf.file import GgufFile
+from fmoe_ext.gguf.packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"

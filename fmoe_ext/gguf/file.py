@@ -117,6 +117,13 @@ class GgufFile:
         self.alignment = self._alignment()  # bytes
         self.tensors = self._tensors(num_tensors)
 
+    def values(self) -> dict[str, Any]:
+        """{key: its value}; CheckpointError for a text that is none."""
+        try:
+            return {key: field.contents() for key, field in self.fields.items()}
+        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.path} has damaged metadata: {error}") from error
+
     @property
     def architecture(self) -> str:
         field = self.fields.get("general.architecture")

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext.checkpoint import gguf_keys, huggingface
+from fmoe_ext.checkpoint import gguf_keys
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import Family, TensorTransform
-from fmoe_ext.checkpoint.gguf_config import config_of
-from fmoe_ext.checkpoint.gguf_experts import check_factors
 from fmoe_ext.checkpoint.gguf_names import in_transformers, names_outside
-from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED
-from fmoe_ext.checkpoint.gguf_packings import packed as quantized
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.gguf.experts import check_factors
+from fmoe_ext.gguf.packings import PIECES, SCALED
+from fmoe_ext.gguf.packings import packed as quantized
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
@@ -30,21 +29,6 @@ OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
 INPUT_SCALE = ".input_scale"
 FREQUENCIES = "rope_freqs.weight"
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
-
-
-def read_config(file: Path, reader: Any) -> Any:
-    """The configuration that the config.json beside an open GGUF file has, or the file itself.
-
-    Raises CheckpointError for metadata that it does not compute with.
-    """
-    fields = _fields(file, reader)
-    if (file.parent / "config.json").exists():
-        config = huggingface.read_config(file.parent, len(reader.tensors))
-    else:
-        shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
-        config = config_of(file, fields, shapes, _factors(reader))
-    gguf_keys.check(file, fields, config)
-    return config
 
 
 def usual_dtype(reader: Any) -> torch.dtype:
@@ -58,13 +42,6 @@ def usual_dtype(reader: Any) -> torch.dtype:
 _FLOATS = MappingProxyType({"F64": torch.float64, "F32": torch.float32, "F16": torch.float16})
 
 
-def _fields(file: Path, reader: Any) -> gguf_keys.Fields:
-    try:
-        return {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} has damaged metadata: {error}") from error
-
-
 def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
     """{name in Transformers: tensor, a PackedTensor where a kernel decodes its type} of what is no expert.
 
@@ -72,7 +49,7 @@ def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) ->
     that are not known.
     """
     wide = torch.promote_types(dtype, torch.float32)  # of parameters that stay so in a model of 16 bits
-    fields = _fields(file, reader)
+    fields = reader.values()
     family = gguf_keys.family_of(file, fields, config)
     if family.name != config.model_type:
         raise CheckpointError(
@@ -128,7 +105,8 @@ def _ones(reader: Any, family: Family, dtype: torch.dtype) -> dict[str, StoredTe
     return found
 
 
-def _factors(reader: Any) -> torch.Tensor | None:
+def frequency_factors(reader: Any) -> torch.Tensor | None:
+    """The factors of the rotary frequencies in a file; None without."""
     found = next((tensor for tensor in reader.tensors if tensor.name == FREQUENCIES), None)
     return None if found is None else torch.from_numpy(found.data.copy())
 
@@ -136,7 +114,7 @@ def _factors(reader: Any) -> torch.Tensor | None:
 def _check_factors(file: Path, reader: Any, family: Family, config: Any) -> None:
     """CheckpointError for factors of frequencies with which the model is not computed."""
     assert family.gguf is not None
-    found = _factors(reader)
+    found = frequency_factors(reader)
     expected = family.gguf.factors(config) if family.gguf.factors else None
     if expected is None:
         if found is not None and (found != 1).any():
