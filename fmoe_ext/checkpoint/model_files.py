@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.checkpoint import gguf_config, gguf_keys
+from fmoe_ext import gguf
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import layer_of
@@ -177,15 +177,11 @@ class GgufModel(ModelFiles):
         self.path, self.folder = file, file.parent
         self.file = open_gguf(file)
         self.experts = gguf_layers(file, self.file)
-        fields = self.file.values()
         with errors_of_transformers(self.folder):
-            if (self.folder / CONFIG).exists():
-                self.config = read_config(self.folder, len(self.file.tensors))
-            else:
-                shapes = {t.name: tuple(reversed(t.shape)) for t in self.file.tensors}
-                factors = gguf_weights.frequency_factors(self.file)
-                self.config = gguf_config.config_of(file, fields, shapes, factors)
-            gguf_keys.check(file, fields, self.config)
+            has_json = (self.folder / CONFIG).exists()
+            count = len(self.file.tensors)
+            self.config = read_config(self.folder, count) if has_json else gguf.config_of(self.file)
+            gguf.check(self.file, self.config)
         self.weights = self.file.files
         self.num_tensors = len(self.file.tensors)
         self.num_bytes = sum(tensor.n_bytes for tensor in self.file.tensors)
@@ -201,7 +197,7 @@ class GgufModel(ModelFiles):
 
 class _InGguf(ModelWeights):
     def __init__(self, files: GgufModel, model: nn.Module) -> None:
-        self._files, self._model = files, type(model).__name__
+        self._files = files
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.layers = {}
         for path in experts_modules(model):
@@ -212,17 +208,8 @@ class _InGguf(ModelWeights):
             self.layers[path] = replace(layer, path=path)
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        path = self._files.path
-        found = gguf_weights.outside_experts(path, self._files.file, self._files.config, dtype)
-        for name, tensor in found.items():
-            if name not in self._shapes:
-                raise CheckpointError(f"{path} has {name}, which {self._model} of this configuration lacks")
-            if tensor.shape != self._shapes[name]:
-                raise CheckpointError(
-                    f"{path}: {name} is {list(tensor.shape)} in the file, but {list(self._shapes[name])} by its "
-                    "metadata"
-                )
-        return found
+        files = self._files
+        return gguf_weights.outside_experts(files.file, files.config, self._shapes, dtype)
 
     def parameter(self, name: str) -> str | None:
         return name

@@ -8,9 +8,7 @@ from fmoe_ext.gguf.metadata import (
     architecture_for,
     architecture_of,
     check,
-    check_factors,
     config_of,
-    fields_of,
     own_fields,
 )
 from fmoe_ext.gguf.transforms import TensorTransform
@@ -21,8 +19,6 @@ __all__ = [
     "architecture_for",
     "architecture_of",
     "check",
-    "check_factors",
     "config_of",
-    "fields_of",
     "own_fields",
 ]

@@ -75,7 +75,9 @@ class Architecture:
 
     name = ""  # general.architecture of its files
     model_type = ""  # of Transformers: a key of checkpoint.families.FAMILIES
-    also: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # {another name: its keys that change no logit}
+    also: Mapping[str, tuple[str, ...]] = MappingProxyType(
+        {}
+    )  # {another name: its keys that change no logit}
     keys: Mapping[str, str] = MappingProxyType({})  # {key: attribute} beside those of all
     read: tuple[str, ...] = ()  # further keys that config() reads
     harmless: tuple[str, ...] = ()  # keys that change no logit of this architecture
@@ -241,7 +243,7 @@ class Architecture:
         }
 
     def routing(self, config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metadata of the router's score and scale, and of the layers and experts beside the routed ones."""
+        """Returns the metadata of the router, and of the layers and experts beside the routed ones."""
         family = self.family
         has_one = "num_shared" not in family.config and bool(family.in_modules.shared)
         shared = facts.get("num_shared", int(has_one)) or 0

@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.gguf_file import GgufFile
-from fmoe_ext.gguf.architecture import HEADS, KEYS, OF_EXPERTS, READ, UNUSED, Architecture, Fields, FixedRouter
+from fmoe_ext.gguf.architecture import (
+    HEADS,
+    KEYS,
+    OF_EXPERTS,
+    READ,
+    UNUSED,
+    Architecture,
+    Fields,
+    FixedRouter,
+)
 from fmoe_ext.gguf.architectures import ARCHITECTURES
+from fmoe_ext.gguf.file import GgufFile
 from fmoe_ext.gguf.rope import SCALING, YARN, shortened, with_defaults
 
 # The values with which these models compute. 0 stands for "not used" in llama.cpp.
@@ -57,7 +66,7 @@ FREQUENCIES = "rope_freqs.weight"
 
 def architecture_of(file: GgufFile, config: Any = None) -> Architecture:
     """Finds a file's architecture, for the configuration's model type if it has that; CheckpointError for others."""
-    return find(str(file.path), fields_of(file), config)
+    return find(str(file.path), file.values(), config)
 
 
 def architecture_for(model_type: str) -> Architecture | None:
@@ -82,14 +91,6 @@ def find(path: str, fields: Fields, config: Any = None) -> Architecture:
     return architecture
 
 
-def fields_of(file: GgufFile) -> dict[str, Any]:
-    """Decodes the values of a file's keys."""
-    try:
-        return {key: field.contents() for key, field in file.fields.items()}
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file.path} has damaged metadata: {error}") from error
-
-
 def own_fields(architecture: Architecture, fields: Fields) -> dict[str, Any]:
     """Returns the keys of an architecture, without its name before them, and those of the vocabulary."""
     begin = f"{architecture.name}."
@@ -111,7 +112,7 @@ def config_of(file: GgufFile) -> Any:
     """
     import transformers
 
-    path, fields = file.path, fields_of(file)
+    path, fields = file.path, file.values()
     architecture = find(str(path), fields)
     shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
     try:
@@ -127,7 +128,7 @@ def config_of(file: GgufFile) -> Any:
 
 def check(file: GgufFile, config: Any) -> None:
     """Raises CheckpointError, by name, for the first key of a file that a configuration does not compute with."""
-    path, fields = file.path, fields_of(file)
+    path, fields = file.path, file.values()
     architecture = find(str(path), fields, config)
     own = own_fields(architecture, fields)
     try:
@@ -155,6 +156,7 @@ def check(file: GgufFile, config: Any) -> None:
         raise CheckpointError(
             f"{path} has layers of the kinds {shortened(kinds)}, but config.json has layer_types {shortened(said)}"
         )
+    check_factors(file, config)
     try:
         scaling = architecture.rope(own, config.max_position_embeddings)
     except CheckpointError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
+from fmoe_ext.gguf.architecture import Architecture, Values
 from fmoe_ext.gguf.transforms import TensorTransform
 
 NOPE_AND_ROPE = "attention.key_length_mla"

@@ -8,7 +8,6 @@ from torch import Tensor
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import Fields, Shapes, Values
 from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2, DeepseekV3
-from fmoe_ext.gguf.transforms import TensorTransform
 
 INDEXER = MappingProxyType(
     {
