@@ -50,7 +50,7 @@ CORE = {
 ROOMS = {
     "audit": ("checkpoint", "testing"),
     "balance": (),
-    "checkpoint": ("frozen", "planning"),
+    "checkpoint": ("frozen", "gguf", "planning"),
     "compat": ("pipeline",),  # FairScale's Pipe cuts and measures as split() does
     "compress": ("balance", "checkpoint", "finetune"),
     "cpu": (),
@@ -61,7 +61,7 @@ ROOMS = {
     "gguf": ("checkpoint", "frozen"),
     "gpu": ("frozen", "testing"),
     "huggingface": ("balance", "checkpoint", "frozen"),
-    "info": ("gpu",),
+    "info": ("checkpoint", "finetune", "gpu", "pipeline"),
     "lora": ("finetune",),
     "megatron": (),
     "pipeline": ("checkpoint",),  # a config.json that may be hostile has one reader

@@ -115,6 +115,13 @@ class Layer:
             for span in part.spans[expert]
         ]
 
+    def every_span(self) -> list[Span]:
+        """The spans of all experts, with those beside them."""
+        experts = range(self.num_experts)
+        return [
+            part for span in self.spans(experts, experts, self.num_experts) for part in (span, *span.beside)
+        ]
+
     def weights(self, buffer: "np.ndarray[Any, Any]", num_slots: int) -> Weights:
         """w1 and w2 of the experts in the slots of a buffer, which lives as long as they do."""
         flat = torch.from_numpy(buffer)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.gguf import weights as gguf_weights
-from fmoe_ext.gguf.experts import gguf_layers, open_gguf
+from fmoe_ext.gguf.experts import gguf_layers
+from fmoe_ext.gguf.file import open_gguf
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 
@@ -72,6 +74,17 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
     return files
 
 
+def open_config(model: str | Path) -> Any:
+    """Reads the configuration alone of what open_model() opens, for which a folder needs no weights, or of a JSON file.
+
+    Raises CheckpointError for what read_config() refuses, and for a GGUF file as open_model() does.
+    """
+    path = local_path(model, (CONFIG,))
+    if path.suffix == ".gguf" and path.is_file():
+        return open_model(path).config
+    return read_config(path)
+
+
 class ModelFiles(ABC):
     """The files of a model."""
 
@@ -80,7 +93,8 @@ class ModelFiles(ABC):
     config: Any  # of Transformers, as of plain weights
     weights: list[Path]  # the files of the weights
     num_tensors: int
-    num_bytes: int  # of the tensors
+    formats: dict[str, int]  # {dtype or type of GGUF: bytes of its tensors}
+    packed_by: str  # quantization method that config.json names, "" for plain weights and for GGUF
     dtype: torch.dtype  # of most weights; packed ones count as bfloat16
 
     @abstractmethod
@@ -122,11 +136,23 @@ class FolderModel(ModelFiles):
         check_method(self.base)
         tensors = self.base.tensors.values()
         self.weights = self.base.paths
-        self.num_tensors, self.num_bytes = len(tensors), sum(tensor.num_bytes for tensor in tensors)
+        self.num_tensors = len(tensors)
+        self.formats = Counter()
+        for tensor in tensors:
+            self.formats[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
+        self.packed_by = str(self.base.quantization.get("quant_method", ""))
         self.dtype = usual_dtype(tensors) or torch.bfloat16
 
+    def names(self, model: nn.Module) -> WeightNames:
+        """The names that the parameters of a model have in the files; of packed ones, those of a plain model."""
+        kind = kind_of(self.base)
+        names: Iterable[str] = self.base.tensors
+        if kind is not None:
+            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
+        return WeightNames(self.base, model, names)
+
     def of(self, model: nn.Module) -> ModelWeights:
-        return _InFolder(self.base, model)
+        return _InFolder(self.base, self.names(model), model)
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
         copy_small_files(self.base, out, with_index)
@@ -141,24 +167,18 @@ def copy_small_files(base: ModelFolder, out: Path, with_index: bool = False) -> 
 
 
 class _InFolder(ModelWeights):
-    def __init__(self, base: ModelFolder, model: nn.Module) -> None:
-        kind = kind_of(base)
-        names: Iterable[str] = base.tensors
-        if kind is not None:
-            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
-        self._base, self._names = base, WeightNames(base, model, names)
+    def __init__(self, base: ModelFolder, names: WeightNames, model: nn.Module) -> None:
+        self._base, self._names = base, names
         self._used: set[str] = set()  # tensors of experts
         self.layers = {}
         for path, experts in experts_modules(model).items():
             found = mxfp4_layer(base, path)
             if found is None:
                 up, down = f"{path}.{up_of(experts)}", f"{path}.down_proj"
-                in_files = self._names.experts(up), self._names.experts(down)
+                in_files = names.experts(up), names.experts(down)
                 if in_files[0] is None or in_files[1] is None:
                     name = up if in_files[0] is None else down
-                    raise CheckpointError(
-                        f"{base.folder} has no tensors for {name}: {self._names.nearest(name)}"
-                    )
+                    raise CheckpointError(f"{base.folder} has no tensors for {name}: {names.nearest(name)}")
                 found = layer_of(base, path, (in_files[0], in_files[1]))
             self.layers[path], used = found
             self._used |= used
@@ -184,8 +204,14 @@ class GgufModel(ModelFiles):
             gguf.check(self.file, self.config)
         self.weights = self.file.files
         self.num_tensors = len(self.file.tensors)
-        self.num_bytes = sum(tensor.n_bytes for tensor in self.file.tensors)
-        self.dtype = gguf_weights.usual_dtype(self.file)
+        self.formats, self.packed_by = Counter(), ""
+        for tensor in self.file.tensors:
+            self.formats[tensor.tensor_type.name] += tensor.n_bytes
+        floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+        counts = Counter({torch.bfloat16: 0})  # packed weights of any type count as one
+        for name, num_bytes in self.formats.items():
+            counts[floats.get(name, torch.bfloat16)] += num_bytes
+        self.dtype = max(counts, key=lambda dtype: counts[dtype])
 
     def of(self, model: nn.Module) -> ModelWeights:
         return _InGguf(self, model)

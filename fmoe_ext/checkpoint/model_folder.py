@@ -181,10 +181,20 @@ class ModelFolder:
         if not self.paths:
             gguf = min(self.folder.glob("*.gguf"), default=None)
             remedy = "give a model's folder" if gguf is None else f"give the file {gguf}"
-            raise CheckpointError(
-                f"{self.folder} has no model.safetensors and no index of several: {remedy}"
-            )
+            raise CheckpointError(f"{self.folder} has no model.safetensors and no index of several: {remedy}")
         return self.without_replaced({file: read_unmapped(file)[0] for file in self.paths})
+
+    @cached_property
+    def quantization(self) -> dict[str, Any]:
+        """quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
+        text = self.config.get("text_config")
+        found = self.config.get("quantization_config")
+        if not found and isinstance(text, dict):
+            found = text.get("quantization_config")
+        if not found and (self.folder / "hf_quant_config.json").exists():
+            details = read_json(inside(self.folder, "hf_quant_config.json")).get("quantization")
+            found = {"quant_method": "modelopt", **details} if isinstance(details, dict) else {}
+        return found if isinstance(found, dict) else {}
 
     def without_replaced(self, files: Mapping[Path, Mapping[str, T]]) -> dict[Path, dict[str, T]]:
         """{file: its tensors}, without those that the index has in another of the files.

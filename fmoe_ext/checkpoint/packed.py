@@ -10,7 +10,6 @@ from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.methods import Decoded, Matrix, PackedTensor, kind_of
-from fmoe_ext.checkpoint.methods.base import settings
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -123,9 +122,10 @@ def decode(base: ModelFolder) -> None:
             # the scales of a weight may be in another file than the weight itself
             names[:] = [n for n in (kind.plain_name(name) for name in names) if n in left]
         base.tensors = left
-        base.packed = settings(base)["quant_method"]
+        base.packed = base.quantization["quant_method"]
     if base.packed:
         base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
+        base.quantization = {}
 
 
 def _decoded_mxfp4(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:

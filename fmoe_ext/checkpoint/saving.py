@@ -227,7 +227,7 @@ class Whole:
 
 @contextmanager
 def gathered(
-    path: Path, model: nn.Module, process_group: dist.ProcessGroup | None = None
+    path: Path, model: nn.Module | ModelState, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[Whole | None]:
     """The whole model on the first rank, to be written to path while the others wait; None for those. Collective.
 
@@ -237,7 +237,7 @@ def gathered(
     parts = path.with_name(f".{path.name}.parts")
     with ExitStack() as until_written:
         with together(f"writing {path}", process_group):
-            state = ModelState(model)
+            state = model if isinstance(model, ModelState) else ModelState(model)
             routing = {name: routing_of(layer) for name, layer in state.layers.items()}
             if is_first:
                 until_written.enter_context(made_folder(path.parent))
@@ -246,7 +246,7 @@ def gathered(
                 until_written.callback(shutil.rmtree, parts, ignore_errors=True)
         whole = Whole({name: StoredTensor.of(value) for name, value in state.tensors.items()}, routing)
         if any(gather(state.is_part(), process_group)):
-            saved = save(parts, model, process_group=process_group)
+            saved = save(parts, state.model, process_group=process_group)
             with together(f"writing {path}", process_group):
                 if is_first:
                     whole.tensors = store.model_tensors(saved, Manifest.read(saved))

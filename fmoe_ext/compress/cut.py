@@ -16,13 +16,12 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_json, write_json
-from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_files import FolderModel, experts_modules
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.packed import STACKED, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_files
-from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
+from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.compress.choose import TOP_K
 from fmoe_ext.compress.merge import Shares, merged, mixed
 
@@ -67,11 +66,7 @@ class Cut:
             raise CheckpointError(
                 f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
             )
-        kind = kind_of(base)
-        names = set(base.tensors)
-        if kind is not None:
-            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
-        self._names = WeightNames(base, whole, names)
+        self._names = files.names(whole)
         self._of_one, self._stacks = self._of_experts()
         self.left_out = self._unloaded()
         # What is not known how to cut is found now, before a text is read for hours.

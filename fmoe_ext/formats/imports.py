@@ -392,7 +392,7 @@ def _save_imported(
             )
     plan = plan_export(model, model.config.model_type)
     max_shard_bytes = num_bytes_of(max_shard_size)
-    with gathered(Path(save_directory), model) as whole:
+    with gathered(Path(save_directory), plan.state) as whole:
         if whole is not None and is_main_process:
             with replacing(Path(save_directory)) as unfinished:
                 write_files(plan, whole, unfinished, max_shard_bytes)

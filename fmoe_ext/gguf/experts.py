@@ -16,23 +16,11 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
 from fmoe_ext.checkpoint.families.family import Layout
 from fmoe_ext.gguf.architectures import ARCHITECTURES
-from fmoe_ext.gguf.file import GgufFile
 from fmoe_ext.gguf.packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
 _GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
-
-
-def open_gguf(file: str | Path) -> GgufFile:
-    """An opened GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
-    try:
-        import gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
-    reader = GgufFile(file)
-    reader.take_parts()
-    return reader
 
 
 def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:

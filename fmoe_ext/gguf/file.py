@@ -77,6 +77,17 @@ class Tensor:
     path: Path  # the file, one of several where a model is split
 
 
+def open_gguf(file: str | Path) -> GgufFile:
+    """An opened GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
+    try:
+        import gguf  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
+    reader = GgufFile(file)
+    reader.take_parts()
+    return reader
+
+
 class GgufFile:
     """fields {key: Field}, tensors and alignment of a file; CheckpointError for what llama.cpp would not load.
 

@@ -1,10 +1,8 @@
 """A model in a GGUF file: weights outside of the experts, as Transformers has them."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,15 +20,6 @@ from fmoe_ext.gguf.transforms import TensorTransform
 
 # What gguf_layers() reads: stacked weights, and factors of those in NVFP4
 OF_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|scale)")
-_FLOATS = MappingProxyType({"F64": torch.float64, "F32": torch.float32, "F16": torch.float16})
-
-
-def usual_dtype(file: GgufFile) -> torch.dtype:
-    """The dtype of most bytes of an open GGUF file; packed ones count as bfloat16."""
-    counts: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
-    for tensor in file.tensors:
-        counts[_FLOATS.get(tensor.tensor_type.name, torch.bfloat16)] += int(tensor.n_bytes)
-    return max(counts, key=lambda dtype: counts[dtype])
 
 
 def outside_experts(

@@ -19,7 +19,8 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import read_json
-from fmoe_ext.checkpoint.model_folder import MAX_LAYERS, errors_of_transformers, read_config
+from fmoe_ext.checkpoint.model_files import open_config
+from fmoe_ext.checkpoint.model_folder import MAX_LAYERS, errors_of_transformers, local_path
 from fmoe_ext.pipeline.plan import LayerPlan
 
 # Our names, and those of configurations of Transformers, the first that is there counts.
@@ -108,10 +109,14 @@ class Sizes:
 
 
 def sizes_of(model: str) -> tuple[Sizes, list[str]]:
-    """(sizes, what they leave out) of a config.json, the folder of one, or a text "d_model=512,num_layers=8,...".
+    """(sizes, what they leave out) of a model that open_config() reads, or of a text "d_model=512,num_layers=8,...".
 
     Raises ValueError for what is missing, unknown or cannot be.
     """
+    try:
+        model = str(local_path(model, ("config.json",)))
+    except CheckpointError as error:
+        raise ValueError(f"--model: {error}") from error
     counts = count(model)
     return (counts, []) if counts else (read_shape(model).sizes(), left_out(model))
 
@@ -211,32 +216,37 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def count(model: str) -> Sizes | None:
-    """The counts for a config.json of Transformers; None for other texts and for types that Transformers lacks."""
+    """The counts for a configuration of Transformers; None for other texts and for types that Transformers lacks."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    if path.suffix != ".json" or not path.exists():
+    if path.suffix not in (".json", ".gguf") or not path.exists():
         return None
-    model_type = _config(path).get("model_type")
     try:
         import transformers
     except ModuleNotFoundError:
         return None
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        return None
+    if path.suffix == ".json":
+        model_type = _config(path).get("model_type")
+        if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+            return None
     try:
-        config = read_config(path)
-        with errors_of_transformers(path.parent, path.name), torch.device("meta"):
-            config._attn_implementation = config._experts_implementation = (
-                "eager"  # loads no kernels of a hub
-            )
-            classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-            makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
-            named = getattr(transformers, (config.architectures or [""])[0], None)
-            if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-                makes.insert(0, named)
-            made = makes[0](config) if makes else None
+        made = without_values(open_config(path), path)
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
     return None if made is None else counted(made)
+
+
+def without_values(config: Any, path: Path) -> Any:
+    """The model of a configuration on the meta device; None if Transformers makes no language model of it."""
+    import transformers
+
+    with errors_of_transformers(path.parent, path.name), torch.device("meta"):
+        config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
+        classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            makes.insert(0, named)
+        return makes[0](config) if makes else None
 
 
 def counted(model: Any) -> Sizes:

@@ -14,7 +14,8 @@ from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
-from fmoe_ext.gguf.experts import gguf_layers, open_gguf
+from fmoe_ext.gguf.experts import gguf_layers
+from fmoe_ext.gguf.file import open_gguf
 from fmoe_ext.gguf.packings import PIECES
 from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of

@@ -16,7 +16,7 @@ from fmoe_ext.checkpoint.model_files import GgufModel
 from fmoe_ext.gguf import metadata
 from fmoe_ext.gguf import writing as written
 from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
-from fmoe_ext.gguf.experts import open_gguf
+from fmoe_ext.gguf.file import open_gguf
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip

@@ -8,6 +8,7 @@ import torch
 
 from fmoe_ext import frozen, huggingface
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.model_files import GgufModel
 from fmoe_ext.compress.cut_gguf import GgufCut
 from fmoe_ext.gguf import architecture_for, metadata
 from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2
@@ -436,7 +437,7 @@ def test_heads_for_further_tokens_are_left_out(name, files, tmp_path):
     assert ours.config.num_hidden_layers == count
     layers = ours.expert_stream.pool.layers
     with pytest.raises(CheckpointError, match=rf"blk\.{count}\.ffn_.*_exps\.weight has experts of no layer"):
-        GgufCut(file, [layer.path for layer in layers], layers[0].shapes[0][0], 4)
+        GgufCut(GgufModel(file), [layer.path for layer in layers], layers[0].shapes[0][0], 4)
     torch.testing.assert_close(logits(ours), logits(model), rtol=1e-5, atol=1e-5)
     model.config.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(streamed(file)), logits(model), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Quantization methods of published folders, a file each: names in the files, settings, and the matrix of a layer.
+"""Quantization methods of published folders, a file each: names in the files, and the matrix of a layer.
 
 Activations that a setting would round are not rounded here: scales of inputs and of the cache are left alone. A layout
 that no operator decodes as it lies is turned into one that an operator does, with the same values, or decoded.
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods.awq import AWQ
-from fmoe_ext.checkpoint.methods.base import USUAL, Kind, Matrix, PackedTensor, is_usual, refuse, settings
+from fmoe_ext.checkpoint.methods.base import USUAL, Kind, Matrix, PackedTensor, is_usual, refuse
 from fmoe_ext.checkpoint.methods.bitsandbytes import BITSANDBYTES
 from fmoe_ext.checkpoint.methods.compressed_tensors import COMPRESSED_TENSORS
 from fmoe_ext.checkpoint.methods.decoded import Decoded, decoded, plain
@@ -45,7 +45,7 @@ __all__ = [
 
 def kind_of(base: ModelFolder) -> Kind | None:
     """The kind that quantization_config names, None for others; CheckpointError for settings that are not computed."""
-    config = settings(base)
+    config = base.quantization
     try:
         kind = KINDS.get(config.get("quant_method", ""))
         if kind is not None:
@@ -62,7 +62,7 @@ def kind_of(base: ModelFolder) -> Kind | None:
 
 def check_method(base: ModelFolder) -> None:
     """CheckpointError for a quantization method that is not read, by its name."""
-    config = settings(base)
+    config = base.quantization
     method = config.get("quant_method")
     if method and method not in (*KINDS, MXFP4):
         algorithm = config.get("quant_algo") or config.get("format") or config.get("quant_type")

@@ -12,7 +12,6 @@ import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -144,21 +143,6 @@ class Kind(NamedTuple):
         return name.endswith((self.scale, *self.others))
 
 
-def settings(base: ModelFolder) -> Config:
-    """quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
-    text = base.config.get("text_config")
-    found = base.config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, dict) else None
-    )
-    if found:
-        return found if isinstance(found, dict) else {}
-    beside = base.folder / "hf_quant_config.json"
-    if not beside.exists():
-        return {}
-    details = read_json(inside(base.folder, beside.name)).get("quantization")
-    return {"quant_method": "modelopt", **details} if isinstance(details, dict) else {}
-
-
 def _factors(whole: Array, rows: int, place: int) -> Array:
     """The factors [rows, 2] of all rows, of the one number of a matrix; place: of it beside a 1."""
     factors = np.ones((rows, 2), np.float32)
@@ -169,7 +153,9 @@ def _factors(whole: Array, rows: int, place: int) -> Array:
 NVFP4_BLOCK = 16
 
 
-def nvfp4(base: ModelFolder, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool) -> Matrix | None:
+def nvfp4(
+    base: ModelFolder, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool
+) -> Matrix | None:
     """The matrix of codes, scales and the number of the whole matrix; None for rows that no operator takes.
 
     is_divisor: scales are divided by that number, not multiplied.

@@ -18,7 +18,6 @@ from fmoe_ext.checkpoint.methods.base import (
     is_usual,
     nvfp4,
     refuse,
-    settings,
     stored,
     tensor_of,
 )
@@ -206,7 +205,7 @@ def _naive(base: ModelFolder, stem: str) -> Matrix | Decoded:
 
 def _weights(base: ModelFolder, key: str) -> set[Any]:
     """The values that a setting of weights has in all groups."""
-    groups = (settings(base).get("config_groups") or {}).values()
+    groups = (base.quantization.get("config_groups") or {}).values()
     values = (((group or {}).get("weights") or {}).get(key) for group in groups)
     return {tuple(value) if isinstance(value, list) else value for value in values}
 

@@ -14,7 +14,6 @@ from fmoe_ext.checkpoint.methods.base import (
     Piece,
     Turn,
     refuse,
-    settings,
     stored,
     tensor_of,
 )
@@ -79,7 +78,7 @@ def _matrix(base: ModelFolder, stem: str, scale_name: str = ".weight_scale_inv")
 def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a matrix that an entry of its scale is for."""
     scale = base.tensors[name]
-    said = tuple(settings(base).get("weight_block_size") or ())
+    said = tuple(base.quantization.get("weight_block_size") or ())
     known = [said] if said else [(FP8_BLOCK, FP8_BLOCK), (1, shape[1]), shape]
     known += [(1, MX_BLOCK)] if scale.dtype in EXPONENTS else []
     for block in known:

@@ -18,7 +18,6 @@ from fmoe_ext.checkpoint.methods.base import (
     check_groups,
     expect,
     refuse,
-    settings,
     stored,
     transposed,
 )
@@ -28,7 +27,12 @@ _QWEIGHT = MappingProxyType({"data": ".qweight", "scale": ".scales", "zero": ".q
 
 
 def turned_qweight(
-    base: ModelFolder, stem: str, rows: int, columns: int, words: Callable[..., Any], zeros: Callable[..., Any]
+    base: ModelFolder,
+    stem: str,
+    rows: int,
+    columns: int,
+    words: Callable[..., Any],
+    zeros: Callable[..., Any],
 ) -> Matrix:
     """The matrix of a qweight: int4 once data, scale and zero are turned."""
     names = {part: stem + suffix for part, suffix in _QWEIGHT.items()}
@@ -86,7 +90,7 @@ def _gptq_format(config: Config) -> str:
 def _matrix(base: ModelFolder, stem: str) -> Matrix:
     (words, rows), _ = stored(base, f"{stem}.qweight")
     columns = 8 * words
-    config = settings(base)
+    config = base.quantization
     is_first = _gptq_format(config) == "gptq"  # whose zero points have 1 subtracted
     found = turned_qweight(base, stem, rows, columns, transposed, _gptq_zeros(is_first))
     _, groups = found.pieces["scale"].shape

@@ -51,7 +51,9 @@ READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
 _HALVES = ("gate", "up")
 
 
-def convert(adapter: Adapter, to: str, out: Path, base: ModelFolder | None = None, *, check: bool = True) -> None:
+def convert(
+    adapter: Adapter, to: str, out: Path, base: ModelFolder | None = None, *, check: bool = True
+) -> None:
     """Write an adapter to a new folder in one of LAYOUTS; atomically.
 
     base: the model, for what the adapter does not say about it. check: where the installed PEFT reads the layout, it

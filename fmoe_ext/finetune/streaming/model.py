@@ -101,7 +101,9 @@ def stream(
     packed = _take_packed(weights, skeleton, state, dtype)
     model = _load(files.path, type(skeleton), skeleton.config, state, dtype)
     # PEFT notes it in adapter_config.json
-    model.name_or_path = model.config.name_or_path = str(files.path if isinstance(folder, ModelFiles) else Path(folder))
+    model.name_or_path = model.config.name_or_path = str(
+        files.path if isinstance(folder, ModelFiles) else Path(folder)
+    )
     keep_packed(model, packed, int8_activations)
     use_ours_where_torch_is_slow(model)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
