@@ -1,13 +1,17 @@
 """An architecture of llama.cpp: a class whose three methods say all that its files and its configurations need.
 
-    config(fields, shapes)   what a file says      -> values of Transformers' configuration
-    fields(config)           a configuration       -> the metadata that a file of it has
-    tensors(config, names)   names in Transformers -> names and values in the file
+    config(fields, shapes, factors)   what a file says      -> values of Transformers' configuration
+    fields(config)                    a configuration       -> the metadata that a file of it has
+    tensors(config, names)            names in Transformers -> names and values in the file
 
-Most keys are one attribute of the configuration; `keys` has them, for both ways. A file is checked by the way back:
-what fields() would write is compared with what the file has (metadata.py). llama.cpp's graph computes more than its
-keys say; refused() names what a configuration has beyond that. Another architecture is a file in architectures/ with
-what differs, and its class in the list there.
+Most keys are one attribute of the configuration: `keys` has them for both ways, `defaults` what llama.cpp takes for a
+key that is missing. A file is checked by the way back: what fields() returns is compared with what the file has
+(metadata.py), so a key that only config() reads stands in `read`, and one that changes no logit in `harmless`.
+llama.cpp's graph computes more than keys say: `fixed` and refused() name what a configuration has beyond it. Names of
+tensors are those of the package gguf (in_checkpoints() gives it the name that it knows); transforms() has the others,
+and those whose values differ.
+
+To add one: a subclass in a file of architectures/, with what differs, and its name in the list there.
 """
 
 import functools
