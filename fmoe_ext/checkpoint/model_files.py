@@ -223,7 +223,7 @@ class GgufModel(ModelFiles):
 
 class _InGguf(ModelWeights):
     def __init__(self, files: GgufModel, model: nn.Module) -> None:
-        self._files, self._model = files, type(model).__name__
+        self._files = files
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.layers = {}
         for path in experts_modules(model):
@@ -234,17 +234,8 @@ class _InGguf(ModelWeights):
             self.layers[path] = replace(layer, path=path)
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        path = self._files.path
-        found = gguf_weights.outside_experts(path, self._files.file, self._files.config, dtype)
-        for name, tensor in found.items():
-            if name not in self._shapes:
-                raise CheckpointError(f"{path} has {name}, which {self._model} of this configuration lacks")
-            if tensor.shape != self._shapes[name]:
-                raise CheckpointError(
-                    f"{path}: {name} is {list(tensor.shape)} in the file, but {list(self._shapes[name])} by its "
-                    "metadata"
-                )
-        return found
+        files = self._files
+        return gguf_weights.outside_experts(files.file, files.config, self._shapes, dtype)
 
     def parameter(self, name: str) -> str | None:
         return name

@@ -22,7 +22,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.written_names import as_written
-from fmoe_ext.formats.gguf import check_writable, write_gguf
+from fmoe_ext.gguf import architecture_for
+from fmoe_ext.gguf.writing import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
 from fmoe_ext.huggingface.saving import describe
 
@@ -84,7 +85,7 @@ def export(
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                 if hasattr(tokenizer, "save_pretrained"):
@@ -147,7 +148,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     is_gguf = format == GGUF
     if is_gguf:  # as the first of its formats that llama.cpp has a graph for
         source = values["model_type"]
-        format = next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
+        format = next((name for name in formats_for(source) if architecture_for(name)), source)
     text = values if format in FAMILIES else None
     if text is None and ours.config.model_type == format:
         # A model of more parts, as one that sees images, is written as itself: its language model has the experts
@@ -183,7 +184,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         tied = frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
     target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
     if is_gguf:
-        check_writable(family, target.config)
+        check_writable(target.config)
     return Plan(state, family, target, tied)
 
 

@@ -209,7 +209,8 @@ def test_turned_pairs_of_gguf(tmp_path, kind):
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
     writer.close()
     file = tmp_path / "model.gguf"
-    found = outside_experts(file, open_gguf(file), config, torch.float32)
+    shapes = {f"model.layers.0.self_attn.{letter}_proj.weight": w.shape for letter, w in plain.items()}
+    found = outside_experts(open_gguf(file), config, shapes, torch.float32)
     for letter, expected in plain.items():
         tensor = found[f"model.layers.0.self_attn.{letter}_proj.weight"]
         assert isinstance(tensor, PackedTensor) and tensor.shape == expected.shape
@@ -237,7 +238,8 @@ def gguf_with(tmp_path, kind, scale=None):
 
 def outside(file):
     config = pytest.importorskip("transformers").Qwen3MoeConfig(num_attention_heads=1, num_key_value_heads=1)
-    return outside_experts(file, open_gguf(file), config, torch.float32)
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (64, 128)}
+    return outside_experts(open_gguf(file), config, shapes, torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("MXFP4", None), ("NVFP4", None), ("NVFP4", 0.3)])

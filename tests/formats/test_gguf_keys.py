@@ -11,11 +11,12 @@ import torch
 
 import fmoe_ext
 from fmoe_ext import huggingface
-from fmoe_ext.checkpoint import CheckpointError, gguf_keys
+from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_files import GgufModel
-from fmoe_ext.formats import gguf as written
+from fmoe_ext.gguf import metadata
+from fmoe_ext.gguf import writing as written
+from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
 from fmoe_ext.gguf.file import open_gguf
-from fmoe_ext.gguf.weights import outside_experts
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip
@@ -48,8 +49,8 @@ def write(model, folder, keys, monkeypatch):
     """Exports a model with further metadata keys -> the file."""
     original = written.write_facts
 
-    def write_facts(writer, config, family):
-        original(writer, config, family)
+    def write_facts(writer, config, architecture):
+        original(writer, config, architecture)
         for key, value in keys.items():
             add = {
                 bool: writer.add_bool,
@@ -153,12 +154,12 @@ def sweep(plain, arch, names, attributes):
 def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, monkeypatch):
     """Alone, a key of another value is refused by name, changes no configuration, or is an attribute of it."""
     plain = write(models["qwen3_moe"], tmp_path / "plain", {}, monkeypatch)
-    attributes = {**gguf_keys.READ, **gguf_keys.COMPARED, "rope.scaling.factor": "factor"}
-    kinds = sweep(plain, ARCH, gguf_keys.names(), attributes)
+    attributes = {**Qwen3Moe().attributes, "rope.scaling.factor": "factor"}
+    kinds = sweep(plain, ARCH, metadata.names(), attributes)
     assert kinds["refused"] > 400 and kinds["harmless"] > 300 and kinds["computed"] >= 5, kinds
 
 
-@pytest.mark.parametrize("key", gguf_keys.COMPARED)
+@pytest.mark.parametrize("key", metadata.COMPARED)
 def test_key_that_differs_from_config_json_is_refused(key, models, tmp_path, monkeypatch):
     model = models["qwen3_moe"]
     value = {
@@ -296,11 +297,12 @@ def test_language_model_of_qwen3_vl_is_read_as_qwen3(models, tmp_path, monkeypat
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     file = write(models["mixtral"], tmp_path / "out", {}, monkeypatch)
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())
-    reader = SimpleNamespace(tensors=[frequencies], fields=open_gguf(file).fields)
+    opened = open_gguf(file)
+    opened.tensors = [frequencies]
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales frequencies"):
-        outside_experts(file, reader, models["mixtral"].config, torch.float32)
+        metadata.check(opened, models["mixtral"].config)
     frequencies.data[1] = 1
-    assert outside_experts(file, reader, models["mixtral"].config, torch.float32) == {}
+    metadata.check(opened, models["mixtral"].config)
 
 
 @pytest.mark.parametrize(
@@ -330,8 +332,8 @@ def test_kernels_of_a_hub_are_refused_by_name(key, models, tmp_path, monkeypatch
 
 def test_documentation_has_the_table_of_keys():
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
-    assert gguf_keys.table() in page, "paste the result of fmoe_ext.checkpoint.gguf_keys.table()"
-    assert gguf_keys.routing_table() in page, "paste the result of gguf_keys.routing_table()"
+    assert metadata.table() in page, "paste the result of fmoe_ext.gguf.metadata.table()"
+    assert metadata.routing_table() in page, "paste the result of metadata.routing_table()"
 
 
 def test_folder_of_a_gguf_file_is_refused_with_the_name_of_the_file(tmp_path):
