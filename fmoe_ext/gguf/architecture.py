@@ -86,7 +86,9 @@ class Architecture:
     read: tuple[str, ...] = ()  # further keys that config() reads
     harmless: tuple[str, ...] = ()  # keys that change no logit of this architecture
     needs: tuple[str, ...] = ()  # keys without which a file has another model
-    defaults: Mapping[str, Any] = MappingProxyType({})  # {attribute: value of a file without its key}
+    defaults: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # {attribute: value of a file without its key} beside usual()
     fixed: Mapping[str, Any] = MappingProxyType({})  # {attribute: the only value that the graph computes}
     has_heads = False  # the last blocks may be heads for the tokens after the next, which are left out
     has_biases = False  # of queries, keys, values and outputs
@@ -119,6 +121,15 @@ class Architecture:
         found = {**READ, **KEYS, **of_experts, **self.keys}
         return {key: found[key] for key in found if key not in self.harmless and key not in self.read}
 
+    @property
+    def usual(self) -> Values:
+        """{attribute: value with which llama.cpp computes where a file does not say it}."""
+        facts = {fact: self.family.config.get(fact, "") for fact in ("normalize", "scale")}
+        groups = {self.family.config.get(fact, ""): 1 for fact in ("num_groups", "topk_groups")}
+        dense = self.keys.get("leading_dense_block_count", "")
+        found = {facts["normalize"]: False, facts["scale"]: 1.0, **groups, dense: 0, **self.defaults}
+        return {attribute: value for attribute, value in found.items() if attribute}
+
     def accepts(self, fields: Fields) -> bool:
         """True for a file of this model type, where several have the architecture's name."""
         return bool(fields.get("expert_gating_func") == self.gating)
@@ -132,7 +143,7 @@ class Architecture:
         """
         import transformers
 
-        values = {**self.defaults, "tie_word_embeddings": "output.weight" not in shapes}
+        values = {**self.usual, "tie_word_embeddings": "output.weight" not in shapes}
         for key, attribute in self.attributes.items():
             value = fields.get(key)
             if value is not None:

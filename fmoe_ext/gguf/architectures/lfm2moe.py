@@ -23,7 +23,7 @@ class Lfm2Moe(Architecture):
         }
     )
     needs = (TAPS, KEY_HEADS)
-    defaults = MappingProxyType({"num_dense_layers": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0})
+    defaults = MappingProxyType({"norm_topk_prob": True})
     fixed = MappingProxyType({"norm_topk_prob": True, "routed_scaling_factor": 1.0, "conv_bias": False})
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
