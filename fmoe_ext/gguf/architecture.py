@@ -221,7 +221,9 @@ class Architecture:
     def fields(self, config: Any) -> dict[str, Any]:
         """Returns the metadata of a model, without the architecture's name before each key, in the order of files."""
         config = first_layer(config)
-        facts = self.family.facts_of(config.to_dict())
+        family = self.family
+        facts = {fact: getattr(config, family.config[fact]) for fact in ("num_experts", "top_k")}
+        facts |= family.facts_of(config.to_dict())  # without what is only an alias in Transformers
         found = {
             "vocab_size": config.vocab_size,
             "context_length": config.max_position_embeddings,
