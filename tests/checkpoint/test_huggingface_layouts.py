@@ -233,14 +233,14 @@ def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.norm.weight
         if new == "a.safetensors":
             assert torch.equal(theirs, tensors["model.norm.weight"])  # Transformers does not ask the index
-            for read in (ModelFolder, lambda folder: huggingface.read_model(huggingface.model_files(folder))):
+            for read in (lambda folder: folder.tensors, huggingface.read_model):
                 with pytest.raises(
                     CheckpointError, match=r"the index names a\.safetensors, but Transformers reads"
                 ):
-                    read(tmp_path / "model")
+                    read(ModelFolder(tmp_path / "model"))
             (tmp_path / "model" / new).unlink()
     base = ModelFolder(tmp_path / "model")
-    found = huggingface.read_model(huggingface.model_files(tmp_path / "model"))[0]
+    found = huggingface.read_model(base)[0]
     assert base.tensors.keys() == tensors.keys()
     assert sum(len(names) for names in base.files.values()) == len(tensors)
     for name, value in tensors.items():
@@ -259,7 +259,7 @@ def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
         tmp_path / "model", {n: f for n, f in places.items() if n != name} | {"x": "more.safetensors"}
     )
     with pytest.raises(CheckpointError, match="has tensors that another file of the folder has too"):
-        ModelFolder(tmp_path / "model")
+        _ = ModelFolder(tmp_path / "model").tensors
 
 
 def test_whole_model_beside_an_index_of_others(tmp_path):
@@ -270,7 +270,7 @@ def test_whole_model_beside_an_index_of_others(tmp_path):
         ModelFolder(tmp_path / "model")
     (tmp_path / "model/model-0.safetensors").unlink()
     with pytest.raises(CheckpointError, match="remove the model that is not wanted"):
-        huggingface.model_files(tmp_path / "model")
+        ModelFolder(tmp_path / "model")
     (tmp_path / "model/model-1.safetensors").unlink()
     base = ModelFolder(tmp_path / "model")
     assert [*base.files] == [tmp_path / "model/model.safetensors"] and base.tensors.keys() == tensors.keys()
