@@ -71,6 +71,7 @@ UNUSED = (
     *("expert_weights_scale", "interleave_moe_layer_step", "expert_group_count", "expert_group_used_count"),
     *("embedding_scale", "residual_scale", "logit_scale"),
 )
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -79,15 +80,13 @@ class Architecture:
 
     name = ""  # general.architecture of its files
     model_type = ""  # of Transformers: a key of checkpoint.families.FAMILIES
-    also: Mapping[str, tuple[str, ...]] = MappingProxyType(
-        {}
-    )  # {another name: its keys that change no logit}
-    keys: Mapping[str, str] = MappingProxyType({})  # {key: attribute} beside those of all
+    also: Mapping[str, tuple[str, ...]] = NOTHING  # {another name: its keys that change no logit}
+    keys: Mapping[str, str] = NOTHING  # {key: attribute} beside those of all
     read: tuple[str, ...] = ()  # further keys that config() reads
     harmless: tuple[str, ...] = ()  # keys that change no logit of this architecture
     needs: tuple[str, ...] = ()  # keys without which a file has another model
-    defaults: Mapping[str, Any] = MappingProxyType({})  # {attribute: value of a file without its key}
-    fixed: Mapping[str, Any] = MappingProxyType({})  # {attribute: the only value that the graph computes}
+    defaults: Mapping[str, Any] = NOTHING  # {attribute: value of a file without its key} beside `usual`
+    fixed: Mapping[str, Any] = NOTHING  # {attribute: the only value that the graph computes}
     has_heads = False  # the last blocks may be heads for the tokens after the next, which are left out
     has_biases = False  # of queries, keys, values and outputs
     groups_heads = True  # queries may be more than keys
@@ -119,6 +118,14 @@ class Architecture:
         found = {**READ, **KEYS, **of_experts, **self.keys}
         return {key: found[key] for key in found if key not in self.harmless and key not in self.read}
 
+    @property
+    def usual(self) -> Values:
+        """{attribute: value with which llama.cpp computes where a file does not say it}."""
+        facts = {"normalize": False, "scale": 1.0, "num_groups": 1, "topk_groups": 1}
+        found = {self.family.config.get(fact): value for fact, value in facts.items()}
+        found[self.keys.get("leading_dense_block_count")] = 0
+        return {attribute: value for attribute, value in found.items() if attribute} | self.defaults
+
     def accepts(self, fields: Fields) -> bool:
         """True for a file of this model type, where several have the architecture's name."""
         return bool(fields.get("expert_gating_func") == self.gating)
@@ -132,7 +139,7 @@ class Architecture:
         """
         import transformers
 
-        values = {**self.defaults, "tie_word_embeddings": "output.weight" not in shapes}
+        values = {**self.usual, "tie_word_embeddings": "output.weight" not in shapes}
         for key, attribute in self.attributes.items():
             value = fields.get(key)
             if value is not None:
@@ -210,7 +217,9 @@ class Architecture:
     def fields(self, config: Any) -> dict[str, Any]:
         """Returns the metadata of a model, without the architecture's name before each key, in the order of files."""
         config = first_layer(config)
-        facts = self.family.facts_of(config.to_dict())
+        family = self.family
+        facts = {fact: getattr(config, family.config[fact]) for fact in ("num_experts", "top_k")}
+        facts |= family.facts_of(config.to_dict())  # without what is only an alias in Transformers
         found = {
             "vocab_size": config.vocab_size,
             "context_length": config.max_position_embeddings,

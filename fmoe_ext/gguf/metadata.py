@@ -17,17 +17,14 @@ from torch import Tensor
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import (
     HEADS,
-    KEYS,
-    OF_EXPERTS,
     READ,
     UNUSED,
     Architecture,
     Fields,
-    FixedRouter,
 )
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.file import GgufFile
-from fmoe_ext.gguf.rope import SCALING, YARN, shortened, with_defaults
+from fmoe_ext.gguf.rope import SCALING, shortened, with_defaults
 
 # The values with which these models compute. 0 stands for "not used" in llama.cpp.
 ONLY = MappingProxyType(
@@ -239,56 +236,3 @@ def names() -> Iterator[str]:
                 yield value
 
     return walk(gguf.Keys)
-
-
-# Tables of docs/formats.md
-
-# Compared in architectures whose graph fixes how the router computes
-COMPARED = tuple(
-    key
-    for key in (*KEYS, *OF_EXPERTS, *FixedRouter.keys, "expert_shared_feed_forward_length")
-    if key != "expert_weights_scale"
-)
-# Compared in the others too
-ROUTING = (
-    *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
-    *("interleave_moe_layer_step", "leading_dense_block_count"),
-)
-
-
-def table() -> str:
-    """Writes the rows on metadata keys."""
-    kinds: dict[str, list[str]] = {
-        "compared": [],
-        "read": [],
-        "one value": [],
-        "changes no logit": [],
-        "refused": [],
-    }
-    for name in sorted(names()):
-        key = name.removeprefix("{arch}.")
-        kind = "refused"
-        if key in COMPARED:
-            kind = "compared"
-        elif key in READ or key.removeprefix(SCALING) in (*YARN, "type", "factor", "attn_factor"):
-            kind = "read"
-        elif key in ONLY:
-            kind = "one value"
-            key = f"{key} = {' or '.join(map(str, ONLY[key]))}"
-        elif key.startswith(NOTES) or key == SCALING + "finetuned":
-            kind = "changes no logit"
-        kinds[kind].append(f"`{key}`")
-    return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
-
-
-def routing_table() -> str:
-    """Writes the rows on architectures whose files say how their routers compute."""
-    rows = []
-    for kind in sorted(ARCHITECTURES, key=lambda kind: kind.model_type):
-        if not issubclass(kind, FixedRouter):
-            known, needs = (
-                ", ".join(f"`{key}`" for key in keys)
-                for keys in (sorted({*ROUTING, *kind.keys, *kind.read}), kind.needs)
-            )
-            rows.append(f"| `{kind.name}` ({kind.model_type}) | {known} | {needs or 'none more'} |")
-    return "\n".join(rows)

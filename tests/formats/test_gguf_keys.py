@@ -13,8 +13,10 @@ import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_files import GgufModel
-from fmoe_ext.gguf import metadata
+from fmoe_ext.gguf import metadata, rope
 from fmoe_ext.gguf import writing as written
+from fmoe_ext.gguf.architecture import KEYS, OF_EXPERTS, READ, FixedRouter
+from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
 from fmoe_ext.gguf.file import open_gguf
 from tests.formats.format_models import MODELS
@@ -33,6 +35,17 @@ KINDS = {
     str: gguf.GGUFValueType.STRING,
     list: gguf.GGUFValueType.ARRAY,
 }
+# Compared in architectures whose graph fixes how the router computes
+COMPARED = tuple(
+    key
+    for key in (*KEYS, *OF_EXPERTS, *FixedRouter.keys, "expert_shared_feed_forward_length")
+    if key != "expert_weights_scale"
+)
+# Compared in the others too
+ROUTING = (
+    *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
+    *("interleave_moe_layer_step", "leading_dense_block_count"),
+)
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
 
 
@@ -159,7 +172,7 @@ def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, mon
     assert kinds["refused"] > 400 and kinds["harmless"] > 300 and kinds["computed"] >= 5, kinds
 
 
-@pytest.mark.parametrize("key", metadata.COMPARED)
+@pytest.mark.parametrize("key", COMPARED)
 def test_key_that_differs_from_config_json_is_refused(key, models, tmp_path, monkeypatch):
     model = models["qwen3_moe"]
     value = {
@@ -330,10 +343,48 @@ def test_kernels_of_a_hub_are_refused_by_name(key, models, tmp_path, monkeypatch
             streamed(path)
 
 
+def table():
+    """The rows of docs/formats.md on metadata keys."""
+    kinds = {
+        "compared": [],
+        "read": [],
+        "one value": [],
+        "changes no logit": [],
+        "refused": [],
+    }
+    for name in sorted(metadata.names()):
+        key = name.removeprefix("{arch}.")
+        kind = "refused"
+        if key in COMPARED:
+            kind = "compared"
+        elif key in READ or key.removeprefix(rope.SCALING) in (*rope.YARN, "type", "factor", "attn_factor"):
+            kind = "read"
+        elif key in metadata.ONLY:
+            kind = "one value"
+            key = f"{key} = {' or '.join(map(str, metadata.ONLY[key]))}"
+        elif key.startswith(metadata.NOTES) or key == rope.SCALING + "finetuned":
+            kind = "changes no logit"
+        kinds[kind].append(f"`{key}`")
+    return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
+
+
+def routing_table():
+    """The rows of docs/formats.md on architectures whose files say how their routers compute."""
+    rows = []
+    for kind in sorted(ARCHITECTURES, key=lambda kind: kind.model_type):
+        if not issubclass(kind, FixedRouter):
+            known, needs = (
+                ", ".join(f"`{key}`" for key in keys)
+                for keys in (sorted({*ROUTING, *kind.keys, *kind.read}), kind.needs)
+            )
+            rows.append(f"| `{kind.name}` ({kind.model_type}) | {known} | {needs or 'none more'} |")
+    return "\n".join(rows)
+
+
 def test_documentation_has_the_table_of_keys():
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
-    assert metadata.table() in page, "paste the result of fmoe_ext.gguf.metadata.table()"
-    assert metadata.routing_table() in page, "paste the result of metadata.routing_table()"
+    assert table() in page, "paste the result of tests.formats.test_gguf_keys.table()"
+    assert routing_table() in page, "paste the result of tests.formats.test_gguf_keys.routing_table()"
 
 
 def test_folder_of_a_gguf_file_is_refused_with_the_name_of_the_file(tmp_path):

@@ -15,6 +15,6 @@ class Afmoe(Architecture):
         }
     )
     needs = ("expert_weights_norm", "attention.sliding_window")
-    defaults = MappingProxyType({"num_dense_layers": 0, "route_scale": 1.0, "mup_enabled": True})
+    defaults = MappingProxyType({"mup_enabled": True})
     fixed = MappingProxyType({"mup_enabled": True})
     window_period = 4

@@ -31,16 +31,7 @@ class DeepseekV2(Architecture):
     )
     read = ("attention.head_count_kv", "attention.key_length")
     needs = ("expert_gating_func", NOPE_AND_ROPE, "rope.dimension_count")
-    defaults = MappingProxyType(
-        {
-            "first_k_dense_replace": 0,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": None,
-        }
-    )
+    defaults = MappingProxyType({"q_lora_rank": None})
 
     def heads(self, values: Values) -> Values:
         nope = values.pop("qk_head_dim") - values["qk_rope_head_dim"]

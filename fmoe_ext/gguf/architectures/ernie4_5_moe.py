@@ -14,6 +14,4 @@ class Ernie45Moe(Architecture):
             "interleave_moe_layer_step": "moe_layer_interval",
         }
     )
-    defaults = MappingProxyType(
-        {"moe_layer_start_index": 0, "moe_layer_interval": 1, "moe_num_shared_experts": 0}
-    )
+    defaults = MappingProxyType({"moe_layer_interval": 1, "moe_num_shared_experts": 0})

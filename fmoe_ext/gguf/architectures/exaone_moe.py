@@ -19,15 +19,6 @@ class ExaoneMoe(Architecture):
     )
     read = (PATTERN,)
     needs = ("expert_gating_func", "attention.sliding_window")
-    defaults = MappingProxyType(
-        {
-            "first_k_dense_replace": 0,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-        }
-    )
     fixed = MappingProxyType({"tie_word_embeddings": False})
     has_heads = True
 

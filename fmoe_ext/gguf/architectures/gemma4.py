@@ -60,7 +60,7 @@ class Gemma4(Architecture):
         widths = [shapes.get(f"blk.{i}.ffn_up.weight", (0,))[0] for i in (0, num_layers - 1)]
         if factors is None:
             raise CheckpointError("the file lacks rope_freqs.weight")
-        rope = values["rope_parameters"]
+        rope, theta = values["rope_parameters"], values.pop("rope_theta_swa")
         if "rope_type" in rope:
             raise CheckpointError(f"{self.name}.rope.scaling.factor and its type are not computed here")
         rotated = int((factors == 1).sum()) / max(1, len(factors))
@@ -77,7 +77,7 @@ class Gemma4(Architecture):
             SOFTCAP: values[SOFTCAP] or None,
             "rope_parameters": {
                 FULL: {"rope_type": "proportional", "partial_rotary_factor": rotated, **rope},
-                SLIDING: {"rope_type": "default", "rope_theta": values.pop("rope_theta_swa")},
+                SLIDING: {"rope_type": "default", "rope_theta": theta},
             },
         }
 

@@ -11,16 +11,7 @@ class Glm4Moe(Architecture):
     name = "glm4moe"
     model_type = "glm4_moe"
     keys = MappingProxyType({"leading_dense_block_count": "first_k_dense_replace"})
-    defaults = MappingProxyType(
-        {
-            "first_k_dense_replace": 0,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_mtp_layers": 0,
-        }
-    )
+    defaults = MappingProxyType({"num_mtp_layers": 0})
     has_heads = True
     has_biases = True
     rotates_part = True

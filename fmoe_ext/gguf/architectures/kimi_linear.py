@@ -20,15 +20,7 @@ class KimiLinear(DeepseekV2):
     keys = MappingProxyType({**DeepseekV2.keys, **DELTA})
     harmless = ("rope.freq_base", "attention.value_length")  # of rotary embeddings; without latent attention
     needs = (*DeepseekV2.needs[1:], *DELTA, KEY_HEADS)
-    defaults = MappingProxyType(
-        {
-            "first_k_dense_replace": 0,
-            "moe_renormalize": True,
-            "routed_scaling_factor": 1.0,
-            "q_lora_rank": None,
-            "pad_token_id": None,
-        }
-    )
+    defaults = MappingProxyType({"moe_renormalize": True, "q_lora_rank": None, "pad_token_id": None})
     fixed = MappingProxyType({"moe_renormalize": True, "tie_word_embeddings": False})
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fmoe_ext.gguf.architecture import EPSILON, Architecture, Fields, Shapes, Values
 from fmoe_ext.gguf.recurrent import KEY_HEADS, heads_of, kinds_of, one_number
-from fmoe_ext.gguf.transforms import TensorTransform, convolution
+from fmoe_ext.gguf.transforms import TensorTransform, convolution, renamed
 
 TAPS = "shortconv.l_cache"
 
@@ -23,7 +23,7 @@ class Lfm2Moe(Architecture):
         }
     )
     needs = (TAPS, KEY_HEADS)
-    defaults = MappingProxyType({"num_dense_layers": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0})
+    defaults = MappingProxyType({"norm_topk_prob": True})
     fixed = MappingProxyType({"norm_topk_prob": True, "routed_scaling_factor": 1.0, "conv_bias": False})
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
@@ -39,4 +39,5 @@ class Lfm2Moe(Architecture):
         return {
             **super().transforms(config),
             "conv.conv.weight": convolution("shortconv.conv.weight"),
+            "lm_head.weight": renamed("output.weight"),  # the package knows models with one embedding
         }

@@ -36,9 +36,7 @@ class NemotronHMoe(Architecture):
     )
     harmless = ("rope.freq_base", "rope.dimension_count")
     needs = (*MAMBA, "ssm.inner_size", NORM, KEY_HEADS, WIDTHS)
-    defaults = MappingProxyType(
-        {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "moe_latent_size": None}
-    )
+    defaults = MappingProxyType({"moe_latent_size": None})
     fixed = MappingProxyType(
         {"mlp_hidden_act": "relu2", "use_conv_bias": True, "use_bias": False, "mlp_bias": False}
     )
