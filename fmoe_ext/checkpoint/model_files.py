@@ -29,7 +29,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import layer_of
 from fmoe_ext.checkpoint.files import copy_file, inside
-from fmoe_ext.checkpoint.methods import check_method, kind_of
+from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import (
     ModelFolder,
     errors_of_transformers,
@@ -133,7 +133,7 @@ class FolderModel(ModelFiles):
         self.base = ModelFolder(path, folders)
         self.base.check()
         self.config = self.base.make_config()
-        check_method(self.base)
+        kind_of(self.base)  # refuses packings that are not read before anything else is
         tensors = self.base.tensors.values()
         self.weights = self.base.paths
         self.num_tensors = len(tensors)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.methods import check_method, is_usual, kind_of
+from fmoe_ext.checkpoint.methods import is_usual, kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import Quantized
@@ -134,7 +134,7 @@ def test_broken_tensors_are_named(name, tmp_path):
 )
 def test_packing_that_is_not_read_is_refused_by_name(config, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        check_method(save(tmp_path, {"a": torch.zeros(1)}, config))
+        kind_of(save(tmp_path, {"a": torch.zeros(1)}, config))
 
 
 def test_scales_of_inputs_in_weights_are_refused(tmp_path):

@@ -36,7 +36,6 @@ __all__ = [
     "Kind",
     "Matrix",
     "PackedTensor",
-    "check_method",
     "decoded",
     "kind_of",
     "plain",
@@ -44,30 +43,28 @@ __all__ = [
 
 
 def kind_of(base: ModelFolder) -> Kind | None:
-    """The kind that quantization_config names, None for others; CheckpointError for settings that are not computed."""
+    """The kind that quantization_config names, None for plain weights and for MXFP4.
+
+    Raises CheckpointError, by name, for methods that are not read and for settings that are not computed.
+    """
     config = base.quantization
     try:
-        kind = KINDS.get(config.get("quant_method", ""))
-        if kind is not None:
-            kind.check(str(base.folder), config)
-            unknown = (f"{key} {value!r}" for key, value in config.items() if not _is_known(kind, key, value))
-            for what in (*unknown, *kind.refusals(config)):
-                refuse(base.folder, f"quantization_config with {what}")
+        method = config.get("quant_method", "")
+        kind = KINDS.get(method)
+        if kind is None:
+            if method and method != MXFP4:
+                algorithm = config.get("quant_algo") or config.get("format") or config.get("quant_type")
+                refuse(base.folder, f"packed by {method}{f' ({algorithm})' if algorithm else ''}")
+            return None
+        kind.check(str(base.folder), config)
+        unknown = (f"{key} {value!r}" for key, value in config.items() if not _is_known(kind, key, value))
+        for what in (*unknown, *kind.refusals(config)):
+            refuse(base.folder, f"quantization_config with {what}")
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{base.folder}: quantization_config is damaged: {error}") from error
     if kind is FP8 and _names_scales_as_deepseek_v4(base):
         return DEEPSEEK_V4
     return kind
-
-
-def check_method(base: ModelFolder) -> None:
-    """CheckpointError for a quantization method that is not read, by its name."""
-    config = base.quantization
-    method = config.get("quant_method")
-    if method and method not in (*KINDS, MXFP4):
-        algorithm = config.get("quant_algo") or config.get("format") or config.get("quant_type")
-        refuse(base.folder, f"packed by {method}{f' ({algorithm})' if algorithm else ''}")
-    kind_of(base)
 
 
 def _names_scales_as_deepseek_v4(base: ModelFolder) -> bool:
