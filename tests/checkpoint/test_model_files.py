@@ -10,7 +10,8 @@ from fmoe_ext import info
 from fmoe_ext.checkpoint import CheckpointError, files, model_folder
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_files import open_config, open_model
-from fmoe_ext.pipeline.sizes import without_values
+from fmoe_ext.doctor.subject import read as doctor_of
+from fmoe_ext.pipeline.sizes import sizes_of, without_values
 from tests.finetune.streamed_models import WIDE, pack, save, split_gguf, write_gguf
 
 pytest.importorskip("gguf", reason="pip install gguf")
@@ -107,6 +108,11 @@ def test_configuration_alone_needs_no_weights(folder, gguf_file, tmp_path):
         open_model(tmp_path / "config.json")
 
 
+def test_doctor_and_plan_read_gguf_files(folder, gguf_file):
+    assert type(doctor_of(str(gguf_file)).model).__name__ == "Qwen3MoeForCausalLM"
+    assert sizes_of(str(gguf_file)) == sizes_of(str(folder))
+
+
 def test_small_files_are_copied(folder, tmp_path):
     files.write_json(folder / "tokenizer.json", {"a": 1})
     (tmp_path / "out").mkdir()
@@ -128,8 +134,6 @@ def test_info_counts_a_model(folder, capsys):
     assert found["bytes_of_experts"] == 4 * experts and found["formats"] == {"float32": 4 * total}
     assert found["bytes"] == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert found["tokens_of_a_step"] == 192 and found["fits"] == "whole"
-    from fmoe_ext.pipeline.sizes import sizes_of
-
     flops = sum(layer.flops for layer in sizes_of(str(folder))[0].layers(64))
     assert found["minutes_of_a_step"] == pytest.approx(3 * flops / 2e12 / 60)
     info.main([str(folder), "--tflops", "2"])
