@@ -124,7 +124,7 @@ class Architecture:
         facts = {"normalize": False, "scale": 1.0, "num_groups": 1, "topk_groups": 1}
         found = {self.family.config.get(fact): value for fact, value in facts.items()}
         found[self.keys.get("leading_dense_block_count")] = 0
-        return {attribute: value for attribute, value in found.items() if attribute} | self.defaults
+        return {**{attribute: value for attribute, value in found.items() if attribute}, **self.defaults}
 
     def accepts(self, fields: Fields) -> bool:
         """True for a file of this model type, where several have the architecture's name."""

@@ -30,7 +30,7 @@ class DeepseekV2(Architecture):
         }
     )
     read = ("attention.head_count_kv", "attention.key_length")
-    needs = ("expert_gating_func", NOPE_AND_ROPE, "rope.dimension_count")
+    needs: tuple[str, ...] = ("expert_gating_func", NOPE_AND_ROPE, "rope.dimension_count")
     defaults = MappingProxyType({"q_lora_rank": None})
 
     def heads(self, values: Values) -> Values:

@@ -23,7 +23,7 @@ class GraniteMoe(Architecture):
     name = "granitemoe"
     model_type = "granitemoe"
     keys = SCALES
-    needs = ("attention.scale",)
+    needs: tuple[str, ...] = ("attention.scale",)
     defaults = MappingProxyType(
         {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
     )

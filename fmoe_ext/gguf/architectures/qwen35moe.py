@@ -25,13 +25,13 @@ class Qwen35Moe(Qwen3Next):
 
     def of_delta(self, config: Any) -> dict[str, TensorTransform]:
         heads = heads_of(config)
-        num_keys = 2 * heads.count * heads.key
+        num_keys = 2 * heads.keys * heads.key
 
         def read(rows: Tensor, size: int = heads.value) -> Tensor:
-            return rows.unflatten(0, (heads.values, heads.count, size)).transpose(0, 1).flatten(0, 2)
+            return rows.unflatten(0, (heads.values, heads.keys, size)).transpose(0, 1).flatten(0, 2)
 
         def write(rows: Tensor, size: int = heads.value) -> Tensor:
-            return rows.unflatten(0, (heads.count, heads.values, size)).transpose(0, 1).flatten(0, 2)
+            return rows.unflatten(0, (heads.keys, heads.values, size)).transpose(0, 1).flatten(0, 2)
 
         def read_behind_keys(rows: Tensor) -> Tensor:
             return torch.cat((rows[:num_keys], read(rows[num_keys:])))

@@ -28,7 +28,7 @@ RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 class Heads(NamedTuple):
     """Heads of a gated delta net."""
 
-    count: int  # of keys
+    keys: int  # heads of keys
     values: int  # heads of values for each head of keys
     key: int  # numbers of a head
     value: int
@@ -36,10 +36,10 @@ class Heads(NamedTuple):
 
 def heads_of(config: Any) -> Heads:
     """Returns the heads of a configuration's gated delta nets."""
-    count = config.linear_num_key_heads
+    keys = config.linear_num_key_heads
     return Heads(
-        count,
-        config.linear_num_value_heads // count,
+        keys,
+        config.linear_num_value_heads // keys,
         config.linear_key_head_dim,
         config.linear_value_head_dim,
     )
@@ -101,13 +101,13 @@ class Qwen3Next(Architecture):
         heads = heads_of(config)
 
         def read(qkv: Tensor, z: Tensor) -> Tensor:
-            keys, values = heads.count * heads.key, heads.count * heads.values * heads.value
+            keys, values = heads.keys * heads.key, heads.keys * heads.values * heads.value
             parts = (*qkv.split((keys, keys, values)), z)
-            return torch.cat([part.unflatten(0, (heads.count, -1)) for part in parts], 1).flatten(0, 1)
+            return torch.cat([part.unflatten(0, (heads.keys, -1)) for part in parts], 1).flatten(0, 1)
 
         def write(w: Tensor) -> tuple[Tensor, ...]:
             sizes = (heads.key, heads.key, heads.values * heads.value, heads.values * heads.value)
-            q, k, v, z = (part.flatten(0, 1) for part in w.unflatten(0, (heads.count, -1)).split(sizes, 1))
+            q, k, v, z = (part.flatten(0, 1) for part in w.unflatten(0, (heads.keys, -1)).split(sizes, 1))
             return torch.cat([q, k, v]), z
 
         return {
