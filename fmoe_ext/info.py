@@ -122,19 +122,14 @@ def of_model(
     Raises CheckpointError for files that open_model() refuses, ValueError for a model without layers.
     """
     # not at the top: a bug report needs none of them
-    from fmoe_ext.checkpoint.errors import CheckpointError
     from fmoe_ext.checkpoint.model_files import open_model
     from fmoe_ext.finetune.streaming.budget import least_memory
     from fmoe_ext.pipeline.plan import Layout, estimate
-    from fmoe_ext.pipeline.sizes import counted, without_values
+    from fmoe_ext.pipeline.sizes import sizes_of
 
     files = open_model(model)
-    skeleton = without_values(files.config, files.path)
-    if skeleton is None:
-        raise CheckpointError(
-            f"{files.path}: Transformers makes no language model of {type(files.config).__name__}"
-        )
-    sizes = counted(skeleton)
+    skeleton = files.skeleton()
+    sizes, _ = sizes_of(str(files.path))
     layers = [*files.of(skeleton).layers.values()]
     of_experts = sum(span.num_bytes for layer in layers for span in layer.every_span())
     resident = sum(files.formats.values()) - of_experts

@@ -71,6 +71,9 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
         raise CheckpointError(
             f"{path}: config.json has {depth} layers, but there are only {files.num_tensors} tensors"
         )
+    with errors_of_transformers(path):
+        said = getattr(files.config, "dtype", None)  # a torch.dtype, or its name
+        files.dtype = (getattr(torch, said) if isinstance(said, str) else said) or files.dtype
     return files
 
 
@@ -95,7 +98,17 @@ class ModelFiles(ABC):
     num_tensors: int
     formats: dict[str, int]  # {dtype or type of GGUF: bytes of its tensors}
     packed_by: str  # quantization method that config.json names, "" for plain weights and for GGUF
-    dtype: torch.dtype  # of most weights; packed ones count as bfloat16
+    dtype: torch.dtype  # that config.json names, else of most weights; packed ones count as bfloat16
+
+    def skeleton(self) -> Any:
+        """The language model of the configuration on the meta device, with towers for images if it must have them."""
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        is_text = type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto: Any = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        with errors_of_transformers(self.path), torch.device("meta"):
+            return auto.from_config(self.config)
 
     @abstractmethod
     def of(self, model: nn.Module) -> ModelWeights:

@@ -229,24 +229,20 @@ def count(model: str) -> Sizes | None:
         if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
             return None
     try:
-        made = without_values(open_config(path), path)
+        config = open_config(path)
+        with errors_of_transformers(path.parent, path.name), torch.device("meta"):
+            config._attn_implementation = config._experts_implementation = (
+                "eager"  # loads no kernels of a hub
+            )
+            classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+            makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
+            named = getattr(transformers, (config.architectures or [""])[0], None)
+            if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+                makes.insert(0, named)
+            made = makes[0](config) if makes else None
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
     return None if made is None else counted(made)
-
-
-def without_values(config: Any, path: Path) -> Any:
-    """The model of a configuration on the meta device; None if Transformers makes no language model of it."""
-    import transformers
-
-    with errors_of_transformers(path.parent, path.name), torch.device("meta"):
-        config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
-        classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-        makes = [auto.from_config for auto in classes if type(config) in auto._model_mapping]
-        named = getattr(transformers, (config.architectures or [""])[0], None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            makes.insert(0, named)
-        return makes[0](config) if makes else None
 
 
 def counted(model: Any) -> Sizes:

@@ -11,15 +11,11 @@ from fmoe_ext.checkpoint import CheckpointError, files, model_folder
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_files import open_config, open_model
 from fmoe_ext.doctor.subject import read as doctor_of
-from fmoe_ext.pipeline.sizes import sizes_of, without_values
+from fmoe_ext.pipeline.sizes import sizes_of
 from tests.finetune.streamed_models import WIDE, pack, save, split_gguf, write_gguf
 
 pytest.importorskip("gguf", reason="pip install gguf")
 transformers = pytest.importorskip("transformers")
-
-
-def skeleton(opened):
-    return without_values(opened.config, opened.path)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def gguf_file(folder, tmp_path_factory):
 def test_folder_has_the_experts_and_the_rest_of_its_model(folder):
     opened = open_model(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    weights = opened.of(skeleton(opened))
+    weights = opened.of(opened.skeleton())
     assert opened.config.num_experts == 6 and opened.num_tensors == len(opened.base.tensors)
     assert opened.dtype is torch.float32 and opened.packed_by == ""
     assert opened.formats == {"float32": 4 * sum(p.numel() for p in model.parameters())}
@@ -52,12 +48,12 @@ def test_folder_has_the_experts_and_the_rest_of_its_model(folder):
 def test_gguf_file_and_its_parts_are_the_same_model(gguf_file, tmp_path):
     first = split_gguf(gguf_file, tmp_path / "parts", 3)[0]
     config = json.loads(gguf_file.with_name("config.json").read_text())
-    (tmp_path / "parts" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "parts" / "config.json").write_text(json.dumps(config | {"dtype": None}))
     whole, split = open_model(gguf_file), open_model(first)
     assert len(whole.weights) == 1 and len(split.weights) > 3
     assert whole.formats == split.formats and {"Q4_K", "Q8_0", "F32"} == whole.formats.keys()
-    assert whole.dtype is split.dtype is torch.bfloat16
-    of_whole, of_split = (opened.of(skeleton(opened)) for opened in (whole, split))
+    assert whole.dtype is torch.float32 and split.dtype is torch.bfloat16  # config.json names one
+    of_whole, of_split = (opened.of(opened.skeleton()) for opened in (whole, split))
     others = of_split.others(torch.float32)
     assert sum(isinstance(tensor, PackedTensor) for tensor in others.values()) == 10  # 4 of attention, 2 ends
     for name, tensor in of_whole.others(torch.float32).items():
@@ -87,7 +83,7 @@ def test_headers_and_index_are_read_once(tmp_path, monkeypatch):
         before = getattr(module, name)
         monkeypatch.setattr(module, name, lambda path, before=before: read.append(path.name) or before(path))
     opened = open_model(tmp_path / "two")
-    opened.of(skeleton(opened))
+    opened.of(opened.skeleton())
     assert len(opened.weights) > 2 and sorted(read) == sorted(
         [
             *(file.name for file in opened.weights),

@@ -91,11 +91,8 @@ def stream(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
         )
     files = open_model(folder, folders)
-    config = files.config
-    with errors_of_transformers(files.path), torch.device("meta"):
-        said = getattr(config, "dtype", None)  # a torch.dtype, or its name
-        dtype = dtype or (getattr(torch, said) if isinstance(said, str) else said) or files.dtype
-        skeleton = _class_of(config).from_config(config)
+    dtype = dtype or files.dtype
+    skeleton = files.skeleton()
     weights = files.of(skeleton)
     layers, state = _plan(files.path, weights, skeleton, dtype)
     packed = _take_packed(weights, skeleton, state, dtype)
@@ -118,16 +115,6 @@ def stream(
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
     replace_save_pretrained(model, _refuse_to_save, _refuse_to_save)
     return huggingface.use(model).eval()
-
-
-def _class_of(config: Any) -> Any:
-    """The class of Transformers that makes a language model of a configuration, with towers for images if it must."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM
-    return transformers.AutoModelForImageTextToText
 
 
 def _plan(
