@@ -161,8 +161,9 @@ def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, mes
         packed_layer(base, PATH)
 
 
-def test_other_methods_are_left_to_others(tmp_path):
-    assert packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "hqq"}), PATH) is None
+def test_other_methods_are_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match="packed by hqq, which is not computed here"):
+        packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "hqq"}), PATH)
 
 
 @pytest.mark.parametrize("damage", [{"dynamic": [1]}, {"quant_method": ["gptq"]}, {"dynamic": {"a": 3}}])
