@@ -23,8 +23,8 @@ import fmoe_ext
 from benchmarks import common
 from benchmarks.bench_stream import SHAPE
 from fmoe_ext import frozen
-from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.formats.gguf import write_facts
+from fmoe_ext.gguf import architecture_for
+from fmoe_ext.gguf.writing import write_facts
 
 OUTSIDE = ("q4_k", "q8_0", "bf16")
 
@@ -37,7 +37,7 @@ def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> P
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe")
-    write_facts(writer, config, FAMILIES["qwen3_moe"])
+    write_facts(writer, config, architecture_for("qwen3_moe"))
 
     def add(name: str, *shape: int, kind: str = others) -> None:
         if kind == "f32":

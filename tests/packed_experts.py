@@ -6,11 +6,11 @@ from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
 from fmoe_ext.checkpoint.methods import kind_of
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
 
 
-def packed_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
+def packed_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
     """(the layer of packed experts, names of its tensors); None if the folder has none at the path.
 
     path: of an experts module. Raises CheckpointError for tensors that are missing or do not fit, and for settings of

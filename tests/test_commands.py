@@ -73,10 +73,13 @@ def test_layout_without_number_is_refused():
     assert parse_layout("dp2xep3") == Layout(2, 3) and parse_layout("ep3") == Layout(1, 3)
 
 
-def test_info_with_arguments_is_refused(capsys):
+def test_info_of_two_things_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        info.main(["unknown"])
+        info.main(["model", "unknown"])
     assert "unrecognized arguments: unknown" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        info.main(["model", "--cmake"])
+    assert "--cmake is of this installation" in capsys.readouterr().err
 
 
 def command(*arguments, setup="", cwd=ROOT):

@@ -7,6 +7,7 @@ that breaks each of them, so that a rule which has stopped looking fails too.
 import ast
 import fnmatch
 import functools
+import graphlib
 import pkgutil
 import re
 from pathlib import Path
@@ -52,19 +53,21 @@ ROOMS = {
     "balance": (),
     "checkpoint": ("frozen",),
     "compat": ("pipeline", "planning"),  # FairScale's Pipe cuts and measures as split() does
-    "compress": ("balance", "checkpoint", "finetune"),
+    "compress": ("balance", "checkpoint", "finetune", "model_files"),
     "cpu": (),
-    "doctor": ("audit", "checkpoint"),
-    "finetune": ("checkpoint", "frozen", "huggingface"),
-    "formats": ("checkpoint", "huggingface"),
+    "doctor": ("audit", "checkpoint", "model_files"),
+    "finetune": ("checkpoint", "frozen", "gguf", "huggingface", "model_files"),
+    "formats": ("checkpoint", "gguf", "huggingface"),
     "frozen": (),
+    "gguf": ("checkpoint", "frozen"),
     "gpu": ("frozen", "testing"),
     "huggingface": ("balance", "checkpoint", "frozen"),
-    "info": ("gpu",),
+    "info": ("checkpoint", "finetune", "gpu", "model_files", "planning"),
     "lora": ("finetune",),
     "megatron": (),
+    "model_files": ("checkpoint", "gguf"),
     "pipeline": ("planning",),  # split() cuts as the planner does
-    "planning": ("checkpoint",),  # a config.json that may be hostile has one reader
+    "planning": ("checkpoint", "model_files"),  # a config.json that may be hostile has one reader
     "remote": (),
     "testing": (),
     "torchtitan": (),
@@ -497,6 +500,15 @@ def broken(rule, files):
 def test_rule_holds_in_every_file(rule):
     found = [line for kind in RULES[rule] for line in broken(rule, files_of(kind))]
     assert not found, "\n".join(["", *found])
+
+
+def test_rooms_form_no_circle():
+    """Each room can be read after the rooms that it imports."""
+    imports = {room: [other for other in others if other in ROOMS] for room, others in ROOMS.items() if room}
+    order = list(graphlib.TopologicalSorter(imports).static_order())
+    assert sorted(order) == sorted(imports)
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(imports | {"frozen": ["formats"]}).prepare()
 
 
 def test_no_import_circle():

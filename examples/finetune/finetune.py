@@ -20,7 +20,7 @@ import torch
 import transformers
 
 import fmoe_ext
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
@@ -177,7 +177,7 @@ def small_run(options: argparse.Namespace, out: Path) -> int:
 
 def _merged(out: Path, ids: torch.Tensor, expected: torch.Tensor) -> tuple[bool, str]:
     """Merges into bfloat16, loads that without fmoe_ext, and compares logits."""
-    base = Base(out / "model")
+    base = ModelFolder(out / "model")
     decode(base)
     report = merge(read_adapter(out / "adapter"), base, out / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged", dtype="auto").eval()

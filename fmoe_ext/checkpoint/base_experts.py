@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import read_config
 from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 
 
@@ -43,7 +42,7 @@ class Experts:
 class BaseExperts:
     """Finds the experts of a base by the path that their module has in the model."""
 
-    base: Base
+    base: ModelFolder
     _models: list[tuple[Any, WeightNames]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -94,7 +93,7 @@ class BaseExperts:
         return None
 
 
-def _models(base: Base) -> Iterator[Any]:
+def _models(base: ModelFolder) -> Iterator[Any]:
     """The models on the meta device that Transformers makes of a folder; none if it does not know the model type."""
     try:
         import transformers
@@ -107,15 +106,12 @@ def _models(base: Base) -> Iterator[Any]:
         )
         for make in makers:
             try:
-                config = read_config(base.folder, len(base.tensors))
-                if hasattr(config, "quantization_config"):
-                    del config.quantization_config
-                yield make(config)
+                yield make(base.make_config())
             except Exception:  # of Transformers, which have no common class; names of layouts are left
                 continue
 
 
-def _by_table(base: Base, names: WeightNames, layer: str, module: Any) -> Experts | None:
+def _by_table(base: ModelFolder, names: WeightNames, layer: str, module: Any) -> Experts | None:
     up, down = (names.experts(f"{layer}.{name}") for name in (up_of(module), "down_proj"))
     if up is None or down is None:
         return None
@@ -132,7 +128,7 @@ def _by_table(base: Base, names: WeightNames, layer: str, module: Any) -> Expert
     return experts
 
 
-def _by_name(base: Base, layer: str) -> Experts | None:
+def _by_name(base: ModelFolder, layer: str) -> Experts | None:
     """By the layouts of docs/formats.md."""
     stem, _, block = layer.removesuffix(".experts").rpartition(".")
     for name in dict.fromkeys((block, *BLOCKS)):
@@ -146,7 +142,7 @@ def _by_name(base: Base, layer: str) -> Experts | None:
     return None
 
 
-def _stacked(base: Base, prefix: str, gate_up: str, down: str) -> Experts:
+def _stacked(base: ModelFolder, prefix: str, gate_up: str, down: str) -> Experts:
     first, second = prefix + gate_up, prefix + down
     w1, w2 = base.tensors[first].shape, base.tensors[second].shape
     in_turn = f"{first}_bias" in base.tensors
@@ -159,7 +155,7 @@ def _stacked(base: Base, prefix: str, gate_up: str, down: str) -> Experts:
     raise CheckpointError(f"{base.folder}: {first} {list(w1)} and {second} {list(w2)} do not fit")
 
 
-def _numbered(base: Base, prefix: str, leaves: tuple[str, str, str]) -> Experts:
+def _numbered(base: ModelFolder, prefix: str, leaves: tuple[str, str, str]) -> Experts:
     count = 0
     while f"{prefix}experts.{count}.{leaves[0]}" in base.tensors:
         count += 1
@@ -175,7 +171,7 @@ def _numbered(base: Base, prefix: str, leaves: tuple[str, str, str]) -> Experts:
     return experts
 
 
-def _check_shapes(base: Base, experts: Experts) -> None:
+def _check_shapes(base: ModelFolder, experts: Experts) -> None:
     d, h = experts.d_model, experts.d_hidden
     shapes = {"gate_up": (2 * h, d), "gate": (h, d), "up": (h, d), "down": (d, h)}
     for role, names in experts.names.items():

@@ -12,7 +12,7 @@ from fmoe_ext._cli import add_json, as_json, reason
 from fmoe_ext.checkpoint import convert, deepspeed, fastmoe
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import read_locked
-from fmoe_ext.checkpoint.huggingface import local_path
+from fmoe_ext.checkpoint.model_folder import local_path
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
 from fmoe_ext.checkpoint.routing import needed_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor

@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.families import LAYOUTS
 from fmoe_ext.checkpoint.files import made_folder
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.model_state import describe_layers
 from fmoe_ext.checkpoint.routing import routing_of_config
 from fmoe_ext.checkpoint.safetensors_file import (
@@ -66,11 +67,11 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
     if deepspeed.is_deepspeed(path):
         return Checkpoint("deepspeed", *deepspeed.read_deepspeed(path, mp_rank, trust))
     ours = store.has_checkpoint(path)
-    if not ours and (files := huggingface.model_files(path)):
-        tensors, converted = huggingface.read_model(files)
+    if not ours and (folder := ModelFolder(path)).paths:
+        tensors, converted = huggingface.read_model(folder)
         format = "huggingface" if converted else "safetensors"
-        routing = noted_routing(files[0]) or (_routing_of_folder(path, tensors) if converted else {})
-        return Checkpoint(format, tensors, files, routing=routing)
+        routing = noted_routing(folder.paths[0]) or (_routing_of_folder(folder, tensors) if converted else {})
+        return Checkpoint(format, tensors, folder.paths, routing=routing)
     if not ours and megatron_core.is_torch_dist(path):
         tensors, files, step, left_out = megatron_core.read_torch_dist(path)
         return Checkpoint("torch_dist", tensors, files, step, left_out=left_out)
@@ -83,13 +84,13 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
     return Checkpoint("fmoe_ext", tensors, files, manifest.step, manifest, manifest.routing)
 
 
-def _routing_of_folder(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+def _routing_of_folder(folder: ModelFolder, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Facts about the gates of every layer from config.json; none for a file and for unknown models."""
-    options = routing_of_config(huggingface.model_config(path))
+    options = routing_of_config(folder.config)
     if "output_scale" in options:
         raise CheckpointError(
-            f"{path}/config.json multiplies the output of each MoE layer by {options['output_scale']}, which a "
-            "converted checkpoint cannot say: read it with import_model()"
+            f"{folder.folder}/config.json multiplies the output of each MoE layer by {options['output_scale']}, which "
+            "a converted checkpoint cannot say: read it with import_model()"
         )
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {name: options for name in layers} if options else {}

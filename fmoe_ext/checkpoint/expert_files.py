@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 ALIGNED = 64  # bytes, a cache line
@@ -115,6 +115,13 @@ class Layer:
             for span in part.spans[expert]
         ]
 
+    def every_span(self) -> list[Span]:
+        """The spans of all experts, with those beside them."""
+        experts = range(self.num_experts)
+        return [
+            part for span in self.spans(experts, experts, self.num_experts) for part in (span, *span.beside)
+        ]
+
     def weights(self, buffer: "np.ndarray[Any, Any]", num_slots: int) -> Weights:
         """w1 and w2 of the experts in the slots of a buffer, which lives as long as they do."""
         flat = torch.from_numpy(buffer)
@@ -129,7 +136,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
-def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
+def part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
     """The part [E, *shape] made of tensors: for each expert one after the other, or its slices of stacks [E, *]."""
     stored = [[base.tensors[name] for name in of_expert] for of_expert in names]
     dtype = stored[0][0].dtype
@@ -157,7 +164,7 @@ def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) 
     return Part(shape, dtype, tuple(spans))
 
 
-def place_of(base: Base, name: str, tensor: StoredTensor) -> Any:
+def place_of(base: ModelFolder, name: str, tensor: StoredTensor) -> Any:
     """(file, offset) of a tensor."""
     if tensor.place is None:
         raise CheckpointError(f"{base.folder}: {name} is in no file")

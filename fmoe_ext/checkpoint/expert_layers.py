@@ -15,7 +15,7 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, part_of, place_of
 from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, decoded, kind_of, plain
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Matrices: TypeAlias = Sequence[Sequence[Matrix]]  # of each expert
@@ -31,7 +31,7 @@ class InFiles(NamedTuple):
     interleaved: bool = False  # rows of gate and up are in turn in the files alone
 
 
-def layer_of(base: Base, path: str, weights: tuple[InFiles, InFiles]) -> tuple[Layer, set[str]]:
+def layer_of(base: ModelFolder, path: str, weights: tuple[InFiles, InFiles]) -> tuple[Layer, set[str]]:
     """(the layer of experts at a path, names of its tensors). weights: up, with gate before it if it has one, and down.
 
     Raises CheckpointError for tensors that are missing or do not fit, and for settings of quantization_config that are
@@ -80,7 +80,7 @@ def _of(tensors: Tensors, weight: str) -> dict[str, torch.Tensor]:
     return {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{weight}.")}
 
 
-def _matrix(base: Base, kind: Kind | None, name: str, is_stack: bool) -> Matrix | Decoded | None:
+def _matrix(base: ModelFolder, kind: Kind | None, name: str, is_stack: bool) -> Matrix | Decoded | None:
     stem = name.removesuffix(".weight")
     is_packed = kind is not None and kind.is_packed(base, stem)
     if name not in base.tensors and not is_packed:
@@ -110,7 +110,7 @@ def _joinable(found: Found) -> Matrices | None:
     return matrices if is_one and not is_split else None
 
 
-def _used(base: Base, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]:
+def _used(base: ModelFolder, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]:
     """Names the tensors of a layer's experts; CheckpointError for a bias that is not zero (GPTQ writes zeros)."""
     used = set()
     beside = () if kind is None else (*kind.data, kind.scale, *kind.others)
@@ -127,7 +127,7 @@ def _used(base: Base, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]
     return used & base.tensors.keys()
 
 
-def _plain_part(base: Base, weight: InFiles) -> Part:
+def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
     """Makes the part [E, *, *] in the dtype of the files."""
     first = [base.tensors[name] for name in weight.names[0]]
     shapes = [tensor.shape[1:] if weight.is_stack else tensor.shape for tensor in first]
@@ -155,7 +155,7 @@ def _plain_part(base: Base, weight: InFiles) -> Part:
     return _assembled(base, weight, kept, first[0].dtype)
 
 
-def _decoded_part(base: Base, weight: InFiles, matrices: Found) -> Part:
+def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
     """Makes the part [E, *, *] in float32, decoded while it is read."""
     if weight.is_stack:
         raise CheckpointError(
@@ -176,7 +176,7 @@ def _decoded_part(base: Base, weight: InFiles, matrices: Found) -> Part:
 
 
 def _assembled(
-    base: Base, weight: InFiles, matrices: Sequence[Sequence[Decoded]], dtype: torch.dtype
+    base: ModelFolder, weight: InFiles, matrices: Sequence[Sequence[Decoded]], dtype: torch.dtype
 ) -> Part:
     rows, columns = sum(m.shape[0] for m in matrices[0]), matrices[0][0].shape[1]
     spans = []
@@ -192,7 +192,7 @@ def _assembled(
 
 
 def _turn(
-    base: Base, weight: InFiles, of_expert: Sequence[Decoded], dtype: torch.dtype
+    base: ModelFolder, weight: InFiles, of_expert: Sequence[Decoded], dtype: torch.dtype
 ) -> Callable[..., np.ndarray]:  # type: ignore[type-arg]
     """Makes the weight of an expert of the bytes of all its tensors."""
     found = [base.tensors[name] for matrix in of_expert for name in matrix.names]
@@ -213,7 +213,7 @@ def _turn(
     return turn
 
 
-def _packed_part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
+def _packed_part(base: ModelFolder, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
     """Makes the part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
     first = matrices[0][0].pieces[part]
     num_bytes = first.shape[0] * first.shape[1] * first.dtype.itemsize

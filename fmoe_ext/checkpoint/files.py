@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -148,6 +148,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
     return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes an object to a JSON file that is complete or absent."""
+    with atomic_file(path) as file:
+        file.write(json.dumps(content, indent=2).encode())
 
 
 def inside(folder: Path, name: Any) -> Path:

@@ -10,15 +10,14 @@ from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.methods import Decoded, Matrix, PackedTensor, kind_of
-from fmoe_ext.checkpoint.methods.base import settings
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 
 
 def outside_experts(
-    base: Base, used: Container[str], dtype: torch.dtype
+    base: ModelFolder, used: Container[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, StoredTensor]]:
     """(name, tensor) of what is left of a folder beside `used`; packed weights are read decoded to dtype.
 
@@ -43,7 +42,7 @@ def outside_experts(
             )
 
 
-def _decoded_matrix(base: Base, matrix: Matrix | Decoded, dtype: torch.dtype) -> StoredTensor:
+def _decoded_matrix(base: ModelFolder, matrix: Matrix | Decoded, dtype: torch.dtype) -> StoredTensor:
     tensors = base.tensors  # of now: checkpoint.packed.decode() gives the base others
     if isinstance(matrix, Matrix) and matrix.has_rows:
         return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
@@ -60,7 +59,7 @@ def prefixes(path: str) -> Iterator[str]:
         yield f"{stem}.{name}." if stem else f"{name}."
 
 
-def mxfp4_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
+def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
     """The layer of MXFP4 experts: <name>_blocks [E, out, in / 32, 16] and <name>_scales [E, out, in / 32] in uint8.
 
     None if the folder has no such blocks. Raises CheckpointError for scales that are missing or do not fit.
@@ -97,7 +96,7 @@ def mxfp4_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
     return Layer(path, (shapes[0], shapes[1]), parts, build), used  # type: ignore[arg-type]
 
 
-def decode(base: Base) -> None:
+def decode(base: ModelFolder) -> None:
     """Puts the values of packed experts, in bfloat16 and under the names of a plain model, in their place in a base.
 
     They are decoded when they are read, an expert at a time. base.packed names their format.
@@ -123,9 +122,10 @@ def decode(base: Base) -> None:
             # the scales of a weight may be in another file than the weight itself
             names[:] = [n for n in (kind.plain_name(name) for name in names) if n in left]
         base.tensors = left
-        base.packed = settings(base)["quant_method"]
+        base.packed = base.quantization["quant_method"]
     if base.packed:
         base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
+        base.quantization = {}
 
 
 def _decoded_mxfp4(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:

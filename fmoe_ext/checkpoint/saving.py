@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from fmoe_ext.checkpoint import optimizer_state, store
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
 from fmoe_ext.checkpoint.files import locked, made_folder
-from fmoe_ext.checkpoint.huggingface import model_config, model_files, read_model
+from fmoe_ext.checkpoint.huggingface import read_model
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest, decode_keys, encode_keys
+from fmoe_ext.checkpoint.model_folder import ModelFolder, local_path
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
 from fmoe_ext.checkpoint.routing import check_config, check_routing, routing_of
 from fmoe_ext.checkpoint.safetensors_file import (
@@ -113,8 +114,9 @@ def load(
     """Loads what save() saved in any layout, into a model of this one -> Manifest, with step and extra.
 
     path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
-    model or a Hugging Face folder, of which each rank reads its own experts only. The model must have the same tensors
-    of the same shapes; cast=True accepts parameters of other dtypes, buffers take the dtype of the checkpoint.
+    model, a Hugging Face folder or its name in the hub's cache, of which each rank reads its own experts only. The
+    model must have the same tensors of the same shapes; cast=True accepts parameters of other dtypes, buffers take the
+    dtype of the checkpoint.
     The optimizer's state is cast where its parameter is, unless it has another dtype than that on purpose (a float32
     copy of a bfloat16 parameter). verify=False skips the checksums. Experts that had moved are in order afterwards.
     Manifest.extra is what this rank gave to save(); in a job of another number of ranks it is rank 0's on every rank,
@@ -132,30 +134,33 @@ def load(
         >>> manifest.step, manifest.extra
         (100, {'loss': 2.5})
     """
-    path = gather(Path(path), process_group)[0]
+    path = gather(path, process_group)[0]
     with ExitStack() as until_loaded:
         with together(f"loading {path}", process_group):
             is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
-            files = [] if store.has_checkpoint(path) else model_files(path)
-            if is_first and not files:
+            path = local_path(path)
+            folder = None if store.has_checkpoint(path) else ModelFolder(path)
+            if folder is not None and not folder.paths:
+                folder = None
+            if is_first and folder is None:
                 path = until_loaded.enter_context(store.held_open(path))
         path = gather(path, process_group)[0]  # one checkpoint for all, also where another job is saving
-        return _load(path, files, model, optimizer, cast, verify, process_group)
+        return _load(path, folder, model, optimizer, cast, verify, process_group)
 
 
 def _load(
     path: Path,
-    files: list[Path],
+    folder: ModelFolder | None,
     model: nn.Module,
     optimizer: Optimizer | None,
     cast: bool,
     verify: bool,
     process_group: dist.ProcessGroup | None,
 ) -> Manifest:
-    """load() of safetensors files, or without any of the checkpoint `path`, which nobody removes meanwhile."""
+    """load() of a folder of safetensors files, or of the checkpoint `path`, which nobody removes meanwhile."""
     with together(f"loading {path}", process_group):
         state = ModelState(model)
-        source = _Files(path, files, state) if files else _Folder(path)
+        source = _Folder(path) if folder is None else _Files(folder, state)
         if optimizer is not None and source.manifest.optimizer is None:
             raise CheckpointError(f"{source.path} has no optimizer state")
         if verify:
@@ -222,7 +227,7 @@ class Whole:
 
 @contextmanager
 def gathered(
-    path: Path, model: nn.Module, process_group: dist.ProcessGroup | None = None
+    path: Path, model: nn.Module | ModelState, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[Whole | None]:
     """The whole model on the first rank, to be written to path while the others wait; None for those. Collective.
 
@@ -232,7 +237,7 @@ def gathered(
     parts = path.with_name(f".{path.name}.parts")
     with ExitStack() as until_written:
         with together(f"writing {path}", process_group):
-            state = ModelState(model)
+            state = model if isinstance(model, ModelState) else ModelState(model)
             routing = {name: routing_of(layer) for name, layer in state.layers.items()}
             if is_first:
                 until_written.enter_context(made_folder(path.parent))
@@ -241,7 +246,7 @@ def gathered(
                 until_written.callback(shutil.rmtree, parts, ignore_errors=True)
         whole = Whole({name: StoredTensor.of(value) for name, value in state.tensors.items()}, routing)
         if any(gather(state.is_part(), process_group)):
-            saved = save(parts, model, process_group=process_group)
+            saved = save(parts, state.model, process_group=process_group)
             with together(f"writing {path}", process_group):
                 if is_first:
                     whole.tensors = store.model_tensors(saved, Manifest.read(saved))
@@ -294,15 +299,15 @@ class _Folder:
 class _Files:
     """Safetensors files of a whole model as a source."""
 
-    def __init__(self, path: Path, files: list[Path], state: ModelState):
-        self.path = path
-        self.files = files
-        self.tensors, _ = read_model(files, state.tensors)
+    def __init__(self, folder: ModelFolder, state: ModelState):
+        self.path = folder.folder
+        self.files = folder.paths
+        self.tensors, _ = read_model(folder, state.tensors)
         there = {id(value): name for name, value in state.tensors.items() if name in self.tensors}
         for name, value in state.tensors.items():  # Hugging Face's files have tied tensors once
             if name not in self.tensors and id(value) in there:
                 self.tensors[name] = self.tensors[there[id(value)]]
-        self._config = {} if path in files else model_config(path)
+        self._config = folder.config
         self.saved = self.tensors
         layers = describe_layers({name: tensor.shape for name, tensor in self.tensors.items()})
         self.manifest = Manifest(step=0, layers=layers)

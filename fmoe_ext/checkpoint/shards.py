@@ -17,7 +17,6 @@ from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import (
-    atomic_file,
     locked,
     made_folder,
     publish,
@@ -25,6 +24,7 @@ from fmoe_ext.checkpoint.files import (
     sync_file,
     sync_tree,
     unique,
+    write_json,
 )
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
@@ -84,8 +84,7 @@ class Unfinished:
 
     def note(self) -> None:
         """Writes `done` to disk."""
-        with atomic_file(self._file) as file:
-            file.write(json.dumps({"about": self._about, "done": self.done}, indent=2).encode())
+        write_json(self._file, {"about": self._about, "done": self.done})
 
     def remove(self) -> None:
         """Removes what is left beside the published folder, the note last: without it the rest has no owner."""
@@ -196,8 +195,7 @@ def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_sha
         "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
     }
-    with atomic_file(folder / INDEX) as file:
-        file.write(json.dumps(index, indent=2).encode())
+    write_json(folder / INDEX, index)
     return [folder / name for name in names]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_layers import InFiles
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 
 # The experts of ERNIE 4.5 VL: those of text come before those of images.
 _SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
@@ -34,7 +34,7 @@ class WeightNames:
     Equivalent to: the names that from_pretrained() matches.
     """
 
-    def __init__(self, base: Base, model: Any, names: Iterable[str]) -> None:
+    def __init__(self, base: ModelFolder, model: Any, names: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

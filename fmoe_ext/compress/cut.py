@@ -9,17 +9,19 @@ import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import inside, read_json
-from fmoe_ext.checkpoint.methods import kind_of
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.files import inside, read_json, write_json
+from fmoe_ext.model_files import FolderModel, experts_modules
+from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.packed import STACKED, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
+from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_files
+from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.compress.choose import TOP_K
 from fmoe_ext.compress.merge import Shares, merged, mixed
 
@@ -34,12 +36,13 @@ _PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 class Cut:
     """The tensors of a folder with fewer experts in each layer.
 
-    model: of the folder, on any device; number: of experts that will stay. skeleton(config) makes a model without
-    values. Raises CheckpointError for a folder in which something depends on the number of experts and is not known.
+    model: of the folder, on any device; number: of experts that will stay.
+    Raises CheckpointError for a folder in which something depends on the number of experts and is not known.
     """
 
-    def __init__(self, base: Base, model: Any, num_experts: int, number: int) -> None:
-        self.base, self.num_experts, self.number = base, num_experts, number
+    def __init__(self, files: FolderModel, model: Any, num_experts: int, number: int) -> None:
+        self.files, self.num_experts, self.number = files, num_experts, number
+        self.base = base = files.base
         self.config = config_with(base.config, num_experts, number)
         for file in sorted(base.folder.glob("*config.json")):
             if re.search(r"experts\.\d+\.", json.dumps(read_json(inside(base.folder, file.name)))):
@@ -52,8 +55,8 @@ class Cut:
                 type(model)._from_config(type(model.config).from_dict(config))
                 for config in (given, config_with(given, num_experts, number))
             )
-        self.layers = {path: m for path, m in whole.named_modules() if hasattr(m, "is_transposed")}
-        sizes = {int(m.num_experts) for m in smaller.modules() if hasattr(m, "is_transposed")}
+        self.layers = experts_modules(whole)
+        sizes = {int(m.num_experts) for m in experts_modules(smaller).values()}
         if sizes != {number}:
             raise CheckpointError(f"{base.folder}: config.json does not say alone how many experts there are")
         self._shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
@@ -63,15 +66,18 @@ class Cut:
             raise CheckpointError(
                 f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
             )
-        kind = kind_of(base)
-        names = set(base.tensors)
-        if kind is not None:
-            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
-        self._names = WeightNames(base, whole, names)
+        self._names = files.names(whole)
         self._of_one, self._stacks = self._of_experts()
         self.left_out = self._unloaded()
         # What is not known how to cut is found now, before a text is read for hours.
         self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in self.layers})
+
+    def write(self, work: Path, kept: Mapping[str, Shares]) -> Path:
+        """Writes the smaller model into a folder, shards that are there already left alone -> the folder."""
+        write_model_files(work, self.tensors(kept), MAX_SHARD_BYTES)
+        self.files.copy_beside(work)
+        write_json(work / CONFIG, self.config)
+        return work
 
     def tensors(self, kept: Mapping[str, Shares]) -> dict[str, StoredTensor]:
         """{name: tensor} of the experts in `kept` alone, in that order. kept: {path: {expert: shares of it}}."""

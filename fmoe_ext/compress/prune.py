@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,25 +18,18 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, read_json
-from fmoe_ext.checkpoint.huggingface import local_path
-from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.shards import (
-    MAX_SHARD_BYTES,
-    check_is_free,
-    continued,
-    write_model_files,
-)
+from fmoe_ext.checkpoint.files import atomic_file, fingerprint, write_json
+from fmoe_ext.model_files import FolderModel, GgufModel, ModelFiles, experts_modules, open_model
+from fmoe_ext.checkpoint.shards import check_is_free, continued
 from fmoe_ext.compress.choose import best, number_to_keep
-from fmoe_ext.compress.cut import Cut, config_with
-from fmoe_ext.compress.gguf import GgufCut
+from fmoe_ext.compress.cut import Cut
+from fmoe_ext.compress.cut_gguf import GgufCut
 from fmoe_ext.compress.merge import Shares, choose, similarities
 from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Measurement, Scores
 from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
 
-COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 REPORT, PAGE = "prune_report.json", "prune_report.html"
 SCORES = "scores.json"  # of a job that is not done
 Say: TypeAlias = Callable[[str], None]
@@ -76,7 +69,7 @@ def prune(
     """
     if not dry_run:
         check_is_free(Path(out))
-    job = _Job(local_path(folder), memory, keep, experts, criterion, say)
+    job = _Job(open_model(folder), memory, keep, experts, criterion, say)
     job.take_merge(merge)
     job.take_text(tokens, seq_len, held_out, batch)
     file = None if scores is None else Path(scores)
@@ -88,7 +81,7 @@ class _Job:
 
     def __init__(
         self,
-        folder: Path,
+        files: ModelFiles,
         memory: int | str,
         keep: float | None,
         experts: int | None,
@@ -97,26 +90,23 @@ class _Job:
     ) -> None:
         if criterion not in CRITERIA:
             raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
-        self.folder, self.memory, self.criterion, self.say = folder, memory, criterion, say
-        self.is_gguf = folder.suffix == ".gguf" and folder.is_file()
-        self.model: Any = stream(folder, memory)
+        self.files, self.memory, self.criterion, self.say = files, memory, criterion, say
+        self.folder = files.path
+        self.model: Any = stream(files, memory)
         self.config = self.model.config.get_text_config()
-        sizes = {int(m.num_experts) for m in self.model.modules() if hasattr(m, "is_transposed")}
+        sizes = {int(m.num_experts) for m in experts_modules(self.model).values()}
         if len(sizes) != 1:
             raise CheckpointError(
-                f"{folder} has layers of {sorted(sizes)} experts, which one number cannot replace"
+                f"{files.path} has layers of {sorted(sizes)} experts, which one number cannot replace"
             )
         (self.size,) = sizes
         self.number = number_to_keep(self.size, keep, experts, self.config.to_dict())
         self.cut: Cut | GgufCut
-        if self.is_gguf:
-            paths = [path for path, m in self.model.named_modules() if hasattr(m, "is_transposed")]
-            self.cut = GgufCut(folder, paths, self.size, self.number)
-            self.files = self.cut.files
+        if isinstance(files, GgufModel):
+            self.cut = GgufCut(files, [*experts_modules(self.model)], self.size, self.number)
         else:
-            base = Base(folder)
-            self.files = list(base.files)
-            self.cut = Cut(base, self.model, self.size, self.number)
+            assert isinstance(files, FolderModel)
+            self.cut = Cut(files, self.model, self.size, self.number)
 
     def take_merge(self, least: float | None) -> None:
         """Notes the least cosine of experts that are merged; CheckpointError for models that are not merged."""
@@ -141,12 +131,10 @@ class _Job:
             raise CheckpointError(f"batch must be at least 1, but got {batch}")
         calibration, self.test = sequences(tokens, seq_len, held_out, self.size, self.config.vocab_size)
         self.batches = calibration.split(batch)
-        config = self.folder.parent if self.is_gguf else self.folder
-        files = [fingerprint(f) for f in (*self.files, config / "config.json") if f.exists()]
         text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         self.about = {
             "model": str(self.folder.absolute()),
-            "files": files,
+            "files": [fingerprint(file) for file in self.files.inputs],
             "text": text,
             "split": [seq_len, held_out, batch],
         }
@@ -165,10 +153,10 @@ class _Job:
                     "folder"
                 )
             job.note()
-            self.write(work, kept)
-            result = work / self.cut.name if isinstance(self.cut, GgufCut) else work
+            self.say("writing the smaller model")
+            result = self.cut.write(work, kept)
             report["loss_after"] = self.loss(stream(result, self.memory))  # and proves that it loads
-            _write(work / REPORT, report)
+            write_json(work / REPORT, report)
             with atomic_file(work / PAGE) as file:
                 file.write(render(report).encode())
         return report
@@ -225,23 +213,6 @@ class _Job:
                     found.scores().save(file, self.about)
         return found.scores()
 
-    def write(self, work: Path, kept: Mapping[str, Shares]) -> None:
-        """Writes the files of the smaller model, those that are there already left alone."""
-        if isinstance(self.cut, GgufCut):
-            self.say(f"writing {self.cut.name}")
-            self.cut.write(work, {path: list(shares) for path, shares in kept.items()})
-            beside = self.folder.parent / "config.json"
-            if beside.exists():
-                _write(work / beside.name, config_with(read_json(beside), self.size, self.number))
-            return
-        tensors = self.cut.tensors(kept)
-        self.say(f"writing {sum(t.num_bytes for t in tensors.values()):,} bytes")
-        write_model_files(work, tensors, MAX_SHARD_BYTES)
-        for entry in sorted(self.folder.iterdir()):
-            if entry.suffix in COPIED and not entry.name.endswith("index.json") and entry.is_file():
-                copy_file(inside(self.folder, entry.name), work / entry.name)
-        _write(work / "config.json", self.cut.config)
-
     @torch.no_grad()
     def loss(self, model: Any) -> float | None:
         """Mean cross-entropy of the next token over the sequences to test; None without any."""
@@ -263,8 +234,3 @@ def _layer_report(found: Scores, path: str, scores: Tensor, kept: Shares) -> dic
         "merged": merged,
         "lost_mass": (found.mass[path][[e for e in gone if e not in merged]].sum() / total).item(),
     }
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    with atomic_file(file) as out:
-        out.write(json.dumps(content, indent=2).encode())

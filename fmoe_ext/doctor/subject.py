@@ -19,7 +19,8 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.audit.source import find
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import errors_of_transformers, local_path, read_config
+from fmoe_ext.model_files import open_config
+from fmoe_ext.checkpoint.model_folder import errors_of_transformers, local_path
 
 Batch: TypeAlias = Any
 Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
@@ -155,7 +156,7 @@ def _from_folder(model: str) -> Subject:
     except CheckpointError as error:
         raise AuditError(str(error)) from error
     try:
-        config = read_config(folder)
+        config = open_config(folder)
     except (OSError, CheckpointError) as error:
         raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
     text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens

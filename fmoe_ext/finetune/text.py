@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import local_path
+from fmoe_ext.checkpoint.model_folder import local_path
 
 _FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 

@@ -24,15 +24,7 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import (
-    check_folder,
-    errors_of_transformers,
-    from_huggingface,
-    is_huggingface,
-    local_path,
-    model_files,
-    read_config,
-)
+from fmoe_ext.checkpoint.huggingface import from_huggingface, is_huggingface
 from fmoe_ext.checkpoint.layouts import (
     B1,
     EXPERT_BIAS,
@@ -45,6 +37,12 @@ from fmoe_ext.checkpoint.layouts import (
     W2,
     find_layer,
     zeros,
+)
+from fmoe_ext.checkpoint.model_folder import (
+    ModelFolder,
+    errors_of_transformers,
+    local_path,
+    read_config,
 )
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
@@ -80,10 +78,11 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
         place = inside(place, part)
     if options.get("gguf_file") is not None:
         inside(place, options["gguf_file"])
-    check_folder(place)
+    files = ModelFolder(place)
+    files.check()
     if "config" not in options and "gguf_file" not in options:
-        files = model_files(place)
-        read_config(place, sum(len(read_safetensors(file)[0]) for file in files) if files else None)
+        counts = [len(read_safetensors(file)[0]) for file in files.paths]
+        read_config(place, sum(counts) if counts else None)
     with errors_of_transformers(folder, "model"):
         try:
             read: Any = transformers.AutoModelForCausalLM.from_pretrained
@@ -393,7 +392,7 @@ def _save_imported(
             )
     plan = plan_export(model, model.config.model_type)
     max_shard_bytes = num_bytes_of(max_shard_size)
-    with gathered(Path(save_directory), model) as whole:
+    with gathered(Path(save_directory), plan.state) as whole:
         if whole is not None and is_main_process:
             with replacing(Path(save_directory)) as unfinished:
                 write_files(plan, whole, unfinished, max_shard_bytes)

@@ -15,14 +15,15 @@ from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.families.family import Family, Numbers, as_configured
-from fmoe_ext.checkpoint.model_folder import usual_dtype
+from fmoe_ext.checkpoint.model_folder import local_path, usual_dtype
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.written_names import as_written
-from fmoe_ext.formats.gguf import check_writable, write_gguf
+from fmoe_ext.gguf import architecture_for
+from fmoe_ext.gguf.writing import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
 from fmoe_ext.huggingface.saving import describe
 
@@ -58,7 +59,7 @@ def export(
     config.json names the one of most weights, to which from_pretrained() casts the others.
     format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
     each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
-    tokenizer: one of Transformers, or a folder that has its files.
+    tokenizer: one of Transformers, or a folder that has its files, or the name of one in the hub's cache.
 
     All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
     speed of the bias, parallel layouts) is not in the files. Raises CheckpointError, on every rank and before anything
@@ -79,24 +80,18 @@ def export(
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
         _check_tokenizer(tokenizer, format)
-        model_type = format
-        if format == GGUF:  # goes there as the first of its formats that llama.cpp has a graph for
-            source = _values_of(ModelState(model).model)["model_type"]
-            model_type = next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
-        plan = plan_export(model, model_type)
-        if format == GGUF:
-            check_writable(plan.family, plan.config)
-    with gathered(folder, model, process_group) as whole:
+        plan = plan_export(model, format)
+    with gathered(folder, plan.state, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                 if hasattr(tokenizer, "save_pretrained"):
                     tokenizer.save_pretrained(unfinished)
                 elif tokenizer is not None:
-                    for file in _tokenizer_files(Path(tokenizer)):
+                    for file in _tokenizer_files(tokenizer):
                         shutil.copy(file, unfinished / file.name)
     return folder
 
@@ -105,7 +100,7 @@ def export(
 class Plan:
     """Describes the files to write; no tensor is read yet."""
 
-    model: Any  # Transformers' model with our layers
+    state: ModelState  # of Transformers' model with our layers
     family: Family  # the format
     target: Any  # Transformers' model of the format, on the meta device
     left_out: frozenset[str]  # names of tied tensors, which the files have once
@@ -128,7 +123,7 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
     """Writes the tensors and the configurations into a folder that is there."""
     write_model_files(folder, plan.convert(whole), max_shard_bytes)
     plan.config.save_pretrained(folder)
-    generation = getattr(plan.model, "generation_config", None)
+    generation = getattr(plan.state.model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
 
@@ -150,6 +145,10 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     state = ModelState(model)
     ours: Any = state.model
     values = _values_of(ours)
+    is_gguf = format == GGUF
+    if is_gguf:  # as the first of its formats that llama.cpp has a graph for
+        source = values["model_type"]
+        format = next((name for name in formats_for(source) if architecture_for(name)), source)
     text = values if format in FAMILIES else None
     if text is None and ours.config.model_type == format:
         # A model of more parts, as one that sees images, is written as itself: its language model has the experts
@@ -184,7 +183,9 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     if getattr(config, "tie_word_embeddings", False):
         tied = frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
     target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
-    return Plan(ours, family, target, tied)
+    if is_gguf:
+        check_writable(target.config)
+    return Plan(state, family, target, tied)
 
 
 def _values_of(model: Any) -> dict[str, Any]:
@@ -292,9 +293,10 @@ def _check_tokenizer(tokenizer: Any, format: str) -> None:
         )
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return
-    if not _tokenizer_files(Path(tokenizer)):
+    if not _tokenizer_files(tokenizer):
         raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def _tokenizer_files(tokenizer: str | Path) -> list[Path]:
+    folder = local_path(tokenizer, ())
     return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import (
+from fmoe_ext.checkpoint.model_folder import (
+    ModelFolder,
     check_values,
     errors_of_transformers,
-    model_config,
-    model_files,
-    without_replaced,
+    local_path,
+    read_config_json,
 )
 from fmoe_ext.gates import find_gate
 from fmoe_ext.huggingface.record import KEY, take_record
@@ -36,8 +36,9 @@ def from_pretrained(
 ) -> nn.Module:
     """The fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
 
-    folder: a local one, with config.json and model.safetensors or its parts. gate, activation, moe_kwargs: what
-    fmoefy was given and a file cannot hold (your own gate or activation); an error says which is missing.
+    folder: with config.json and model.safetensors or its parts, or its name in the hub's cache. gate, activation,
+    moe_kwargs: what fmoefy was given and a file cannot hold (your own gate or activation); an error says which is
+    missing.
     dtype: None takes that of each tensor in the files.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
     damaged JSON, for an entry that fmoefy did not write, and for files and links outside the folder.
@@ -50,7 +51,7 @@ def from_pretrained(
             f"{', '.join(sorted(parallel))}: from_pretrained loads all experts into one process. On several, fmoefy a "
             "model there, and fmoe_ext.checkpoint.load(folder, model) reads each rank's experts"
         )
-    folder = Path(folder)
+    folder = local_path(folder)
     values, record = _read_config(folder)
     check_values(folder, values)
     with errors_of_transformers(folder):
@@ -82,7 +83,7 @@ def from_pretrained(
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json of the dense model, the record of fmoefy)."""
     file = folder / "config.json"
-    values = model_config(folder)
+    values = read_config_json(folder)
     if not values:
         raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
     if values.get(KEY) is None:
@@ -165,16 +166,16 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    files = model_files(folder)
-    if not files:
+    files = ModelFolder(folder)
+    if not files.paths:
         raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
     read = {}
-    for file in files:
+    for file in files.paths:
         if not file.is_file():
             raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
         read[file] = load_file(file)
     tensors: dict[str, Tensor] = {}
-    for found in without_replaced(folder, read).values():
+    for found in files.without_replaced(read).values():
         tensors |= found
     return tensors
 

@@ -68,7 +68,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add(
         "--model",
         required=True,
-        help="config.json of Transformers, or "
+        help="config.json of Transformers, a folder or name of a model, a GGUF file, or "
         "d_model=...,num_layers=...,num_heads=...,d_hidden=...,vocabulary=...[,num_experts=...,top_k=...]",
     )
     add("--ranks", type=positive_int, required=True, help="processes, one a device")

@@ -20,7 +20,8 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import read_json
-from fmoe_ext.checkpoint.huggingface import MAX_LAYERS, errors_of_transformers, read_config
+from fmoe_ext.checkpoint.model_folder import MAX_LAYERS, errors_of_transformers, local_path
+from fmoe_ext.model_files import open_config
 from fmoe_ext.planning.layouts import LayerPlan
 
 # Our names, and those of configurations of Transformers, the first that is there counts.
@@ -150,14 +151,17 @@ class Shape:
 
 
 def sizes_of(model: str) -> tuple[Sizes, list[str]]:
-    """(sizes, what they leave out) of a config.json, the folder of one, or a text "d_model=512,num_layers=8,...".
+    """(sizes, what they leave out) of a model that open_config() reads, or of a text "d_model=512,num_layers=8,...".
 
     Raises ValueError, naming what is missing, unknown or cannot be.
     """
-    path = Path(model)
+    try:
+        path = local_path(model, ("config.json",))
+    except CheckpointError as error:
+        raise ValueError(f"--model: {error}") from error
     if path.is_dir():
         path = path / "config.json"
-    if path.suffix != ".json":
+    if path.suffix not in (".json", ".gguf"):
         parts = model.split(",")
         pairs = [part.partition("=") for part in parts]
         if bad := [p for p, (_, _, n) in zip(parts, pairs, strict=True) if not n.strip().isdigit()]:
@@ -167,9 +171,10 @@ def sizes_of(model: str) -> tuple[Sizes, list[str]]:
             raise ValueError(f"--model has {twice[0]} twice")
         return _shape({name: int(n) for name, (_, _, n) in zip(names, pairs, strict=True)}).sizes(), []
     try:
-        config = read_json(path)
-        if (counted := _count(path, config)) is not None:
-            return counted, []
+        config = read_json(path) if path.suffix == ".json" else {}
+        made = _without_values(open_config(path), path) if _is_of_transformers(path, config) else None
+        if made is not None:
+            return counted(made), []
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
     found = {ours: [config[n] for n in theirs if config.get(n)] for ours, theirs in _NAMES.items()}
@@ -194,16 +199,19 @@ def _shape(given: Mapping[str, int]) -> Shape:
     return Shape(**given)
 
 
-def _count(path: Path, config_json: Mapping[str, Any]) -> Sizes | None:
-    """The sizes of the model that Transformers makes of a config.json; None for types that it lacks."""
-    model_type = config_json.get("model_type")
+def _is_of_transformers(path: Path, config_json: Mapping[str, Any]) -> bool:
+    """True if Transformers is there and knows the type; what a GGUF file has is one of its types."""
     try:
         import transformers
     except ModuleNotFoundError:
-        return None
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        return None
-    config = read_config(path)
+        return False
+    return path.suffix == ".gguf" or config_json.get("model_type") in list(transformers.CONFIG_MAPPING)
+
+
+def _without_values(config: Any, path: Path) -> Any:
+    """The model of a configuration on the meta device; None if Transformers makes no language model of it."""
+    import transformers
+
     with errors_of_transformers(path.parent, path.name), torch.device("meta"):
         config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
         classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
@@ -211,9 +219,11 @@ def _count(path: Path, config_json: Mapping[str, Any]) -> Sizes | None:
         named = getattr(transformers, (config.architectures or [""])[0], None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             makes.insert(0, named)
-        if not makes:
-            return None
-        model: Any = makes[0](config)
+        return makes[0](config) if makes else None
+
+
+def counted(model: Any) -> Sizes:
+    """The sizes of a model of Transformers; ValueError if it has no layers, or does not say its choices."""
     text = model.config.get_text_config()
     # The decoder is the stack of layers with most parameters in experts, as against an encoder of images.
     stacks = [

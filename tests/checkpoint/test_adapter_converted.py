@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import converted, merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.huggingface.moe_architectures import CHANGES, skip_without, tiny_model
@@ -45,7 +45,7 @@ def test_adapter_of_a_converted_weight_merges_as_peft_does(name, tmp_path, monke
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = folders(name, tmp_path, monkeypatch)
-    report = merge.merge(read_adapter(tmp_path / "adapter"), Base(tmp_path / "base"), tmp_path / "out")
+    report = merge.merge(read_adapter(tmp_path / "adapter"), ModelFolder(tmp_path / "base"), tmp_path / "out")
     found = getattr(transformers, name).from_pretrained(tmp_path / "out", dtype="auto")
     original = getattr(transformers, name).from_pretrained(tmp_path / "base", dtype="auto")
     changed = [key for key, p in original.named_parameters() if not torch.equal(p, expected[key])]
@@ -63,4 +63,4 @@ def test_converter_that_cannot_be_undone_is_refused_by_its_name(tmp_path, monkey
     with pytest.raises(
         CheckpointError, match=r"up_proj.weight by Transformers' Concatenate, .* Merge in memory"
     ):
-        merge.merge(read_adapter(tmp_path / "adapter"), Base(tmp_path / "base"), tmp_path / "out")
+        merge.merge(read_adapter(tmp_path / "adapter"), ModelFolder(tmp_path / "base"), tmp_path / "out")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.convert import READ_BY_PEFT, convert
 from fmoe_ext.finetune.adapters.options import NO_EFFECT, READ, is_quick, refusals
@@ -139,7 +139,7 @@ def sweep(architecture, folder, kinds):
                 outcomes[kind, to] = "PEFT does not read what it wrote"
                 continue
             try:
-                adapter, base = read_adapter(folder / kind, RANK_MAJOR), Base(folder / "base")
+                adapter, base = read_adapter(folder / kind, RANK_MAJOR), ModelFolder(folder / "base")
                 if to == "merge":
                     merge.merge(adapter, base, out)
                     merged = getattr(transformers, architecture).from_pretrained(out, dtype=torch.float64)
@@ -239,7 +239,7 @@ def saved(folder, **options):
         if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
     adapted.save_pretrained(folder / "adapter")
-    return read_adapter(folder / "adapter"), Base(folder / "base")
+    return read_adapter(folder / "adapter"), ModelFolder(folder / "base")
 
 
 def initial_values():
@@ -254,7 +254,7 @@ def test_init_lora_weights_is_merged_as_peft_does_or_refused(value, tmp_path):
     saved(tmp_path, init_lora_weights=made)
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": value}))
-    adapter, base = read_adapter(tmp_path / "adapter"), Base(tmp_path / "base")
+    adapter, base = read_adapter(tmp_path / "adapter"), ModelFolder(tmp_path / "base")
     if value not in (True, False, "gaussian", "eva", "orthogonal", "mica"):
         with pytest.raises(
             CheckpointError, match=f"init_lora_weights='{re.escape(value)}' changed the base's weights"

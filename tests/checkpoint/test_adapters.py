@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.check import check
 from fmoe_ext.finetune.adapters.convert import convert
@@ -50,7 +50,7 @@ def made(request, tmp_path_factory):
 def test_conversion_keeps_the_delta(made, to, tmp_path):
     """There and back again: PEFT computes the delta of the original from it."""
     name, base_folder, folder, expected, start = made
-    model = Base(base_folder)
+    model = ModelFolder(base_folder)
     convert(read_adapter(folder), to, tmp_path / "there", model, check=False)
     there = read_adapter(tmp_path / "there")
     assert there.form == {"per-expert": "numbered", "sglang": "stacked"}.get(to, "flat")
@@ -71,11 +71,11 @@ def test_adapters_of_single_experts_load_in_peft(made, tmp_path):
     name, base_folder, folder, expected, start = made
     if name == "gpt_oss":
         with pytest.raises(CheckpointError, match=r"per-expert: PEFT .* leaves .*experts\.down_proj out"):
-            convert(read_adapter(folder), "per-expert", tmp_path / "out", Base(base_folder))
+            convert(read_adapter(folder), "per-expert", tmp_path / "out", ModelFolder(base_folder))
         with pytest.raises(CheckpointError, match="one rank"):  # joined, gate and up need twice the rank
             _with_own_ranks(name, base_folder, folder, tmp_path, "vllm")
         return
-    convert(read_adapter(folder), "per-expert", tmp_path / "out", Base(base_folder))
+    convert(read_adapter(folder), "per-expert", tmp_path / "out", ModelFolder(base_folder))
     assert_same(peft_weights(name, tmp_path / "out"), expected, start)
 
 
@@ -99,11 +99,11 @@ def test_per_expert_is_refused_where_peft_reads_another_adapter(name, tmp_path):
 
 def _with_own_ranks(name, base_folder, folder, tmp_path, to):
     """Convert an adapter whose gate and up have factors of their own."""
-    convert(read_adapter(folder), "per-expert", tmp_path / "apart", Base(base_folder), check=False)
+    convert(read_adapter(folder), "per-expert", tmp_path / "apart", ModelFolder(base_folder), check=False)
     rewritten(
         tmp_path / "apart", lambda k, v: (k, v + 0.01 if "up_proj.lora_A" in k or ".w3.lora_A" in k else v)
     )
-    convert(read_adapter(tmp_path / "apart"), to, tmp_path / "joined", Base(base_folder))
+    convert(read_adapter(tmp_path / "apart"), to, tmp_path / "joined", ModelFolder(base_folder))
 
 
 @pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
@@ -153,8 +153,8 @@ def test_undecidable_is_said_and_not_guessed(made, tmp_path, capsys):
 def test_merged_model_equals_that_of_peft(made, layout, tmp_path):
     name, base_folder, folder, expected, start = made
     before = {f.name: f.read_bytes() for f in base_folder.iterdir()}
-    convert(read_adapter(folder), layout, tmp_path / "adapter", Base(base_folder), check=False)
-    report = merge.merge(read_adapter(tmp_path / "adapter"), Base(base_folder), tmp_path / "out")
+    convert(read_adapter(folder), layout, tmp_path / "adapter", ModelFolder(base_folder), check=False)
+    report = merge.merge(read_adapter(tmp_path / "adapter"), ModelFolder(base_folder), tmp_path / "out")
     merged = load(tmp_path / "out")  # plain Transformers, every key matches
     assert_same(dict(merged.named_parameters()), expected, start)
     assert {f.name: f.read_bytes() for f in base_folder.iterdir()} == before
@@ -180,9 +180,9 @@ def test_adapter_of_a_tied_head_is_not_merged_into_the_embedding(is_tied, tmp_pa
     adapter = read_adapter(tmp_path / "adapter", packing="rank_major")
     if is_tied:
         with pytest.raises(CheckpointError, match=r"lm_head\.weight shares its values with .*embed_tokens"):
-            merge.merge(adapter, Base(tmp_path / "base"), tmp_path / "out")
+            merge.merge(adapter, ModelFolder(tmp_path / "base"), tmp_path / "out")
         return
-    merge.merge(adapter, Base(tmp_path / "base"), tmp_path / "out")
+    merge.merge(adapter, ModelFolder(tmp_path / "base"), tmp_path / "out")
     merged = load(tmp_path / "out")
     assert torch.equal(merged.get_input_embeddings().weight, embedding)
     assert not torch.equal(merged.get_output_embeddings().weight, embedding)
@@ -191,7 +191,7 @@ def test_adapter_of_a_tied_head_is_not_merged_into_the_embedding(is_tied, tmp_pa
 @pytest.mark.parametrize("made", ["mixtral"], indirect=True)
 def test_merge_into_bfloat16_reports_what_rounding_takes(made, tmp_path):
     _, base_folder, folder, expected, _ = made
-    report = merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out", torch.bfloat16)
+    report = merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out", torch.bfloat16)
     merged = load(tmp_path / "out")
     for name, value in merged.named_parameters():
         assert torch.equal(value, expected[name].bfloat16().double()), name
@@ -229,7 +229,7 @@ def test_killed_merge_goes_on(made, tmp_path, tmp_path_factory):
     noted = json.loads((work / "job.json").read_text())["done"]["losses"]
     done = {name: (work / "model" / name).stat().st_mtime_ns for name in noted}
     assert done and not (tmp_path / "out").exists()
-    merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+    merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out")
     after = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
     assert done.items() <= after.items() and len(after) > len(done)
     assert_same(dict(load(tmp_path / "out").named_parameters()), expected, start)
@@ -245,10 +245,10 @@ def test_full_disk_is_one_error_and_the_merge_goes_on(made, tmp_path, monkeypatc
         with pytest.raises(
             CheckpointError, match=r"bytes needed, 1,000 are free: make room and run the same"
         ):
-            merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
-    merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+            merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out")
+    merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out")
     with pytest.raises(CheckpointError, match="exists already"):
-        merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+        merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out")
 
 
 @pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
@@ -257,7 +257,7 @@ def test_another_merge_does_not_continue(made, tmp_path):
     (tmp_path / ".out.merging").mkdir()
     (tmp_path / ".out.merging/job.json").write_text('{"about": {}}')
     with pytest.raises(CheckpointError, match="holds parts of another job"):
-        merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+        merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out")
 
 
 def drop(part):
@@ -314,12 +314,12 @@ def test_damage_is_named(made, change, text, tmp_path, capsys):
 def test_extended_vocabulary_is_named_with_the_way_out(made, tmp_path):
     _, base_folder, folder, _, _ = made
     tensors = load_file(folder / "adapter_model.safetensors")
-    name = next(name for name in Base(base_folder).tensors if "embed_tokens" in name)
-    tokens, width = Base(base_folder).tensors[name].shape
+    name = next(name for name in ModelFolder(base_folder).tensors if "embed_tokens" in name)
+    tokens, width = ModelFolder(base_folder).tensors[name].shape
     tensors[f"base_model.model.{name}"] = torch.zeros(tokens + 3, width)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
-    (problem,) = check(read_adapter(tmp_path), Base(base_folder))["problems"]
+    (problem,) = check(read_adapter(tmp_path), ModelFolder(base_folder))["problems"]
     assert f"{name} has {tokens + 3} tokens, the base {tokens}" in problem
     assert f"model.resize_token_embeddings({tokens + 3})" in problem
 
@@ -329,13 +329,13 @@ def test_base_of_another_shape_and_quantised_bases_are_named(made, tmp_path):
     other = next(b for b in BASES if b != name)
     base(other, tmp_path / "other")
     if {name, other} != {"mixtral", "gpt_oss"}:
-        assert check(read_adapter(folder), Base(tmp_path / "other"))["problems"]
+        assert check(read_adapter(folder), ModelFolder(tmp_path / "other"))["problems"]
     config = json.loads((base_folder / "config.json").read_text())
     (tmp_path / "other/config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
     with pytest.raises(CheckpointError, match=r"is quantised \(fp8\)"):
-        Base(tmp_path / "other").check_plain()
+        ModelFolder(tmp_path / "other").check_plain()
 
 
 @pytest.mark.parametrize("made", ["mixtral"], indirect=True)

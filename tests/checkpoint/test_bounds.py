@@ -166,10 +166,10 @@ def by_plan(path):
 
 
 def by_adapter_check(path):
-    from fmoe_ext.checkpoint.model_folder import Base
+    from fmoe_ext.checkpoint.model_folder import ModelFolder
     from fmoe_ext.finetune.adapters.check import logits
 
-    logits(None, Base(path), path)
+    logits(None, ModelFolder(path), path)
 
 
 def by_from_pretrained(path):

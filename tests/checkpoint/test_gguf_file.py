@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
+from fmoe_ext.gguf.file import open_gguf
 from tests.sweeps import rest_is_long
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")

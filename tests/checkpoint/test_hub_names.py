@@ -11,37 +11,33 @@ import pytest
 import torch
 
 import fmoe_ext
+from fmoe_ext import huggingface, info
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.cli import main as checkpoint_command
-from fmoe_ext.checkpoint.huggingface import local_path
+from fmoe_ext.checkpoint.model_folder import local_path
 from fmoe_ext.compress.cli import main as prune_command
 from fmoe_ext.doctor.cli import main as doctor_command
 from fmoe_ext.doctor.subject import read as read_subject
 from fmoe_ext.finetune.adapters.cli import main as adapter_command
+from fmoe_ext.planning.cli import main as pipeline_command
 
 transformers = pytest.importorskip("transformers")
 constants = pytest.importorskip("huggingface_hub.constants")
 
 NAME, SHA = "Small/Qwen3-MoE.v1", "0" * 39 + "a"
 IDS = torch.arange(12).view(1, -1)
+SMALL = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "intermediate_size": 32},
+}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder of two shards, its logits, and an adapter of its experts."""
     folder = tmp_path_factory.mktemp("saved")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        intermediate_size=32,
-    )
+    config = transformers.Qwen3MoeConfig(**SMALL)
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     model.save_pretrained(folder / "model", max_shard_size="60KB")
@@ -109,10 +105,24 @@ def doors(name):
         "prune": lambda: prune_command(
             [name, "--tokens", "ids.json", "--experts", "2", "--seq-len", "16", "-o", "smaller"]
         ),
+        "load": lambda: fmoe_ext.checkpoint.load(name, fmoe_ext.FMoETransformerMLP(4, 8, 16)),
+        "from_pretrained": lambda: huggingface.from_pretrained(name),
+        "export": lambda: fmoe_ext.export(imported(), "exported", "qwen3_moe", tokenizer=name),
+        "plan": lambda: pipeline_command(["plan", "--model", name, "--ranks", "1", "--batch", "2"]),
+        "info": lambda: info.main([name, "--tflops", "1"]),
     }
 
 
-DOORS = ("stream", "import_model", "inspect", "merge", "adapter", "base", "doctor", "prune")
+DOORS = (
+    *("stream", "import_model", "inspect", "merge", "adapter", "base", "doctor", "prune"),
+    *("load", "from_pretrained", "export", "plan", "info"),
+)
+OF_OTHER_FILES = ("adapter", "base", "doctor", "export", "plan")  # than the weights
+
+
+def imported():
+    config = transformers.Qwen3MoeConfig(**SMALL)
+    return fmoe_ext.import_model(transformers.Qwen3MoeForCausalLM(config))
 
 
 def save_adapter(folder, rank=2):
@@ -155,6 +165,36 @@ def test_names_in_the_cache_are_read_like_folders(saved, cache, capsys):
     assert fmoe_ext.stream("smaller").config.num_experts == 2
 
 
+def test_names_are_loaded_planned_and_described_like_folders(saved, cache, tmp_path, capsys):
+    folder, logits = saved
+    shutil.copytree(folder, tmp_path / "with_tokenizer")
+    (tmp_path / "with_tokenizer" / "tokenizer.json").write_text("{}")
+    snapshot = put_into_cache(cache, tmp_path / "with_tokenizer")
+    model = imported()
+    fmoe_ext.checkpoint.load(NAME, model)
+    torch.testing.assert_close(model(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    fmoe_ext.export(model, "exported", "qwen3_moe", tokenizer=NAME)
+    assert Path("exported/tokenizer.json").read_text() == "{}"
+    for command in (
+        lambda model: pipeline_command(["plan", "--model", model, "--ranks", "2", "--batch", "2", "--json"]),
+        lambda model: info.main([model, "--tflops", "1", "--memory", "1GiB", "--json"]),
+    ):
+        texts = []
+        for model in (NAME, str(snapshot)):
+            command(model)
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] and len(json.loads(texts[0])) >= 2
+
+
+def test_fmoefied_models_are_loaded_by_name(cache, tmp_path):
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SMALL.items() if "experts" not in name and "moe" not in name}
+    model = fmoe_ext.fmoefy(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), 4).eval()
+    model.save_pretrained(tmp_path / "saved")
+    put_into_cache(cache, tmp_path / "saved")
+    assert torch.equal(huggingface.from_pretrained(NAME)(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
 def test_adapters_and_their_base_are_named(saved, cache, tmp_path, capsys):
     put_into_cache(cache, saved[0])
     save_adapter(tmp_path / "adapter")
@@ -192,7 +232,7 @@ def unlink_blob(snapshot, name):
 SHARD = "model-00002-of-"
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door not in ("adapter", "base", "doctor")])
+@pytest.mark.parametrize("door", [door for door in DOORS if door not in OF_OTHER_FILES])
 def test_part_of_a_model_is_refused(door, saved, cache, capsys):
     snapshot = put_into_cache(cache, saved[0])
     shard = next(file.name for file in snapshot.iterdir() if file.name.startswith(SHARD))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate
 from fmoe_ext.checkpoint import CheckpointError, from_huggingface, huggingface, to_huggingface
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.testing import assert_close
 
 D, H, E, K = 8, 6, 4, 2
@@ -233,14 +233,14 @@ def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.norm.weight
         if new == "a.safetensors":
             assert torch.equal(theirs, tensors["model.norm.weight"])  # Transformers does not ask the index
-            for read in (Base, lambda folder: huggingface.read_model(huggingface.model_files(folder))):
+            for read in (lambda folder: folder.tensors, huggingface.read_model):
                 with pytest.raises(
                     CheckpointError, match=r"the index names a\.safetensors, but Transformers reads"
                 ):
-                    read(tmp_path / "model")
+                    read(ModelFolder(tmp_path / "model"))
             (tmp_path / "model" / new).unlink()
-    base = Base(tmp_path / "model")
-    found = huggingface.read_model(huggingface.model_files(tmp_path / "model"))[0]
+    base = ModelFolder(tmp_path / "model")
+    found = huggingface.read_model(base)[0]
     assert base.tensors.keys() == tensors.keys()
     assert sum(len(names) for names in base.files.values()) == len(tensors)
     for name, value in tensors.items():
@@ -252,14 +252,14 @@ def test_index_says_which_of_two_tensors_of_a_name_is_the_models(tmp_path):
     (tmp_path / "model" / new).unlink()
     other = {"model-0.safetensors": "model-1.safetensors", "model-1.safetensors": "model-0.safetensors"}
     write_index(tmp_path / "model", {n: other[file] for n, file in places.items()})  # where none of them is
-    assert Base(tmp_path / "model").tensors.keys() == tensors.keys()
+    assert ModelFolder(tmp_path / "model").tensors.keys() == tensors.keys()
     name = next(n for n, file in places.items() if file == "model-1.safetensors")
     save_file({name: tensors[name]}, tmp_path / "model/more.safetensors")
     write_index(
         tmp_path / "model", {n: f for n, f in places.items() if n != name} | {"x": "more.safetensors"}
     )
     with pytest.raises(CheckpointError, match="has tensors that another file of the folder has too"):
-        Base(tmp_path / "model")
+        _ = ModelFolder(tmp_path / "model").tensors
 
 
 def test_whole_model_beside_an_index_of_others(tmp_path):
@@ -267,15 +267,15 @@ def test_whole_model_beside_an_index_of_others(tmp_path):
     tensors, places = sharded(tmp_path / "model")
     save_file(tensors, tmp_path / "model/model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"has model\.safetensors and .*index\.json, which names other"):
-        Base(tmp_path / "model")
+        ModelFolder(tmp_path / "model")
     (tmp_path / "model/model-0.safetensors").unlink()
     with pytest.raises(CheckpointError, match="remove the model that is not wanted"):
-        huggingface.model_files(tmp_path / "model")
+        ModelFolder(tmp_path / "model")
     (tmp_path / "model/model-1.safetensors").unlink()
-    base = Base(tmp_path / "model")
+    base = ModelFolder(tmp_path / "model")
     assert [*base.files] == [tmp_path / "model/model.safetensors"] and base.tensors.keys() == tensors.keys()
     write_index(tmp_path / "model", dict.fromkeys(tensors, "model.safetensors"))
-    assert Base(tmp_path / "model").tensors.keys() == tensors.keys()
+    assert ModelFolder(tmp_path / "model").tensors.keys() == tensors.keys()
 
 
 def test_config_names_the_files_of_the_weights(tmp_path):
@@ -285,7 +285,7 @@ def test_config_names_the_files_of_the_weights(tmp_path):
 
     def read(named):
         (tmp_path / "model/config.json").write_text(json.dumps(config | {"transformers_weights": named}))
-        base = Base(tmp_path / "model")
+        base = ModelFolder(tmp_path / "model")
         return [file.name for file in base.files], base.tensors["model.norm.weight"].read()
 
     save_file({n: t * 2 for n, t in tensors.items()}, tmp_path / "model/double.safetensors")

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
-from fmoe_ext.checkpoint.gguf_packings import PIECES
 from fmoe_ext.checkpoint.methods import KINDS
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
+from fmoe_ext.gguf.experts import gguf_layers
+from fmoe_ext.gguf.file import open_gguf
+from fmoe_ext.gguf.packings import PIECES
 from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
@@ -48,7 +49,7 @@ def save(folder, tensors, config):
     folder.joinpath("config.json").write_text(
         json.dumps({"model_type": "qwen3_moe", "quantization_config": config})
     )
-    return Base(folder)
+    return ModelFolder(folder)
 
 
 def read(layer, experts):
@@ -160,8 +161,9 @@ def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, mes
         packed_layer(base, PATH)
 
 
-def test_other_methods_are_left_to_others(tmp_path):
-    assert packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "hqq"}), PATH) is None
+def test_other_methods_are_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match="packed by hqq, which is not computed here"):
+        packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "hqq"}), PATH)
 
 
 @pytest.mark.parametrize("damage", [{"dynamic": [1]}, {"quant_method": ["gptq"]}, {"dynamic": {"a": 3}}])

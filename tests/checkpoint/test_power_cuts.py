@@ -21,7 +21,7 @@ import fmoe_ext
 from fmoe_ext import checkpoint
 from fmoe_ext.checkpoint import CheckpointError, convert
 from fmoe_ext.checkpoint.cli import main as checkpoint_cli
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.shards import INDEX
 from fmoe_ext.compat.megatron import checkpoint as megatron
 from fmoe_ext.compress.cli import main as prune
@@ -197,7 +197,7 @@ def readers(out):
     return [
         lambda: AutoModelForCausalLM.from_pretrained(out, local_files_only=True).state_dict(),
         lambda: AutoModelForCausalLM.from_pretrained(out, local_files_only=True, config=config).state_dict(),
-        lambda: _read(Base(out).tensors),
+        lambda: _read(ModelFolder(out).tensors),
     ]
 
 
@@ -301,7 +301,7 @@ def test_half_replaced_model_says_how_to_complete_it(tmp_path, monkeypatch):
         patch.setattr(os, "replace", dies)
         with pytest.raises(KeyboardInterrupt):
             imported(0).save_pretrained(out, max_shard_size="20KB")
-    for read in (fmoe_ext.stream, Base, fmoe_ext.import_model, fmoe_ext.huggingface.from_pretrained):
+    for read in (fmoe_ext.stream, ModelFolder, fmoe_ext.import_model, fmoe_ext.huggingface.from_pretrained):
         with pytest.raises(CheckpointError, match="a save was ended while it replaced the model"):
             read(out)
     with pytest.raises((OSError, ValueError), match=r"config\.json"):

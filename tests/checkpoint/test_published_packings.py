@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.methods import check_method, is_usual, kind_of
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.methods import is_usual, kind_of
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import Quantized
 from tests.packed_experts import packed_layer
@@ -42,7 +42,7 @@ def save(folder, tensors, config):
     save_file(tensors, folder / "model.safetensors")
     text = json.dumps({"model_type": "qwen3_moe", "quantization_config": config})
     folder.joinpath("config.json").write_text(text)
-    return Base(folder)
+    return ModelFolder(folder)
 
 
 def read(layer, experts):
@@ -134,7 +134,7 @@ def test_broken_tensors_are_named(name, tmp_path):
 )
 def test_packing_that_is_not_read_is_refused_by_name(config, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
-        check_method(save(tmp_path, {"a": torch.zeros(1)}, config))
+        kind_of(save(tmp_path, {"a": torch.zeros(1)}, config))
 
 
 def test_scales_of_inputs_in_weights_are_refused(tmp_path):
@@ -154,7 +154,7 @@ def test_config_beside_the_model_is_read(tmp_path):
         "exclude_modules": ["lm_head"],
     }
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
-    layer, _ = packed_layer(Base(tmp_path), PATH)
+    layer, _ = packed_layer(ModelFolder(tmp_path), PATH)
     assert torch.equal(read(layer, [2])[1][0], values[2, "down_proj"])
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fmoe_ext import frozen
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.checkpoint.methods import PackedTensor
-from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
+from fmoe_ext.gguf.file import open_gguf
+from fmoe_ext.gguf.weights import outside_experts
 from tests.finetune.streamed_models import (
     WIDE,
     checkpoint_layers,
@@ -209,7 +209,8 @@ def test_turned_pairs_of_gguf(tmp_path, kind):
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
     writer.close()
     file = tmp_path / "model.gguf"
-    found = streamed_gguf.outside_experts(file, open_gguf(file), config, torch.float32)
+    shapes = {f"model.layers.0.self_attn.{letter}_proj.weight": w.shape for letter, w in plain.items()}
+    found = outside_experts(open_gguf(file), config, shapes, torch.float32)
     for letter, expected in plain.items():
         tensor = found[f"model.layers.0.self_attn.{letter}_proj.weight"]
         assert isinstance(tensor, PackedTensor) and tensor.shape == expected.shape
@@ -237,7 +238,8 @@ def gguf_with(tmp_path, kind, scale=None):
 
 def outside(file):
     config = pytest.importorskip("transformers").Qwen3MoeConfig(num_attention_heads=1, num_key_value_heads=1)
-    return streamed_gguf.outside_experts(file, open_gguf(file), config, torch.float32)
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (64, 128)}
+    return outside_experts(open_gguf(file), config, shapes, torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("MXFP4", None), ("NVFP4", None), ("NVFP4", 0.3)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmoe_ext
-from fmoe_ext.finetune.streaming import budget, pool
+from fmoe_ext.finetune.streaming import budget
 from fmoe_ext.finetune.streaming.budget import bytes_of_state
 from fmoe_ext.memory import Process, limits, memory_of, process, room_of_process
 from tests.finetune.streamed_models import (
@@ -134,9 +134,7 @@ def test_auto_streams_and_its_refusal_names_the_limit(tmp_path, monkeypatch):
 def test_files_go_through_the_page_cache_where_the_group_has_room_for_them(tmp_path, monkeypatch):
     folder = save(tmp_path / "model", dtype=torch.float32)
     model, memory = streamed(folder, 2), 10**6
-    experts = sum(
-        span.num_bytes for layer in model.expert_stream.pool.layers for span in pool.spans_of(layer)
-    )
+    experts = sum(span.num_bytes for layer in model.expert_stream.pool.layers for span in layer.every_span())
     dense = sum(t.numel() * t.element_size() for t in model.expert_stream.resident_tensors())
     top = tmp_path / "fs"
     monkeypatch.setattr(memory_of, "__defaults__", (machine(tmp_path, "4:memory:/mine\n", mount_v1(top)),))

@@ -31,6 +31,18 @@ def wide_llama():
     return fmoefy(make("llama", hidden_size=128, intermediate_size=512, num_key_value_heads=4), 8)
 
 
+def test_gguf_is_checked_before_training():
+    """As any other format: by the family that export() would take it to, and by what llama.cpp computes."""
+    pytest.importorskip("gguf", reason="pip install gguf")
+    fmoe_ext.formats.check_export(wide_llama(), "gguf")
+    biased = fmoefy(make("llama", hidden_size=32, num_key_value_heads=4, attention_bias=True), 4)
+    with pytest.raises(CheckpointError) as refused:
+        fmoe_ext.formats.check_export(biased, "gguf")
+    with pytest.raises(CheckpointError) as exported:
+        fmoe_ext.export(biased, "never_made", "gguf")
+    assert str(exported.value).endswith(str(refused.value)) and not Path("never_made").exists()
+
+
 @pytest.mark.parametrize("format", ["mixtral", "gguf"])
 def test_no_room(format, tmp_path):
     """A limit on the size of files, as on a full disk: one error with the bytes needed, nothing left behind."""

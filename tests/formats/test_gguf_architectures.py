@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fmoe_ext.checkpoint import CheckpointError, gguf_keys
-from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.gguf import metadata
+from fmoe_ext.gguf.architectures import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
@@ -56,17 +57,16 @@ def registry():
 def read():
     """{architecture: model types of Transformers}."""
     found = {}
-    for family in FAMILIES.values():
-        if family.gguf:
-            for name in (family.gguf.name, *family.gguf.also):
-                found.setdefault(name, []).append(family.name)
+    for kind in sorted(ARCHITECTURES, key=lambda kind: kind.model_type):
+        for name in (kind.name, *kind.also):
+            found.setdefault(name, []).append(kind.model_type)
     return found
 
 
 def table():
     """The rows of docs/formats.md on architectures."""
     known = read()
-    exported = {family.gguf.name for family in FAMILIES.values() if family.gguf}
+    exported = {kind.name for kind in ARCHITECTURES}
     rows = {
         name: ("read and exported: " if name in exported else "read as ")
         + ", ".join(f"`{model}`" for model in models)
@@ -84,7 +84,7 @@ def test_every_architecture_is_read_or_has_a_reason():
 @pytest.mark.parametrize("name", REFUSED)
 def test_architecture_that_is_not_read_is_refused_by_name(name, tmp_path):
     with pytest.raises(CheckpointError, match=f"GGUF is read for afmoe, .*, but this model is {name}$"):
-        gguf_keys.family_of(tmp_path / "model.gguf", {"general.architecture": name})
+        metadata.find(str(tmp_path / "model.gguf"), {"general.architecture": name})
 
 
 def test_reasons_hold_for_the_installed_transformers():

@@ -11,10 +11,14 @@ import torch
 
 import fmoe_ext
 from fmoe_ext import huggingface
-from fmoe_ext.checkpoint import CheckpointError, gguf_keys
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
-from fmoe_ext.finetune.streaming import gguf as streamed_gguf
-from fmoe_ext.formats import gguf as written
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.model_files import GgufModel
+from fmoe_ext.gguf import metadata, rope
+from fmoe_ext.gguf import writing as written
+from fmoe_ext.gguf.architecture import KEYS, OF_EXPERTS, READ, FixedRouter
+from fmoe_ext.gguf.architectures import ARCHITECTURES
+from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
+from fmoe_ext.gguf.file import open_gguf
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip
@@ -31,6 +35,17 @@ KINDS = {
     str: gguf.GGUFValueType.STRING,
     list: gguf.GGUFValueType.ARRAY,
 }
+# Compared in architectures whose graph fixes how the router computes
+COMPARED = tuple(
+    key
+    for key in (*KEYS, *OF_EXPERTS, *FixedRouter.keys, "expert_shared_feed_forward_length")
+    if key != "expert_weights_scale"
+)
+# Compared in the others too
+ROUTING = (
+    *("expert_gating_func", "expert_shared_count", "expert_weights_scale"),
+    *("interleave_moe_layer_step", "leading_dense_block_count"),
+)
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
 
 
@@ -47,8 +62,8 @@ def write(model, folder, keys, monkeypatch):
     """Exports a model with further metadata keys -> the file."""
     original = written.write_facts
 
-    def write_facts(writer, config, family):
-        original(writer, config, family)
+    def write_facts(writer, config, architecture):
+        original(writer, config, architecture)
         for key, value in keys.items():
             add = {
                 bool: writer.add_bool,
@@ -122,7 +137,7 @@ def rewritten(file, other, keys, tensors=lambda name, data: (data, None), more=(
 
 def sweep(plain, arch, names, attributes):
     """Counts keys that, alone and of another value, are refused by name, change nothing, or are an attribute."""
-    expected = streamed_gguf.read_config(plain, open_gguf(plain)).to_dict()
+    expected = GgufModel(plain).config.to_dict()
     kinds = {"refused": 0, "harmless": 0, "computed": 0}
     for name in names:
         key = name.replace("{arch}", arch).replace("{id}", "0")
@@ -132,7 +147,7 @@ def sweep(plain, arch, names, attributes):
         for value in VALUES:
             try:
                 file = rewritten(plain, plain.parent / "other.gguf", {key: value})
-                config = streamed_gguf.read_config(file, open_gguf(file))
+                config = GgufModel(file).config
             except CheckpointError as error:
                 assert key in str(error) or rest in attributes, f"{key} = {value!r}: {error}"
                 kinds["refused"] += 1
@@ -152,12 +167,12 @@ def sweep(plain, arch, names, attributes):
 def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, monkeypatch):
     """Alone, a key of another value is refused by name, changes no configuration, or is an attribute of it."""
     plain = write(models["qwen3_moe"], tmp_path / "plain", {}, monkeypatch)
-    attributes = {**gguf_keys.READ, **gguf_keys.COMPARED, "rope.scaling.factor": "factor"}
-    kinds = sweep(plain, ARCH, gguf_keys.names(), attributes)
+    attributes = {**Qwen3Moe().attributes, "rope.scaling.factor": "factor"}
+    kinds = sweep(plain, ARCH, metadata.names(), attributes)
     assert kinds["refused"] > 400 and kinds["harmless"] > 300 and kinds["computed"] >= 5, kinds
 
 
-@pytest.mark.parametrize("key", gguf_keys.COMPARED)
+@pytest.mark.parametrize("key", COMPARED)
 def test_key_that_differs_from_config_json_is_refused(key, models, tmp_path, monkeypatch):
     model = models["qwen3_moe"]
     value = {
@@ -295,11 +310,12 @@ def test_language_model_of_qwen3_vl_is_read_as_qwen3(models, tmp_path, monkeypat
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     file = write(models["mixtral"], tmp_path / "out", {}, monkeypatch)
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())
-    reader = SimpleNamespace(tensors=[frequencies], fields=open_gguf(file).fields)
+    opened = open_gguf(file)
+    opened.tensors = [frequencies]
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales frequencies"):
-        streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32)
+        metadata.check(opened, models["mixtral"].config)
     frequencies.data[1] = 1
-    assert streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32) == {}
+    metadata.check(opened, models["mixtral"].config)
 
 
 @pytest.mark.parametrize(
@@ -327,10 +343,48 @@ def test_kernels_of_a_hub_are_refused_by_name(key, models, tmp_path, monkeypatch
             streamed(path)
 
 
+def table():
+    """The rows of docs/formats.md on metadata keys."""
+    kinds = {
+        "compared": [],
+        "read": [],
+        "one value": [],
+        "changes no logit": [],
+        "refused": [],
+    }
+    for name in sorted(metadata.names()):
+        key = name.removeprefix("{arch}.")
+        kind = "refused"
+        if key in COMPARED:
+            kind = "compared"
+        elif key in READ or key.removeprefix(rope.SCALING) in (*rope.YARN, "type", "factor", "attn_factor"):
+            kind = "read"
+        elif key in metadata.ONLY:
+            kind = "one value"
+            key = f"{key} = {' or '.join(map(str, metadata.ONLY[key]))}"
+        elif key.startswith(metadata.NOTES) or key == rope.SCALING + "finetuned":
+            kind = "changes no logit"
+        kinds[kind].append(f"`{key}`")
+    return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
+
+
+def routing_table():
+    """The rows of docs/formats.md on architectures whose files say how their routers compute."""
+    rows = []
+    for kind in sorted(ARCHITECTURES, key=lambda kind: kind.model_type):
+        if not issubclass(kind, FixedRouter):
+            known, needs = (
+                ", ".join(f"`{key}`" for key in keys)
+                for keys in (sorted({*ROUTING, *kind.keys, *kind.read}), kind.needs)
+            )
+            rows.append(f"| `{kind.name}` ({kind.model_type}) | {known} | {needs or 'none more'} |")
+    return "\n".join(rows)
+
+
 def test_documentation_has_the_table_of_keys():
     page = Path(__file__).parents[2].joinpath("docs/formats.md").read_text()
-    assert gguf_keys.table() in page, "paste the result of fmoe_ext.checkpoint.gguf_keys.table()"
-    assert gguf_keys.routing_table() in page, "paste the result of gguf_keys.routing_table()"
+    assert table() in page, "paste the result of tests.formats.test_gguf_keys.table()"
+    assert routing_table() in page, "paste the result of tests.formats.test_gguf_keys.routing_table()"
 
 
 def test_folder_of_a_gguf_file_is_refused_with_the_name_of_the_file(tmp_path):

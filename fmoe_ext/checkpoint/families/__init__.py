@@ -13,9 +13,7 @@ from fmoe_ext.checkpoint.families.family import Family, Layout
 
 def _families() -> dict[str, Family]:
     names = (
-        module.name
-        for module in pkgutil.iter_modules(__path__)
-        if module.name not in ("family", "gguf_delta", "gguf_kimi", "gguf_recurrent", "refused")
+        module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("family", "refused")
     )
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     found = [family for module in modules for family in (module.FAMILY, *getattr(module, "VARIANTS", ()))]

@@ -1,7 +1,6 @@
 """DeepSeek-V2 and DeepSeek-V2-Lite, and the language models of two that read pages."""
 
 from fmoe_ext.checkpoint.families.family import (
-    DEEPSEEK2,
     PROJECTIONS,
     Family,
     Layout,
@@ -37,8 +36,7 @@ FAMILY = Family(
     fixed={"normalize": False, "group_best": 1},
     layers=first_dense,
     extra=_extra,
-    read=_read,
-    gguf=DEEPSEEK2,  # without groups, which llama.cpp ranks by two scores
+    read=_read,  # without groups, which llama.cpp ranks by two scores
 )
 
 VARIANTS = (

@@ -2,12 +2,9 @@
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import (
-    DENSE_NAMES,
     PROJECTIONS,
-    SHARED_NAMES,
     SOFTMAX,
     Family,
-    Gguf,
     Layout,
     Numbers,
     Values,
@@ -42,14 +39,4 @@ FAMILY = Family(
     fixed={"normalize": True},
     layers=_one_range,
     fewest_shared=0,
-    gguf=Gguf(
-        "ernie4_5-moe",
-        None,
-        names={**SHARED_NAMES, **DENSE_NAMES},
-        keys={
-            "leading_dense_block_count": "moe_layer_start_index",
-            "interleave_moe_layer_step": "moe_layer_interval",
-        },
-        missing={"moe_layer_start_index": 0, "moe_layer_interval": 1, "moe_num_shared_experts": 0},
-    ),
 )

@@ -2,10 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
-
-from torch import Tensor
+from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.ops.activations import GATED_ACTIVATIONS
@@ -61,139 +58,6 @@ class Layout:
     def turned(self) -> bool:
         """True for experts [E, in, out]."""
         return self.interleaved or self.transposed
-
-
-class TensorTransform(NamedTuple):
-    """A tensor of a layer that is others in a file.
-
-    name: in Transformers, inside of the layer. parts: names in a block of GGUF. read: (configuration, parts) -> tensor;
-    write: (configuration, tensor) -> parts. has_rows: both only move rows, so that packed rows stay packed.
-    """
-
-    name: str
-    parts: tuple[str, ...]
-    read: Callable[..., Tensor]
-    write: Callable[[Any, Tensor], tuple[Tensor, ...]]
-    has_rows: bool = False
-
-
-@dataclass(frozen=True)
-class Gguf:
-    """An architecture of llama.cpp, whose graph fixes what a file cannot say.
-
-    normalizes: of the weights of the chosen experts; None where the file says it, with the router's score, its scale
-    and the dense layers. turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves. names: {name in
-    a layer of Transformers: name of a tensor} beside the usual ones; outside: the same outside of layers. multipliers:
-    {key: attribute of the configuration}. is_latent: keys and values are latent (MLA).
-    keys: further {key: attribute}, "" for a key that follows from others, None for one that changes no logit.
-    missing: {attribute: value of a file that does not say it}. flags: {attribute: tensor of the first layer that only
-    models with it have}. is_partial: a part of each head may be rotated. leaves_out_heads: heads for the tokens after
-    the next may be in the file, and are left out. needs: keys without which it is another model. marks: keys that tell
-    its files from those of another family with the architecture.
-    window_period: all layers but the last of each such number have a sliding window; 0 for none. fixed: {attribute:
-    the only value that llama.cpp's graph computes}. rounds_yarn: the bounds of YaRN's ramp are whole numbers, as
-    llama.cpp has them for all; False where Transformers has not.
-    turned: tensors that differ by more than their names. added: ends of the names of norms to which the file adds 1.
-    factors: of a configuration, what divides the frequencies of rotary embeddings, in rope_freqs.weight. refused:
-    {attribute: True where llama.cpp's graph computes another model} of a configuration. finish: changes attributes by
-    the shapes of the tensors and by rope_freqs.weight, None if the file has none.
-    kinds: layer_types that {key: value} say. facts: further {key: value} of a configuration. complete: makes
-    attributes of the values that `keys` read. also: {another name, which is read: keys that change no logit of a text}.
-    """
-
-    name: str
-    normalizes: bool | None
-    turns_pairs: bool = False
-    biases: bool = False
-    groups_heads: bool = True
-    names: Mapping[str, str] = field(default_factory=dict)
-    outside: Mapping[str, str] = field(default_factory=dict)
-    multipliers: Mapping[str, str] = field(default_factory=dict)
-    is_latent: bool = False
-    keys: Mapping[str, str | None] = field(default_factory=dict)
-    missing: Mapping[str, Any] = field(default_factory=dict)
-    flags: Mapping[str, str] = field(default_factory=dict)
-    is_partial: bool = False
-    leaves_out_heads: bool = False
-    needs: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()
-    window_period: int = 0
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    rounds_yarn: bool = True
-    turned: tuple[TensorTransform, ...] = ()
-    added: tuple[str, ...] = ()
-    kinds: Callable[[Values, int], list[str]] | None = None
-    facts: Callable[[Any], dict[str, Any]] | None = None
-    complete: Callable[[dict[str, Any]], None] | None = None
-    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    factors: Callable[[Any], Tensor] | None = None
-    refused: Callable[[Any], dict[str, bool]] | None = None
-    finish: Callable[[dict[str, Any], Mapping[str, Numbers], Tensor | None], None] | None = None
-
-    def of(self, name: str) -> "Gguf | None":
-        """This architecture under a name that it has; None for another."""
-        if name == self.name or name not in self.also:
-            return self if name == self.name else None
-        return replace(self, name=name, keys={**self.keys, **dict.fromkeys(self.also[name])})
-
-    @property
-    def says_routing(self) -> bool:
-        """True if a file says how its router computes."""
-        return self.normalizes is None
-
-    def window_kinds(self, num_layers: int) -> list[str]:
-        """layer_types of a model of so many layers."""
-        period = self.window_period
-        is_full = [not period or i % period == period - 1 for i in range(num_layers)]
-        return ["full_attention" if full else "sliding_attention" for full in is_full]
-
-
-# Names of GGUF that many architectures have
-SHARED_NAMES = MappingProxyType(
-    {f"mlp.shared_experts.{name}_proj.": f"ffn_{name}_shexp." for name in ("gate", "up", "down")}
-)
-DENSE_NAMES = MappingProxyType({f"mlp.{name}_proj.": f"ffn_{name}." for name in ("gate", "up", "down")})
-
-LATENT_NAMES = MappingProxyType(
-    {
-        "self_attn.q_a_proj.": "attn_q_a.",
-        "self_attn.q_a_layernorm.": "attn_q_a_norm.",
-        "self_attn.q_b_proj.": "attn_q_b.",
-        "self_attn.kv_a_proj_with_mqa.": "attn_kv_a_mqa.",
-        "self_attn.kv_a_layernorm.": "attn_kv_a_norm.",
-    }
-)
-GGUF_KEYS = MappingProxyType(
-    {
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_weights_scale": "routed_scaling_factor",
-    }
-)
-GGUF_MISSING = MappingProxyType(
-    {
-        **{"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
-        **{"n_group": 1, "topk_group": 1},
-    }
-)
-# DeepSeek-V2 and V3, of which expert_gating_func says which
-DEEPSEEK2 = Gguf(
-    "deepseek2",
-    None,
-    names={**SHARED_NAMES, **DENSE_NAMES, **LATENT_NAMES},
-    is_latent=True,
-    keys={
-        **GGUF_KEYS,
-        "attention.head_count_kv": "",
-        "attention.key_length": "",
-        "attention.key_length_mla": "qk_head_dim",
-        "attention.value_length_mla": "v_head_dim",
-        "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.q_lora_rank": "q_lora_rank",
-        "rope.dimension_count": "qk_rope_head_dim",
-    },
-    missing={**GGUF_MISSING, "q_lora_rank": None},
-    needs=("expert_gating_func", "attention.key_length_mla", "rope.dimension_count"),
-)
 
 
 def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
@@ -274,11 +138,10 @@ class Family:
     fewest_shared: int = 1
     norm: str = ""
     returns_scores: bool = False
-    gguf: Gguf | None = None
 
     def variant(self, name: str, **changes: Any) -> "Family":
-        """Another model type, whose MoE layers differ in the changes alone; it holds its own type, not in GGUF."""
-        return replace(self, **{"name": name, "holds": (name,), "gguf": None, **changes})
+        """Another model type, whose MoE layers differ in the changes alone; it holds its own type."""
+        return replace(self, **{"name": name, "holds": (name,), **changes})
 
     @property
     def in_modules(self) -> Layout:

@@ -1,6 +1,6 @@
 """GPT-OSS: biases everywhere, a clamped activation, gate and up in turn."""
 
-from fmoe_ext.checkpoint.families.family import CLAMPED, Family, Gguf, Layout
+from fmoe_ext.checkpoint.families.family import CLAMPED, Family, Layout
 
 FAMILY = Family(
     name="gpt_oss",
@@ -17,19 +17,4 @@ FAMILY = Family(
     },
     fixed={"normalize": True},
     returns_scores=True,
-    gguf=Gguf(
-        "gpt-oss",
-        None,
-        biases=True,
-        names={
-            "mlp.router.": "ffn_gate_inp.",
-            "post_attention_layernorm.": "post_attention_norm.",
-            "self_attn.sinks": "attn_sinks.weight",
-        },
-        keys={"attention.sliding_window": "sliding_window"},
-        needs=("attention.sliding_window",),
-        window_period=2,
-        fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-        rounds_yarn=False,
-    ),
 )

@@ -1,7 +1,7 @@
 """Hunyuan-A13B."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout, Values
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values
 
 LISTS = ("num_experts", "moe_topk")
 
@@ -20,14 +20,4 @@ FAMILY = Family(
     config={"num_experts": "num_experts", "d_hidden": "intermediate_size", "top_k": "moe_topk"},
     fixed={"normalize": True},
     read=_one_value,
-    gguf=Gguf(
-        "hunyuan-moe",
-        None,
-        names={
-            "mlp.gate.wg.": "ffn_gate_inp.",
-            "self_attn.query_layernorm.": "attn_q_norm.",
-            "self_attn.key_layernorm.": "attn_k_norm.",
-            **{f"mlp.shared_mlp.{name}_proj.": f"ffn_{name}_shexp." for name in ("gate", "up", "down")},
-        },
-    ),
 )

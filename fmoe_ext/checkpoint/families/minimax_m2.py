@@ -5,7 +5,6 @@ from fmoe_ext.checkpoint.families.family import (
     GATE_UP_DOWN,
     W1_W3_W2,
     Family,
-    Gguf,
     Layout,
     as_configured,
 )
@@ -22,7 +21,6 @@ FAMILY = Family(
     },
     fixed={"normalize": True},
     unsupported={"router_jitter_noise": 0},
-    gguf=Gguf("minimax-m2", None, is_partial=True),
 )
 
 VARIANTS = (

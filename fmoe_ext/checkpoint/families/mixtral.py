@@ -1,6 +1,6 @@
 """Mixtral 8x7B and 8x22B; Llama and Mistral models with MoE layers."""
 
-from fmoe_ext.checkpoint.families.family import W1_W3_W2, Family, Gguf, Layout
+from fmoe_ext.checkpoint.families.family import W1_W3_W2, Family, Layout
 
 FAMILY = Family(
     name="mixtral",
@@ -13,7 +13,6 @@ FAMILY = Family(
     },
     fixed={"normalize": True},
     unsupported={"router_jitter_noise": 0},
-    gguf=Gguf("llama", normalizes=True, turns_pairs=True),
 )
 
 VARIANTS = (FAMILY.variant("minimax"),)  # MiniMax-Text-01

@@ -1,6 +1,6 @@
 """OLMoE and FlexOlmo."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout
 
 FAMILY = Family(
     name="olmoe",
@@ -13,7 +13,6 @@ FAMILY = Family(
         "normalize": "norm_topk_prob",
     },
     defaults={"norm_topk_prob": False},
-    gguf=Gguf("olmoe", normalizes=False, groups_heads=False),
 )
 
 VARIANTS = (FAMILY.variant("flex_olmo", holds=("flex_olmo", "olmo2")),)  # OLMo-2 models with MoE layers

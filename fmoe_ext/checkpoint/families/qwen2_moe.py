@@ -5,14 +5,12 @@ from dataclasses import replace
 from fmoe_ext.checkpoint.families.family import (
     PROJECTIONS,
     Family,
-    Gguf,
     Layout,
     Values,
     any_dense,
     every_layer,
     nothing_more,
 )
-from fmoe_ext.checkpoint.families.gguf_delta import NEXT, OF_QWEN35, with_sections
 
 
 def _attention_bias(values: Values, facts: Values) -> Values:
@@ -33,7 +31,6 @@ FAMILY = Family(
     defaults={"norm_topk_prob": False},
     layers=any_dense,
     extra=_attention_bias,
-    gguf=Gguf("qwen2moe", normalizes=False, biases=True),
 )
 
 VARIANTS = (
@@ -51,18 +48,9 @@ VARIANTS = (
         layers=every_layer,
         extra=nothing_more,
     ),
-    FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more, gguf=NEXT),
+    FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more),
     FAMILY.variant(  # the language model of Qwen3.5 and 3.6; weights are always normalised
         "qwen3_5_moe_text",
-        gguf=replace(
-            NEXT,
-            name="qwen35moe",
-            keys={**NEXT.keys, "rope.dimension_sections": None},
-            facts=with_sections,
-            missing={},
-            fixed={},
-            turned=OF_QWEN35,
-        ),
         files=replace(FAMILY.files, per_expert=None),
         config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
         fixed={"normalize": True},

@@ -4,7 +4,6 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import (
     PROJECTIONS,
     Family,
-    Gguf,
     Layout,
     Values,
     any_dense,
@@ -35,9 +34,6 @@ FAMILY = Family(
     defaults={"norm_topk_prob": False},
     layers=any_dense,
     extra=_windows,
-    gguf=Gguf(
-        "qwen3moe", also={"qwen3vlmoe": ("n_deepstack_layers", "rope.dimension_sections")}, normalizes=True
-    ),
 )
 
 VARIANTS = (

@@ -4,7 +4,7 @@ import numpy as np
 
 from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, refuse, stored, transposed
 from fmoe_ext.checkpoint.methods.gptq import turned_qweight
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 
 KNOWN = """
     bits w_bit version format group_size q_group_size zero_point backend modules_to_not_convert exllama_config
@@ -22,7 +22,7 @@ def _check(folder: str, config: Config) -> None:
         refuse(folder, f"AWQ of version {version!r} instead of 'gemm'")
 
 
-def _matrix(base: Base, stem: str) -> Matrix:
+def _matrix(base: ModelFolder, stem: str) -> Matrix:
     (columns, words), _ = stored(base, f"{stem}.qweight")
     return turned_qweight(base, stem, 8 * words, columns, _awq_words, _awq_zeros)
 

@@ -12,8 +12,7 @@ import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import inside, read_json
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -118,14 +117,14 @@ class Kind(NamedTuple):
     others: tuple[str, ...]
     known: str
     check: Callable[[str, Config], None]
-    matrix: Callable[[Base, str], Any]
+    matrix: Callable[[ModelFolder, str], Any]
     refusals: Callable[[Config], Iterator[str]] = lambda config: iter(())
 
-    def has(self, base: Base, stem: str) -> bool:
+    def has(self, base: ModelFolder, stem: str) -> bool:
         """True if the layer of this name is packed."""
         return stem + self.scale in base.tensors and any(stem + data in base.tensors for data in self.data)
 
-    def is_packed(self, base: Base, stem: str) -> bool:
+    def is_packed(self, base: ModelFolder, stem: str) -> bool:
         """True for a layer in this format, complete or not."""
         found = [base.tensors[stem + data] for data in self.data if stem + data in base.tensors]
         return bool(found) and (self.has(base, stem) or found[0].dtype not in FLOATS)
@@ -144,21 +143,6 @@ class Kind(NamedTuple):
         return name.endswith((self.scale, *self.others))
 
 
-def settings(base: Base) -> Config:
-    """quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
-    text = base.config.get("text_config")
-    found = base.config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, dict) else None
-    )
-    if found:
-        return found if isinstance(found, dict) else {}
-    beside = base.folder / "hf_quant_config.json"
-    if not beside.exists():
-        return {}
-    details = read_json(inside(base.folder, beside.name)).get("quantization")
-    return {"quant_method": "modelopt", **details} if isinstance(details, dict) else {}
-
-
 def _factors(whole: Array, rows: int, place: int) -> Array:
     """The factors [rows, 2] of all rows, of the one number of a matrix; place: of it beside a 1."""
     factors = np.ones((rows, 2), np.float32)
@@ -169,7 +153,9 @@ def _factors(whole: Array, rows: int, place: int) -> Array:
 NVFP4_BLOCK = 16
 
 
-def nvfp4(base: Base, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool) -> Matrix | None:
+def nvfp4(
+    base: ModelFolder, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool
+) -> Matrix | None:
     """The matrix of codes, scales and the number of the whole matrix; None for rows that no operator takes.
 
     is_divisor: scales are divided by that number, not multiplied.
@@ -195,14 +181,14 @@ def read_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return torch.from_numpy(turned.reshape(-1).view(np.uint8)).view(piece.dtype).reshape(piece.shape)
 
 
-def tensor_of(base: Base, name: str) -> StoredTensor:
+def tensor_of(base: ModelFolder, name: str) -> StoredTensor:
     """The tensor of a name; CheckpointError if it is missing."""
     if name not in base.tensors:
         raise CheckpointError(f"{base.folder} lacks {name}")
     return base.tensors[name]
 
 
-def stored(base: Base, name: str, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:
+def stored(base: ModelFolder, name: str, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a tensor."""
     tensor = tensor_of(base, name)
     if len(tensor.shape) != dims:
@@ -217,7 +203,7 @@ def refuse(folder: object, what: str) -> None:
     )
 
 
-def expect(base: Base, name: str, expected: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Piece:
+def expect(base: ModelFolder, name: str, expected: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Piece:
     """The piece that a tensor is as it lies; CheckpointError for other shapes and dtypes."""
     shape, dtype = stored(base, name)
     if shape != expected or dtype not in dtypes:
@@ -227,7 +213,7 @@ def expect(base: Base, name: str, expected: tuple[int, ...], dtypes: tuple[torch
     return Piece(name, (shape[0], shape[1]), dtype)
 
 
-def check_groups(base: Base, name: str, columns: int, groups: int) -> None:
+def check_groups(base: ModelFolder, name: str, columns: int, groups: int) -> None:
     """CheckpointError unless the columns are whole groups of a multiple of 32."""
     if groups == 0 or columns % groups or columns // groups % 32:
         raise CheckpointError(

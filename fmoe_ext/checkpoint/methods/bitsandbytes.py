@@ -9,7 +9,7 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, Piece, Turn, refuse, stored
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 
 KNOWN = """
     load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage
@@ -28,7 +28,7 @@ def _check(folder: str, config: Config) -> None:
         refuse(folder, f"bitsandbytes with bnb_4bit_quant_storage {config['bnb_4bit_quant_storage']!r}")
 
 
-def _matrix(base: Base, stem: str) -> Matrix:
+def _matrix(base: ModelFolder, stem: str) -> Matrix:
     names = f"{stem}.weight", f"{stem}.weight.absmax"
     for name in (*names, stem + _NF4_STATE):
         if name not in base.tensors:
@@ -61,7 +61,7 @@ def _matrix(base: Base, stem: str) -> Matrix:
     return Matrix("nf4", (rows, columns), pieces)
 
 
-def _nested(base: Base, stem: str, offset: float, block: int, num_scales: int) -> Turn:
+def _nested(base: ModelFolder, stem: str, offset: float, block: int, num_scales: int) -> Turn:
     """Turns absmax in 8 bits into float32; what it needs is a hundredth of that, and read here."""
     absmax, code = f"{stem}.weight.nested_absmax", f"{stem}.weight.nested_quant_map"
     values = []

@@ -18,13 +18,12 @@ from fmoe_ext.checkpoint.methods.base import (
     is_usual,
     nvfp4,
     refuse,
-    settings,
     stored,
     tensor_of,
 )
 from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled, unpacked
 from fmoe_ext.checkpoint.methods.fp8 import MX_BLOCK, is_mxfp8, mxfp8
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
 KNOWN = """
     format config_groups quantization_status kv_cache_scheme global_compression_ratio ignore version
@@ -85,7 +84,7 @@ def _refusals(config: Config) -> Iterator[str]:
             )
 
 
-def _matrix(base: Base, stem: str) -> Matrix | Decoded:
+def _matrix(base: ModelFolder, stem: str) -> Matrix | Decoded:
     name = stem + (PACKED if stem + PACKED in base.tensors else PLAIN)
     _, dtype = stored(base, name)
     if f"{stem}.weight_g_idx" in base.tensors:
@@ -95,7 +94,7 @@ def _matrix(base: Base, stem: str) -> Matrix | Decoded:
     return _integers(base, stem) if dtype == torch.int32 else _fp4(base, stem)
 
 
-def _fp4(base: Base, stem: str) -> Matrix | Decoded:
+def _fp4(base: ModelFolder, stem: str) -> Matrix | Decoded:
     """mxfp4-pack-quantized and nvfp4-pack-quantized: two values a byte."""
     name, scale, whole = (f"{stem}.weight_{part}" for part in ("packed", "scale", "global_scale"))
     (rows, num_bytes), dtype = stored(base, name)
@@ -121,7 +120,7 @@ def _fp4(base: Base, stem: str) -> Matrix | Decoded:
     return packed or Decoded("nvfp4-pack-quantized", shape, names, values)
 
 
-def _integers(base: Base, stem: str) -> Matrix | Decoded:
+def _integers(base: ModelFolder, stem: str) -> Matrix | Decoded:
     """pack-quantized: integers of one to eight bits in words of 32."""
     name, scale, zero, shape = (
         f"{stem}.weight_{part}" for part in ("packed", "scale", "zero_point", "shape")
@@ -157,7 +156,7 @@ def _integers(base: Base, stem: str) -> Matrix | Decoded:
     return Decoded("pack-quantized", (rows, columns), names, values)
 
 
-def _bits_and_columns(base: Base, name: str, words: int) -> tuple[int, int]:
+def _bits_and_columns(base: ModelFolder, name: str, words: int) -> tuple[int, int]:
     """Bits of a number, and columns of a matrix of so many words a row, which weight_shape has."""
     found = _weights(base, "num_bits") - {None}
     if name not in base.tensors:  # as the library wrote before it had weight_shape
@@ -176,7 +175,7 @@ def _bits_and_columns(base: Base, name: str, words: int) -> tuple[int, int]:
     return fitting[0], columns
 
 
-def _naive(base: Base, stem: str) -> Matrix | Decoded:
+def _naive(base: ModelFolder, stem: str) -> Matrix | Decoded:
     """float-quantized, int-quantized and mxfp8-quantized: a number in each byte."""
     name, scale, zero = (f"{stem}.weight{part}" for part in ("", "_scale", "_zero_point"))
     (rows, columns), dtype = stored(base, name)
@@ -204,14 +203,14 @@ def _naive(base: Base, stem: str) -> Matrix | Decoded:
     return Decoded("float-quantized", (rows, columns), names, values)
 
 
-def _weights(base: Base, key: str) -> set[Any]:
+def _weights(base: ModelFolder, key: str) -> set[Any]:
     """The values that a setting of weights has in all groups."""
-    groups = (settings(base).get("config_groups") or {}).values()
+    groups = (base.quantization.get("config_groups") or {}).values()
     values = (((group or {}).get("weights") or {}).get(key) for group in groups)
     return {tuple(value) if isinstance(value, list) else value for value in values}
 
 
-def _block(base: Base, name: str, shape: tuple[int, int], grid: tuple[int, ...]) -> tuple[int, int]:
+def _block(base: ModelFolder, name: str, shape: tuple[int, int], grid: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a matrix that an entry of its scale is for."""
     said = [tuple(block or ()) for block in _weights(base, "block_structure")]
     sizes = [(1, size or 0) for size in _weights(base, "group_size")]
@@ -222,7 +221,7 @@ def _block(base: Base, name: str, shape: tuple[int, int], grid: tuple[int, ...])
     raise _unlike(base, name, f"a tensor for the channels, groups or blocks of {list(shape)}")
 
 
-def _unlike(base: Base, name: str, expected: str) -> CheckpointError:
+def _unlike(base: ModelFolder, name: str, expected: str) -> CheckpointError:
     found = base.tensors.get(name)
     is_so = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
     return CheckpointError(f"{base.folder}: {name} is {is_so}, expected {expected}")

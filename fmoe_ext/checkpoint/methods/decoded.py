@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.methods.base import Matrix, read_piece
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.frozen.formats.base import nibbles
 from fmoe_ext.frozen.formats.mxfp4 import e2m1
@@ -48,7 +48,7 @@ def decoded(matrix: Matrix | Decoded) -> Decoded:
     return Decoded(matrix.format, matrix.shape, names, values)
 
 
-def plain(base: Base, name: str) -> Decoded:
+def plain(base: ModelFolder, name: str) -> Decoded:
     """A matrix in a floating dtype beside decoded ones."""
     rows, columns = base.tensors[name].shape
     return Decoded("plain", (rows, columns), (name,), lambda tensor: tensor.float())

@@ -14,12 +14,11 @@ from fmoe_ext.checkpoint.methods.base import (
     Piece,
     Turn,
     refuse,
-    settings,
     stored,
     tensor_of,
 )
 from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 KNOWN = """
@@ -39,7 +38,7 @@ def _check(folder: str, config: Config) -> None:
         refuse(folder, f"FP8 with weight_block_size {block}")
 
 
-def _matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Matrix | Decoded:
+def _matrix(base: ModelFolder, stem: str, scale_name: str = ".weight_scale_inv") -> Matrix | Decoded:
     name, scale_name = f"{stem}.weight", stem + scale_name
     (rows, columns), dtype = stored(base, name)
     scale = tensor_of(base, scale_name)
@@ -76,10 +75,10 @@ def _matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Mat
     return Matrix("fp8_block", (rows, columns), pieces)
 
 
-def _block(base: Base, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a matrix that an entry of its scale is for."""
     scale = base.tensors[name]
-    said = tuple(settings(base).get("weight_block_size") or ())
+    said = tuple(base.quantization.get("weight_block_size") or ())
     known = [said] if said else [(FP8_BLOCK, FP8_BLOCK), (1, shape[1]), shape]
     known += [(1, MX_BLOCK)] if scale.dtype in EXPONENTS else []
     for block in known:
@@ -95,7 +94,7 @@ def _block(base: Base, name: str, shape: tuple[int, int]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _unlike(base: Base, name: str, expected: str) -> CheckpointError:
+def _unlike(base: ModelFolder, name: str, expected: str) -> CheckpointError:
     found = base.tensors[name]
     return CheckpointError(f"{base.folder}: {name} is {found.dtype} {list(found.shape)}, expected {expected}")
 

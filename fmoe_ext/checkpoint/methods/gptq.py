@@ -18,17 +18,21 @@ from fmoe_ext.checkpoint.methods.base import (
     check_groups,
     expect,
     refuse,
-    settings,
     stored,
     transposed,
 )
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
 _QWEIGHT = MappingProxyType({"data": ".qweight", "scale": ".scales", "zero": ".qzeros"})
 
 
 def turned_qweight(
-    base: Base, stem: str, rows: int, columns: int, words: Callable[..., Any], zeros: Callable[..., Any]
+    base: ModelFolder,
+    stem: str,
+    rows: int,
+    columns: int,
+    words: Callable[..., Any],
+    zeros: Callable[..., Any],
 ) -> Matrix:
     """The matrix of a qweight: int4 once data, scale and zero are turned."""
     names = {part: stem + suffix for part, suffix in _QWEIGHT.items()}
@@ -83,10 +87,10 @@ def _gptq_format(config: Config) -> str:
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
-def _matrix(base: Base, stem: str) -> Matrix:
+def _matrix(base: ModelFolder, stem: str) -> Matrix:
     (words, rows), _ = stored(base, f"{stem}.qweight")
     columns = 8 * words
-    config = settings(base)
+    config = base.quantization
     is_first = _gptq_format(config) == "gptq"  # whose zero points have 1 subtracted
     found = turned_qweight(base, stem, rows, columns, transposed, _gptq_zeros(is_first))
     _, groups = found.pieces["scale"].shape

@@ -17,7 +17,7 @@ from fmoe_ext.checkpoint.methods.base import (
 )
 from fmoe_ext.checkpoint.methods.decoded import Decoded, fp4, scaled
 from fmoe_ext.checkpoint.methods.fp8 import EXPONENTS, FP8_BLOCK, fp8_values, is_mxfp8, mxfp8
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 
 KNOWN = """
     config_groups ignore exclude_modules quant_algo kv_cache_scheme kv_cache_quant_algo producer group_size
@@ -40,7 +40,7 @@ def _check(folder: str, config: Config) -> None:
             refuse(folder, f"modelopt with quant_algo {name!r}")
 
 
-def _matrix(base: Base, stem: str) -> Matrix | Decoded:
+def _matrix(base: ModelFolder, stem: str) -> Matrix | Decoded:
     if f"{stem}.pre_quant_scale" in base.tensors:
         refuse(base.folder, f"{stem}.pre_quant_scale, which scales inputs")
     name, scale, whole = (f"{stem}.weight{part}" for part in ("", "_scale", "_scale_2"))
@@ -72,7 +72,7 @@ def _matrix(base: Base, stem: str) -> Matrix | Decoded:
     return Decoded("FP8", (rows, width), (name, scale), fp8_values(*block))
 
 
-def _nvfp4(base: Base, names: tuple[str, str, str], rows: int, columns: int) -> Matrix | Decoded:
+def _nvfp4(base: ModelFolder, names: tuple[str, str, str], rows: int, columns: int) -> Matrix | Decoded:
     for name, expected, dtype in (
         (names[1], ((rows, columns // NVFP4_BLOCK),), torch.float8_e4m3fn),
         (names[2], ((), (1,)), torch.float32),

@@ -8,8 +8,7 @@ import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import check_folder, errors_of_transformers, read_config
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers
 from fmoe_ext.finetune.adapters.delta import compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
 
@@ -25,7 +24,7 @@ _WRITERS = MappingProxyType(
 )
 
 
-def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
+def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     """Report of an adapter, as JSON: layout, evidence, rows (one a projection of a layer), problems.
 
     base: adds what does not fit and, for each expert, the norm of its delta over that of its weight.
@@ -61,7 +60,7 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
     return report
 
 
-def _fitting_base(adapter: Adapter, base: Base, problems: list[str]) -> BaseExperts | None:
+def _fitting_base(adapter: Adapter, base: ModelFolder, problems: list[str]) -> BaseExperts | None:
     """The experts of a base; None, and what is wrong among the problems, if the adapter does not fit."""
     try:
         of_base = BaseExperts(base)
@@ -107,14 +106,14 @@ def _sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[f
     return found
 
 
-def logits(adapter: Adapter, base: Base, merged: Path) -> dict[str, float]:
+def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
     """Largest difference of the logits with and without, its share of the largest logit, and changed first choices."""
     try:
         from transformers import AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise CheckpointError("--model needs transformers: pip install transformers") from error
-    check_folder(base.folder)
-    text = read_config(base.folder, len(base.tensors)).get_text_config(decoder=True)
+    base.check()
+    text = base.make_config().get_text_config(decoder=True)
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 2:
         raise CheckpointError(f"{base.folder}/config.json says no vocab_size, but {vocabulary!r}")

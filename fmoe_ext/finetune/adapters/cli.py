@@ -13,8 +13,8 @@ import torch
 from fmoe_ext._cli import positive_int, reason
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import local_path
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.model_files import open_model
+from fmoe_ext.checkpoint.model_folder import ModelFolder, local_path
 from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import LAYOUTS, convert
@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
         _check_merge(options)
         if options.to == "packed":
             return _repack(adapter, options)
-    base = Base(local_path(options.base)) if options.base else None
+    base = ModelFolder(local_path(options.base)) if options.base else None
     if base is not None:
         decode(base)
         base.check_plain()
@@ -86,12 +86,12 @@ def _check_merge(options: argparse.Namespace) -> None:
 
 
 def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
-    source = local_path(options.base)
+    source = open_model(options.base)
     tokens = None
     if options.tokens:
         tokens = read_tokens(options.tokens)
     elif options.text:
-        tokens = tokenize(options.text, options.tokenizer or source)
+        tokens = tokenize(options.text, options.tokenizer or source.path)
     certificate = repack(
         adapter,
         source,

@@ -19,8 +19,8 @@ import torch
 from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.files import atomic_file
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.files import write_json
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import new_folder
 from fmoe_ext.finetune.adapters.delta import interleaves, lacks_gate, model_type
@@ -51,7 +51,9 @@ READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
 _HALVES = ("gate", "up")
 
 
-def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None, *, check: bool = True) -> None:
+def convert(
+    adapter: Adapter, to: str, out: Path, base: ModelFolder | None = None, *, check: bool = True
+) -> None:
     """Write an adapter to a new folder in one of LAYOUTS; atomically.
 
     base: the model, for what the adapter does not say about it. check: where the installed PEFT reads the layout, it
@@ -74,8 +76,7 @@ def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None, *, c
     with new_folder(Path(out)) as folder:
         note = {"packing": layout.packing} if layout.form == "flat" else {}
         write_safetensors(folder / WEIGHTS, tensors, {OURS: json.dumps(note)})
-        with atomic_file(folder / CONFIG) as file:
-            file.write(json.dumps(config, indent=2).encode())
+        write_json(folder / CONFIG, config)
         if check and to in READ_BY_PEFT:
             _check_by_peft(adapter, to, folder, of_base)
 

@@ -3,7 +3,6 @@
 A merge that was ended goes on after the last shard that it noted as complete.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,15 +12,15 @@ import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base, usual_dtype
+from fmoe_ext.checkpoint.files import fingerprint, write_json
+from fmoe_ext.model_files import copy_small_files
+from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder, usual_dtype
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import INDEX, check_is_free, continued
 from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
 from fmoe_ext.finetune.adapters.delta import compare, delta, linear, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 
-COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 REPORT = "merge_report.json"
 Losses: TypeAlias = dict[str, float]
 
@@ -29,7 +28,7 @@ Losses: TypeAlias = dict[str, float]
 class _Merge:
     """One merge: which tensors change and how."""
 
-    def __init__(self, adapter: Adapter, base: Base, dtype: torch.dtype | None):
+    def __init__(self, adapter: Adapter, base: ModelFolder, dtype: torch.dtype | None):
         base.check_plain()
         adapter.require_whole()
         self.of_base = BaseExperts(base)
@@ -156,7 +155,7 @@ class _Merge:
 
 def merge(
     adapter: Adapter,
-    base: Base,
+    base: ModelFolder,
     out: Path,
     dtype: torch.dtype | None = None,
     progress: Callable[[int], Any] | None = None,
@@ -217,9 +216,7 @@ def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:
     parameters = sum(t.num_bytes // t.dtype.itemsize for t in stored.values())
     size = sum(t.num_bytes for t in stored.values())
     where = {name: file.name for file, names in plan.base.files.items() for name in names}
-    for entry in sorted(plan.base.folder.iterdir()):
-        if entry.suffix in COPIED and not entry.name.endswith("index.json") and entry.is_file():
-            copy_file(inside(plan.base.folder, entry.name), work / entry.name)
+    copy_small_files(plan.base, work)
     texts = {REPORT: report}
     if len(plan.base.files) > 1:
         metadata = {"total_parameters": parameters, "total_size": size}
@@ -228,5 +225,4 @@ def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:
     if plan.base.config and (plan.dtype != plan.usual or plan.base.packed or not plan.base.config.get(key)):
         texts["config.json"] = plan.base.config | {key: str(plan.dtype).removeprefix("torch.")}
     for name, text in texts.items():
-        with atomic_file(work / name) as written:
-            written.write(json.dumps(text, indent=2).encode())
+        write_json(work / name, text)

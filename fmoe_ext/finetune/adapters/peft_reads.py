@@ -15,9 +15,8 @@ import transformers
 from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.huggingface import read_config
 from fmoe_ext.checkpoint.layouts import BLOCKS
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters.delta import plain_pairs
 from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors
 
@@ -25,7 +24,7 @@ Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
 ROWS, COLUMNS = 16, 12  # of a delta that are compared; unlike, so that a turned delta shows
 
 
-def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
+def why_not(adapter: Adapter, layers: Layers, folder: Path, base: ModelFolder) -> str:
     """Reason why PEFT reads something else from a folder than the adapter, "" if it reads the same.
 
     layers: of the adapter, gate and up joined.
@@ -65,12 +64,10 @@ def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
     return ""
 
 
-def _architecture(base: Base) -> nn.Module:
+def _architecture(base: ModelFolder) -> nn.Module:
     """The model of a base with zeros that share one number."""
     try:
-        config = read_config(base.folder, len(base.tensors))
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        config = base.make_config()
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, (config.architectures or [""])[0])(config)
     except Exception as error:  # of Transformers, which have no common class

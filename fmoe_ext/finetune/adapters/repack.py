@@ -7,7 +7,6 @@ inputs (frozen.rounding). The error is measured on the last part of the text, ag
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,13 +19,12 @@ import torch
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.files import atomic_file, copy_file, fingerprint, inside, sync_file
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
+from fmoe_ext.checkpoint.files import copy_file, fingerprint, sync_file, write_json
+from fmoe_ext.model_files import FolderModel, ModelFiles, experts_modules, open_model
+from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import renew_checksum
 from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
 from fmoe_ext.finetune.adapters.delta import compare_experts, delta, linear, module_of, plain_pairs
-from fmoe_ext.finetune.adapters.merge import COPIED
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter
 from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
@@ -42,7 +40,7 @@ _ROLES = ("w1", "w2")
 
 def repack(
     adapter: Adapter,
-    source: Path,
+    source: str | Path | ModelFiles,
     out: Path,
     tokens: torch.Tensor | None,
     *,
@@ -54,19 +52,19 @@ def repack(
 ) -> dict[str, Any]:
     """Write a packed model with an adapter merged into it -> the certificate, also in out/merge_certificate.json.
 
-    source: a folder or GGUF file that stream() reads, experts in MXFP4, int4 or Q4_K; it is only read. tokens: ids [N]
+    source: a model that stream() reads, experts in MXFP4, int4 or Q4_K; it is only read. tokens: ids [N]
     int64; the last held_out of the sequences measures the error. None: rounds to the nearest values of the file's
     scales and measures nothing, for adapters that lora.fuse(quantize=) trained. memory: of stream().
     certificate["ratio"]: ||X (Q - (W + D))|| / ||X (W - (W + D))||, over all experts and for each layer and weight.
     Raises CheckpointError for what does not fit, and unless force where a ratio is not below 1: then nothing is at
     `out`, and the certificate is in the text and in <out>.certificate.json. A call that ended early goes on.
     """
-    out, source = Path(out).absolute(), Path(source)
+    out = Path(out).absolute()
     check_is_free(out)
     adapter.require_whole()
     if adapter.undecided:
         next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
-    plan = _Repack(adapter, source, memory, say)
+    plan = _Repack(adapter, open_model(source), memory, say)
     if tokens is not None:
         plan.take_text(tokens, seq_len, held_out)
     text = "" if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
@@ -75,14 +73,14 @@ def repack(
         beside = out.with_name(f"{out.name}.certificate.json")
         worse = certificate["not_better"]
         if worse and not force:
-            _write(beside, certificate)
+            write_json(beside, certificate)
             raise CheckpointError(
                 f"{as_text(certificate)}\nthe result is not nearer to the merged weights than the model without the "
                 f"adapter ({', '.join(worse[:3])}): train with lora.fuse(quantize=), give more text, or merge into "
                 f"bfloat16. --force writes it. The certificate is {beside}"
             )
         beside.unlink(missing_ok=True)  # of an earlier call
-        _write(job.folder / CERTIFICATE, certificate)
+        write_json(job.folder / CERTIFICATE, certificate)
     return certificate
 
 
@@ -101,32 +99,30 @@ def as_text(certificate: Mapping[str, Any]) -> str:
 class _Repack:
     """One merge into packed experts. calibration, measured: rows of a text for each of them."""
 
-    def __init__(self, adapter: Adapter, source: Path, memory: int | str, say: Say) -> None:
-        self.adapter, self.source, self.say = adapter, source, say
-        self.model: Any = stream(source, memory)
-        found = {p: m for p, m in self.model.named_modules() if hasattr(m, "is_transposed")}
+    def __init__(self, adapter: Adapter, files: ModelFiles, memory: int | str, say: Say) -> None:
+        self.adapter, self.files, self.say = adapter, files, say
+        self.model: Any = stream(files, memory)
+        found = experts_modules(self.model)
         self.modules = {path: found[path] for path in found if path in adapter.layers}
-        self.files = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
+        self.layers = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
         owners: dict[tuple[Path, int], str] = {}
-        for path, layer in self.files.items():
-            _check(source, path, layer)
+        for path, layer in self.layers.items():
+            _check(files.path, path, layer)
             first = next(iter(layer.parts.values())).spans[0][0]
             if (other := owners.setdefault((first.path, first.begin), path)) != path:
                 raise CheckpointError(
                     f"{other} and {path} share their experts, and each has an adapter of its own: merged they would be "
                     "one. Leave the adapter unmerged"
                 )
-        self.experts = {path: _experts(m, self.files[path]) for path, m in self.modules.items()}
-        self.is_file = source.is_file()
-        self.base = None if self.is_file else Base(source)
-        self.parts = open_gguf(source).files if self.is_file else []
+        self.experts = {path: _experts(m, self.layers[path]) for path, m in self.modules.items()}
+        self.base = files.base if isinstance(files, FolderModel) else None
         wrong = compare_experts(adapter, self.experts.get)
         if adapter.others and self.base is None:
             wrong.append(
                 f"{next(iter(adapter.others))} is no adapter of experts, the only ones merged into GGUF files"
             )
         if wrong:
-            raise CheckpointError(f"{adapter.folder} does not fit {source}: {'; '.join(wrong[:3])}")
+            raise CheckpointError(f"{adapter.folder} does not fit {files.path}: {'; '.join(wrong[:3])}")
         self.ids: torch.Tensor | None = None
         self.rows = 0
 
@@ -139,15 +135,9 @@ class _Repack:
             raise CheckpointError(f"held_out={held_out} leaves no text to measure the error on")
         self.ids, self.rows = torch.cat((calibration, measured)), calibration.numel()
 
-    @property
-    def weights(self) -> list[Path]:
-        """The files of the model's weights."""
-        return self.parts if self.base is None else [*self.base.files]
-
     def about(self, text: str, split: Sequence[float]) -> dict[str, Any]:
         """The inputs and choices of a merge: one of others does not go on with its files."""
-        config = (self.source.parent if self.is_file else self.source) / "config.json"
-        files = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *self.weights, config]
+        files = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *self.files.inputs]
         return {
             "files": [fingerprint(file) for file in files if file.exists()],
             "text": text,
@@ -180,7 +170,7 @@ class _Repack:
     def _copy(self, job: Unfinished) -> None:
         """Copies the weights, unless an earlier call has, and what tells programs how to read them."""
         copied = job.done.setdefault("copied", [])
-        for file in self.weights:
+        for file in self.files.weights:
             if file.name not in copied:
                 copy_file(file, job.folder / file.name)
                 copied.append(file.name)
@@ -189,11 +179,7 @@ class _Repack:
                 raise CheckpointError(
                     f"{job.folder} has lost {file.name}: remove {job.place} and merge again"
                 )
-        folder = self.source.parent if self.is_file else self.source
-        others = [folder / "config.json"] if self.is_file else sorted(folder.iterdir())
-        for file in others:
-            if file.suffix in COPIED and file.is_file():
-                copy_file(inside(folder, file.name), job.folder / file.name)
+        self.files.copy_beside(job.folder, with_index=True)
 
     @contextmanager
     def _watched(self, job: Unfinished) -> Iterator[None]:
@@ -219,7 +205,7 @@ class _Repack:
         if path in job.done["layers"]:
             return
         self.say(f"rounding the experts of {path}")
-        module, layer, experts = self.modules[path], self.files[path], self.experts[path]
+        module, layer, experts = self.modules[path], self.layers[path], self.experts[path]
         loaded = {role: (f, f.read()) for role, f in self.adapter.layers[path].items()}
         prior = None if x is None else shrunk_moments(x[: self.rows])
         sums = {name: _Sums(experts.num_experts) for name in _ROLES}
@@ -270,8 +256,8 @@ class _Repack:
             stored = self.base.tensors.get(str(name))
             if stored is None or stored.dtype not in FLOATS or stored.place is None:
                 raise CheckpointError(
-                    f"{self.source} has no float weight for {key}: adapters of packed layers outside of the experts "
-                    "are not merged"
+                    f"{self.files.path} has no float weight for {key}: adapters of packed layers outside of the "
+                    "experts are not merged"
                 )
             if stored.shape != (b.shape[0], a.shape[1]):
                 raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
@@ -383,8 +369,3 @@ def _hidden(module: Any, rows: torch.Tensor, weight: torch.Tensor, e: int) -> to
         h = h + bias[e].float()
     activated: torch.Tensor = apply_gate(module, h) if module.has_gate else module.act_fn(h)
     return activated
-
-
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    with atomic_file(file) as out:
-        out.write(json.dumps(content, indent=2).encode())

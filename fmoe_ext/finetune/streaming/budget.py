@@ -22,7 +22,7 @@ from fmoe_ext import ops
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.cut import PARTS, bytes_of_experts
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
-from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
+from fmoe_ext.finetune.streaming.pool import Pool, Statistics
 from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
@@ -30,6 +30,20 @@ from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
 MOMENTS = 2  # of Adam, in the dtype of the weight: what an optimizer is taken to keep before its first step
 MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
+
+
+def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False) -> int:
+    """Bytes that stream(memory=) needs for layers of experts beside what stays in memory.
+
+    is_whole: to keep all experts after they were read once.
+    """
+    if not layers:
+        buffers = 0
+    elif is_whole:
+        buffers = len(layers) * bytes_of_experts(layers)
+    else:
+        buffers = PARTS * bytes_of_experts(layers, 1)
+    return math.ceil((resident + buffers) * FREE_SHARE / (FREE_SHARE - 1))
 
 
 class _Seen(NamedTuple):
@@ -75,7 +89,7 @@ class ExpertStream:
             raise ValueError(self._arithmetic(0))
         whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
         held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
-        in_files = sum(span.num_bytes for layer in layers for span in spans_of(layer))
+        in_files = sum(span.num_bytes for layer in layers for span in layer.every_span())
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
         follow_optimizers(model, self)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.huggingface import errors_of_transformers, local_path
 from fmoe_ext.checkpoint.methods import PackedTensor
-from fmoe_ext.checkpoint.model_folder import FLOATS
+from fmoe_ext.model_files import ModelFiles, ModelWeights, open_model
+from fmoe_ext.checkpoint.model_folder import FLOATS, errors_of_transformers
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
@@ -30,14 +30,13 @@ from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
 from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slow
-from fmoe_ext.finetune.streaming.sources import Source, open_source
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
 
 
 def stream(
-    folder: str | Path,
+    folder: str | Path | ModelFiles,
     memory: int | str = "auto",
     *,
     folders: Sequence[str | Path] = (),
@@ -51,7 +50,7 @@ def stream(
 
     It is loaded on the CPU, whatever torch.set_default_device() says.
     folder: with config.json and safetensors files, a GGUF file, or the name of a repository that is in the cache of the
-    Hugging Face hub, as "Qwen/Qwen3-30B-A3B" (nothing is downloaded).
+    Hugging Face hub, as "Qwen/Qwen3-30B-A3B" (nothing is downloaded); or what open_model() made of one of them.
     memory: bytes, or a text like "8GiB", for the model, adapters, gradients, the optimizer's state, buffers for
     experts, and a quarter of it for activations and the program; "auto" is what the machine and the memory cgroups of
     this process have free.
@@ -91,21 +90,17 @@ def stream(
         raise ValueError(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
         )
-    source = open_source(local_path(folder), [Path(other) for other in folders])
-    config = source.config
-    count = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(count, int) and count > source.num_tensors:  # before so many are made
-        raise CheckpointError(
-            f"{source.path}: config.json has {count} layers, but there are only {source.num_tensors} tensors"
-        )
-    with errors_of_transformers(source.path), torch.device("meta"):
-        said = getattr(config, "dtype", None)  # a torch.dtype, or its name
-        dtype = dtype or (getattr(torch, said) if isinstance(said, str) else said) or source.dtype
-        skeleton = _class_of(config).from_config(config)
-    layers, state = _plan(source, skeleton, dtype)
-    packed = _take_packed(source, skeleton, state, dtype)
-    model = _load(source.path, type(skeleton), skeleton.config, state, dtype)
-    model.name_or_path = model.config.name_or_path = str(Path(folder))  # PEFT notes it in adapter_config.json
+    files = open_model(folder, folders)
+    dtype = dtype or files.dtype
+    skeleton = files.skeleton()
+    weights = files.of(skeleton)
+    layers, state = _plan(files.path, weights, skeleton, dtype)
+    packed = _take_packed(weights, skeleton, state, dtype)
+    model = _load(files.path, type(skeleton), skeleton.config, state, dtype)
+    # PEFT notes it in adapter_config.json
+    model.name_or_path = model.config.name_or_path = str(
+        files.path if isinstance(folder, ModelFiles) else Path(folder)
+    )
     keep_packed(model, packed, int8_activations)
     use_ours_where_torch_is_slow(model)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
@@ -122,52 +117,42 @@ def stream(
     return huggingface.use(model).eval()
 
 
-def _class_of(config: Any) -> Any:
-    """The class of Transformers that makes a language model of a configuration, with towers for images if it must."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM
-    return transformers.AutoModelForImageTextToText
-
-
-def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list[Layer], dict[str, Any]]:
+def _plan(
+    file: Path, weights: ModelWeights, skeleton: nn.Module, dtype: torch.dtype
+) -> tuple[list[Layer], dict[str, Any]]:
     """(layers of experts, placeholders for them by name)."""
-    source.use(skeleton)
     layers: list[Layer] = []
     state: dict[str, Any] = {}
     tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties them, without reading values
-    for path, module in skeleton.named_modules():
-        if not hasattr(module, "is_transposed"):
-            continue
-        layer = source.layer(path, module).cast(dtype)
+    for path, of_files in weights.layers.items():
+        module: Any = skeleton.get_submodule(path)
+        layer = of_files.cast(dtype)
         for name, shape in zip((up_of(module), "down_proj"), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
             if layer.is_packed and module.is_transposed:  # packed rows are outputs, whatever the module says
                 shape = (shape[0], shape[2], shape[1])
             if shape != expected:
                 raise CheckpointError(
-                    f"{source.path}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
+                    f"{file}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
                 )
             if f"{path}.{name}" not in tied:
                 state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
         layers.append(layer)
     if not layers:
         raise CheckpointError(
-            f"{source.path}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
+            f"{file}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
         )
     return layers, state
 
 
 def _take_packed(
-    source: Source, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
+    weights: ModelWeights, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, PackedTensor]:
     """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
     packed = {}
     linear = packable(skeleton)
-    for name, tensor in source.others(dtype).items():
-        parameter = source.parameter(name)
+    for name, tensor in weights.others(dtype).items():
+        parameter = weights.parameter(name)
         layer = linear.get(parameter) if parameter else None
         if (
             parameter

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Span, Weights
+from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
 from fmoe_ext.finetune.streaming.cut import Parts, Phase, bytes_of_experts, plan_buffers
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
 
@@ -117,13 +117,6 @@ class _Cache:
             self.place[expert], self.order[slot] = slot, expert
 
 
-def spans_of(layer: Layer) -> list[Span]:
-    """The spans of all experts of a layer, with those beside them."""
-    experts = range(layer.num_experts)
-    spans = layer.spans(experts, experts, len(experts))
-    return [part for span in spans for part in (span, *span.beside)]
-
-
 class Pool:
     """Memory for experts of layers. num_bytes: of all buffers together; through_cache: of Reader.
 
@@ -138,7 +131,7 @@ class Pool:
         self._memory = in_huge_pages(min(num_bytes, self.layer_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        paths = {span.path for layer in layers for span in spans_of(layer)}
+        paths = {span.path for layer in layers for span in layer.every_span()}
         self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()

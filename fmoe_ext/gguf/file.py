@@ -77,6 +77,17 @@ class Tensor:
     path: Path  # the file, one of several where a model is split
 
 
+def open_gguf(file: str | Path) -> GgufFile:
+    """An opened GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
+    try:
+        import gguf  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
+    reader = GgufFile(file)
+    reader.take_parts()
+    return reader
+
+
 class GgufFile:
     """fields {key: Field}, tensors and alignment of a file; CheckpointError for what llama.cpp would not load.
 
@@ -116,6 +127,13 @@ class GgufFile:
             self.fields[name] = self._field(name)
         self.alignment = self._alignment()  # bytes
         self.tensors = self._tensors(num_tensors)
+
+    def values(self) -> dict[str, Any]:
+        """{key: its value}; CheckpointError for a text that is none."""
+        try:
+            return {key: field.contents() for key, field in self.fields.items()}
+        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.path} has damaged metadata: {error}") from error
 
     @property
     def architecture(self) -> str:

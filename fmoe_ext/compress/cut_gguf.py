@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import explained, sync_file, unique
-from fmoe_ext.checkpoint.gguf_experts import open_gguf
+from fmoe_ext.checkpoint.files import explained, read_json, sync_file, unique, write_json
+from fmoe_ext.model_files import GgufModel
+from fmoe_ext.checkpoint.shards import CONFIG
+from fmoe_ext.compress.cut import config_with
 
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
@@ -25,34 +27,41 @@ class GgufCut:
     paths: of the experts modules. Raises CheckpointError for a tensor that depends on their number and is not known.
     """
 
-    def __init__(self, file: Path, paths: Sequence[str], num_experts: int, number: int) -> None:
-        self.file, self.num_experts, self.number = file, num_experts, number
+    def __init__(self, files: GgufModel, paths: Sequence[str], num_experts: int, number: int) -> None:
+        self.files, self.num_experts, self.number = files, num_experts, number
         self.left_out: set[str] = set()
-        self._reader = open_gguf(file)
-        self.files, self.name = self._reader.files, self._reader.name
+        self.file, self._reader = files.path, files.file
         found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
         self._layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
         self._architecture = self._reader.architecture
         for tensor in self._reader.tensors:
             self._path_of(tensor)
 
-    def write(self, work: Path, kept: Mapping[str, Sequence[int]]) -> None:
-        """Writes the file of this name into a folder, unless it is there, a tensor at a time."""
-        if (work / self.name).exists():
-            return
-        for abandoned in work.glob(f".{self.name}.*.tmp"):
+    def write(self, work: Path, kept: Mapping[str, Iterable[int]]) -> Path:
+        """Writes the smaller model into a folder, one file even of a split one, unless it is there -> the file.
+
+        kept: {path of an experts module: its experts that stay, in that order}.
+        """
+        name = self._reader.name
+        beside = self.files.folder / CONFIG
+        if beside.exists():
+            write_json(work / CONFIG, config_with(read_json(beside), self.num_experts, self.number))
+        if (work / name).exists():
+            return work / name
+        for abandoned in work.glob(f".{name}.*.tmp"):
             abandoned.unlink()
-        unfinished = work / f".{self.name}.{unique()}.tmp"
+        unfinished = work / f".{name}.{unique()}.tmp"
         try:
-            with explained(work / self.name, sum(file.stat().st_size for file in self.files)):
+            with explained(work / name, sum(file.stat().st_size for file in self.files.weights)):
                 self._write(unfinished, kept)
             sync_file(unfinished)
-            unfinished.rename(work / self.name)
+            unfinished.rename(work / name)
             sync_file(work)
         finally:
             unfinished.unlink(missing_ok=True)
+        return work / name
 
-    def _write(self, path: Path, kept: Mapping[str, Sequence[int]]) -> None:
+    def _write(self, path: Path, kept: Mapping[str, Iterable[int]]) -> None:
         import gguf
 
         writer = gguf.GGUFWriter(path, self._architecture)

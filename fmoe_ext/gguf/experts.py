@@ -14,25 +14,13 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
-from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import Layout
-from fmoe_ext.checkpoint.gguf_file import GgufFile
-from fmoe_ext.checkpoint.gguf_packings import PIECES, SCALED, Piece, factors
+from fmoe_ext.gguf.architectures import ARCHITECTURES
+from fmoe_ext.gguf.packings import PIECES, SCALED, Piece, factors
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
 _GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
-
-
-def open_gguf(file: str | Path) -> GgufFile:
-    """An opened GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
-    try:
-        import gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise CheckpointError("reading GGUF files needs gguf: pip install gguf") from error
-    reader = GgufFile(file)
-    reader.take_parts()
-    return reader
 
 
 def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
@@ -45,8 +33,8 @@ def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
     path = Path(file)
     found = {t.name: t for t in reader.tensors}
     # files have gate and up apart where modules have them in turn
-    layouts = {family.gguf.name: family.in_modules for family in FAMILIES.values() if family.gguf}
-    layout = layouts.get(reader.architecture, Layout())
+    name = reader.architecture
+    layout = next((kind().family.in_modules for kind in ARCHITECTURES if kind.name == name), Layout())
     layers = {}
     for name in found:
         if name.startswith("blk.") and name.endswith(".ffn_down_exps.weight"):

@@ -1,0 +1,77 @@
+"""Granite 4: layers of Mamba-2 beside those of attention, rotary embeddings where the file says so."""
+
+import math
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.gguf.architecture import Fields, Shapes, Values
+from fmoe_ext.gguf.architectures.granitemoe import GraniteMoeShared
+from fmoe_ext.gguf.recurrent import KEY_HEADS, heads_of, kinds_of, of_mamba, one_number
+from fmoe_ext.gguf.transforms import TensorTransform
+
+MAMBA = MappingProxyType(
+    {
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads",
+    }
+)
+ROPE = "rope.scaling.finetuned"  # a switch for rotary embeddings here
+
+
+class GraniteHybrid(GraniteMoeShared):
+    name = "granitehybrid"
+    model_type = "granitemoehybrid"
+    keys = MappingProxyType(
+        {
+            **GraniteMoeShared.keys,
+            **MAMBA,
+            "ssm.inner_size": "inner_size",
+            ROPE: "position_embedding_type",
+        }
+    )
+    needs = ("attention.scale", *MAMBA, "ssm.inner_size", KEY_HEADS)
+    defaults = MappingProxyType({**GraniteMoeShared.defaults, "position_embedding_type": True})
+    fixed = MappingProxyType(
+        {
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": (0.0, math.inf),
+        }
+    )
+
+    def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
+        values = one_number(self.name, super().config(fields, shapes, factors))
+        inner, size, heads = values.pop("inner_size"), values["hidden_size"], values["mamba_n_heads"]
+        if any(type(n) is not int or n < 1 for n in (inner, size, heads)) or inner % size or inner % heads:
+            raise CheckpointError(
+                f"{self.name}.ssm.inner_size is {inner!r}, no multiple of embedding_length {size!r} and of "
+                f"ssm.time_step_rank {heads!r}"
+            )
+        values |= {"mamba_expand": inner // size, "mamba_d_head": inner // heads}
+        rotates = values["position_embedding_type"]
+        if type(rotates) is not bool:
+            raise CheckpointError(f"{self.name}.{ROPE} is {rotates!r}, expected true or false")
+        values["position_embedding_type"] = "rope" if rotates else None
+        return values
+
+    def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
+        return kinds_of(fields, num_layers, "linear_attention")
+
+    def layers(self, config: Any) -> dict[str, Any]:
+        return {
+            **super().layers(config),
+            **{key: getattr(config, attribute) for key, attribute in MAMBA.items()},
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            KEY_HEADS: heads_of(config),
+            ROPE: config.position_embedding_type == "rope",
+        }
+
+    def transforms(self, config: Any) -> dict[str, TensorTransform]:
+        return {**super().transforms(config), **of_mamba("mamba.", config.mamba_n_groups)}

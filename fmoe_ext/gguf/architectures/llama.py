@@ -1,0 +1,9 @@
+"""Mixtral, and dense Llama and Mistral models with MoE layers."""
+
+from fmoe_ext.gguf.architecture import FixedRouter
+
+
+class Llama(FixedRouter):
+    name = "llama"
+    model_type = "mixtral"
+    rotates_pairs = True

@@ -1,0 +1,120 @@
+"""Qwen3-Next: three layers of four are gated delta nets.
+
+The file has queries, keys and values of all heads one after the other, and their gates apart; the model has those of a
+head of keys beside each other.
+"""
+
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
+from fmoe_ext.gguf.transforms import TensorTransform, convolution, exp, log, one, plus_one, renamed
+
+DELTA = MappingProxyType(
+    {
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    }
+)
+RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
+
+
+class Heads(NamedTuple):
+    """Heads of a gated delta net."""
+
+    keys: int  # heads of keys
+    values: int  # heads of values for each head of keys
+    key: int  # numbers of a head
+    value: int
+
+
+def heads_of(config: Any) -> Heads:
+    """Returns the heads of a configuration's gated delta nets."""
+    keys = config.linear_num_key_heads
+    return Heads(
+        keys,
+        config.linear_num_value_heads // keys,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+
+
+class Qwen3Next(Architecture):
+    name = "qwen3next"
+    model_type = "qwen3_next"
+    keys = MappingProxyType({**DELTA, "ssm.inner_size": "inner_size"})
+    read = (RECURRENT, INTERVAL)
+    needs = ("rope.dimension_count",)
+    defaults: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
+    fixed: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
+    has_heads = True
+    rotates_part = True
+
+    def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
+        values = super().config(fields, shapes, factors)
+        size, heads = values.pop("inner_size"), values["linear_num_value_heads"]
+        if type(size) is not int or type(heads) is not int or heads < 1 or size % heads:
+            raise CheckpointError(
+                f"{self.name}.ssm.inner_size is {size!r}, no multiple of ssm.time_step_rank {heads!r}"
+            )
+        return {**values, "linear_value_head_dim": size // heads}
+
+    def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
+        recurrent = fields.get(RECURRENT)
+        if recurrent is None:
+            every = fields.get(INTERVAL, 4)
+            recurrent = [(i + 1) % every != 0 for i in range(num_layers)]
+        return ["linear_attention" if recurrent[i] else "full_attention" for i in range(num_layers)]
+
+    def fields(self, config: Any) -> dict[str, Any]:
+        return {
+            **super().fields(config),
+            **{key: getattr(config, attribute) for key, attribute in DELTA.items()},
+            "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+            RECURRENT: [kind == "linear_attention" for kind in config.layer_types],
+        }
+
+    def transforms(self, config: Any) -> dict[str, TensorTransform]:
+        return {
+            **super().transforms(config),
+            **{
+                f"{norm}.weight": plus_one(f"{part}.weight")
+                for norm, part in (
+                    ("input_layernorm", "attn_norm"),
+                    ("post_attention_layernorm", "post_attention_norm"),
+                    ("self_attn.q_norm", "attn_q_norm"),
+                    ("self_attn.k_norm", "attn_k_norm"),
+                    ("model.norm", "output_norm"),
+                )
+            },
+            **{f"linear_attn.{name}": transform for name, transform in self.of_delta(config).items()},
+        }
+
+    def of_delta(self, config: Any) -> dict[str, TensorTransform]:
+        """{name in a gated delta net: what it is in the file}."""
+        heads = heads_of(config)
+
+        def read(qkv: Tensor, z: Tensor) -> Tensor:
+            keys, values = heads.keys * heads.key, heads.keys * heads.values * heads.value
+            parts = (*qkv.split((keys, keys, values)), z)
+            return torch.cat([part.unflatten(0, (heads.keys, -1)) for part in parts], 1).flatten(0, 1)
+
+        def write(w: Tensor) -> tuple[Tensor, ...]:
+            sizes = (heads.key, heads.key, heads.values * heads.value, heads.values * heads.value)
+            q, k, v, z = (part.flatten(0, 1) for part in w.unflatten(0, (heads.keys, -1)).split(sizes, 1))
+            return torch.cat([q, k, v]), z
+
+        return {
+            "in_proj_qkvz.weight": TensorTransform(
+                ("attn_qkv.weight", "attn_gate.weight"), read, write, True
+            ),
+            "A_log": one("ssm_a", log, exp),
+            "dt_bias": renamed("ssm_dt.bias"),
+            "conv1d.weight": convolution("ssm_conv1d.weight"),
+        }

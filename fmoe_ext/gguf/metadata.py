@@ -1,0 +1,238 @@
+"""Metadata of GGUF files: made a configuration, and checked by the way back.
+
+llama.cpp computes a model from its tensors and from the keys of its architecture. A configuration fits a file if the
+keys that its own file would have (Architecture.fields) have the values of the file. Of the file's other keys each is
+one that the architecture reads, has the one value with which every graph here computes (ONLY), or changes no logit
+(NOTES); any other is refused by name, so that none is skipped in silence.
+"""
+
+import math
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.gguf.architecture import (
+    HEADS,
+    READ,
+    UNUSED,
+    Architecture,
+    Fields,
+)
+from fmoe_ext.gguf.architectures import ARCHITECTURES
+from fmoe_ext.gguf.file import GgufFile
+from fmoe_ext.gguf.rope import SCALING, shortened, with_defaults
+
+# The values with which these models compute. 0 stands for "not used" in llama.cpp.
+ONLY = MappingProxyType(
+    {
+        "general.type": ("model",),
+        "general.quantization_version": (2,),
+        "split.no": (0,),
+        "split.count": (0, 1),
+        "attention.causal": (True,),
+        "attention.clamp_kqv": (0,),
+        "attention.max_alibi_bias": (0,),
+        "attention.sliding_window": (0,),
+        "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,),
+        "router_logit_softcapping": (0,),
+        "embedding_scale": (0, 1),
+        "residual_scale": (0, 1),
+        "logit_scale": (0, 1),
+        "expert_gating_func": (1,),
+        "expert_group_count": (0, 1),
+        "expert_group_used_count": (0, 1),
+        "expert_weights_scale": (0, 1),
+        "interleave_moe_layer_step": (0, 1),
+        "leading_dense_block_count": (0,),
+        "moe_every_n_layers": (0, 1),
+        "nextn_predict_layers": (0,),
+        "pooling_type": (0,),
+        "use_parallel_residual": (False,),
+        "tensor_data_layout": ("reference", "Meta AI original pth"),
+    }
+)
+# Namespaces of notes on the file, its vocabulary and how it was made; READ and ONLY have some of them, and come first
+NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
+FREQUENCIES = "rope_freqs.weight"
+
+
+def architecture_of(file: GgufFile, config: Any = None) -> Architecture:
+    """Finds a file's architecture, for the configuration's model type if it has that; CheckpointError for others."""
+    return find(str(file.path), file.values(), config)
+
+
+def architecture_for(model_type: str) -> Architecture | None:
+    """Returns the architecture of a model type of Transformers; None if llama.cpp's graph for it is not known here."""
+    return next((kind() for kind in ARCHITECTURES if kind.model_type == model_type), None)
+
+
+def find(path: str, fields: Fields, config: Any = None) -> Architecture:
+    """Finds the architecture of a file's metadata; CheckpointError for one that is not read, or keys it lacks."""
+    name = str(fields.get("general.architecture"))
+    found = [kind(name) for kind in ARCHITECTURES if name in (kind.name, *kind.also)]
+    if not found:
+        known = ", ".join(dict.fromkeys(kind.name for kind in ARCHITECTURES))
+        raise CheckpointError(f"{path}: GGUF is read for {known}, but this model is {name}")
+    own = own_fields(found[0], fields)
+    fitting = [architecture for architecture in found if architecture.accepts(own)] or found[-1:]
+    model_type = getattr(config, "model_type", "")
+    architecture = next((other for other in found if other.model_type == model_type), fitting[0])
+    for key in architecture.needs:
+        if key not in own:
+            raise CheckpointError(f"{path} has no key {name}.{key}: another model, or an old file")
+    return architecture
+
+
+def own_fields(architecture: Architecture, fields: Fields) -> dict[str, Any]:
+    """Returns the keys of an architecture, without its name before them, and those of the vocabulary."""
+    begin = f"{architecture.name}."
+    own = {key.removeprefix(begin): value for key, value in fields.items() if key.startswith(begin)}
+    return own | {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
+
+
+def factors_of(file: GgufFile) -> Tensor | None:
+    """Reads what divides the frequencies of rotary embeddings; None for a file without."""
+    found = next((tensor for tensor in file.tensors if tensor.name == FREQUENCIES), None)
+    return None if found is None else torch.from_numpy(found.data.copy())
+
+
+def config_of(file: GgufFile) -> Any:
+    """Makes the configuration of Transformers that a file says.
+
+    Raises CheckpointError for keys that are missing or have values that no model has, and for an architecture that is
+    not read.
+    """
+    import transformers
+
+    path, fields = file.path, file.values()
+    architecture = find(str(path), fields)
+    shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
+    try:
+        values = architecture.config(own_fields(architecture, fields), shapes, factors_of(file))
+        return transformers.CONFIG_MAPPING[architecture.model_type](**values)
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no key for {error.args[0]}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # of Transformers, which have no common class
+        raise CheckpointError(f"{path} has metadata that Transformers refuses: {error}") from error
+
+
+def check(file: GgufFile, config: Any) -> None:
+    """Raises CheckpointError, by name, for the first key of a file that a configuration does not compute with."""
+    path, fields = file.path, file.values()
+    architecture = find(str(path), fields, config)
+    own = own_fields(architecture, fields)
+    try:
+        expected = {**architecture.implied(config), **architecture.fields(config)}
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} has a configuration with values of other types: {error}") from error
+    heads = architecture.num_heads(own)
+    for full, value in fields.items():
+        key = full.removeprefix(f"{architecture.name}.")
+        if heads and key == HEADS:
+            continue
+        if key == "block_count" and isinstance(value, int):
+            value -= heads
+        if heads and isinstance(value, list):  # one item a block
+            value = value[: config.num_hidden_layers]
+        wrong = _why_not(architecture, full, key, value, expected)
+        if wrong:
+            raise CheckpointError(f"{path}: {full} is {shortened(value)}, {wrong}")
+    try:
+        kinds = architecture.layer_types(own, config.num_hidden_layers)
+    except (TypeError, IndexError, ZeroDivisionError, KeyError) as error:
+        raise CheckpointError(f"{path} has keys on the kinds of layers with other values: {error}") from error
+    said = getattr(config, "layer_types", None)
+    if kinds is not None and kinds != said:
+        raise CheckpointError(
+            f"{path} has layers of the kinds {shortened(kinds)}, but config.json has layer_types {shortened(said)}"
+        )
+    check_factors(file, config)
+    try:
+        scaling = architecture.rope(own, config.max_position_embeddings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    found = with_defaults(config, architecture.rounds_yarn)
+    for name, value in scaling.items():
+        if not same(found.get(name), value):
+            raise CheckpointError(
+                f"{path}: the keys {SCALING}* say {name} {value}, but config.json says {found.get(name)}"
+            )
+
+
+def check_factors(file: GgufFile, config: Any) -> None:
+    """Raises CheckpointError for factors of frequencies with which the configuration does not compute."""
+    found, expected = factors_of(file), architecture_of(file, config).factors(config)
+    if expected is None:
+        if found is not None and (found != 1).any():
+            raise CheckpointError(
+                f"{file.path}: {FREQUENCIES} scales frequencies, which is not computed here"
+            )
+    elif found is None:
+        raise CheckpointError(f"{file.path} lacks {FREQUENCIES}")
+    elif not torch.equal(found, expected):
+        raise CheckpointError(
+            f"{file.path}: {FREQUENCIES} is {found.tolist()[:8]}, but the model is computed with "
+            f"{expected.tolist()[:8]}"
+        )
+
+
+def _why_not(architecture: Architecture, full: str, key: str, value: Any, expected: Fields) -> str:
+    """Says why a key is refused, "" for one that is not. key: without the architecture's name before it."""
+    if key in architecture.harmless or key in READ:
+        return ""
+    if key.startswith(SCALING) and key not in architecture.keys:  # which rope() reads
+        return ""
+    attribute = architecture.attributes.get(key, "")
+    if attribute in architecture.fixed and not same(architecture.fixed[attribute], value):
+        return f"but the model is computed with {architecture.fixed[attribute]} in any case"
+    if key in expected:
+        said = 1 if value == 0 and key in UNUSED else value
+        return "" if same(expected[key], said) else f"but the model is computed with {expected[key]}"
+    if key in architecture.read:
+        return ""
+    if key in ONLY:
+        return "" if value in ONLY[key] else f"but only {' or '.join(map(str, ONLY[key]))} is computed"
+    return "which is not computed here" if key != full or _is_reserved(full) else ""
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compares values of a key: floats as float32 has them, one number with a list of it for all layers."""
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-6)  # the file has float32, config.json decimals
+    if isinstance(a, list) and type(b) in (int, float):  # llama.cpp takes one number for all layers
+        return bool(a) and all(same(one, b) for one in a)
+    if type(a) in (int, float) and isinstance(b, list):
+        return same(b, a)
+    return bool(a == b)
+
+
+def _is_reserved(key: str) -> bool:
+    """False for keys of other programs: of no namespace that llama.cpp computes with."""
+    import gguf
+
+    if key.startswith(NOTES):
+        return False
+    namespace = key.partition(".")[0]
+    known = {name.partition(".")[0] for name in names()}
+    return namespace in known or namespace in gguf.MODEL_ARCH_NAMES.values()
+
+
+def names() -> Iterator[str]:
+    """Every key that the installed package gguf knows, with {arch} for an architecture."""
+    import gguf
+
+    def walk(group: type) -> Iterator[str]:
+        for name, value in vars(group).items():
+            if isinstance(value, type):
+                yield from walk(value)
+            elif isinstance(value, str) and not name.startswith("__"):
+                yield value
+
+    return walk(gguf.Keys)

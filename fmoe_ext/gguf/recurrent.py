@@ -1,0 +1,49 @@
+"""Architectures some of whose layers are no attention: their heads of keys are 0 there. Mamba-2's tensors."""
+
+from typing import Any
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.gguf.architecture import Fields, Values
+from fmoe_ext.gguf.transforms import TensorTransform, convolution, exp, log, one, renamed
+
+KEY_HEADS = "attention.head_count_kv"
+
+
+def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
+    """Returns layer_types of a file: `recurrent` where it has no heads of keys."""
+    heads = fields.get(KEY_HEADS)
+    heads = heads if isinstance(heads, list) else [heads] * num_layers
+    return [recurrent if heads[i] == 0 else "full_attention" for i in range(num_layers)]
+
+
+def heads_of(config: Any) -> list[int]:
+    """Returns the heads of keys of each layer."""
+    return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+
+
+def one_number(name: str, values: Values) -> Values:
+    """Makes num_key_value_heads of the heads of each layer; CheckpointError for layers of attention that differ."""
+    key, said, num_layers = f"{name}.{KEY_HEADS}", values["num_key_value_heads"], values["num_hidden_layers"]
+    found = said if isinstance(said, list) else [said]
+    if any(type(heads) is not int for heads in found):
+        raise CheckpointError(f"{key} is {said!r}, no number of heads")
+    if isinstance(said, list) and len(said) < num_layers:
+        raise CheckpointError(f"{key} has {len(said)} entries for {num_layers} layers")
+    different = sorted({heads for heads in found[:num_layers] if heads})
+    if len(different) > 1:
+        raise CheckpointError(f"{key} has {different} heads in layers of attention, expected one number")
+    heads = different[0] if different else values["num_attention_heads"]
+    return {**values, "num_key_value_heads": heads}
+
+
+def of_mamba(prefix: str, num_groups: int) -> dict[str, TensorTransform]:
+    """Returns the transforms of a Mamba-2 layer. num_groups: each with a norm of its own."""
+    return {
+        f"{prefix}conv1d.weight": convolution("ssm_conv1d.weight"),
+        f"{prefix}dt_bias": renamed("ssm_dt.bias"),
+        f"{prefix}A_log": one("ssm_a", lambda a: log(a)[:, 0], lambda a: exp(a)[:, None]),
+        f"{prefix}D": one("ssm_d", lambda d: d[:, 0], lambda d: d[:, None]),
+        f"{prefix}norm.weight": one(
+            "ssm_norm.weight", lambda w: w.flatten(), lambda w: w.unflatten(0, (num_groups, -1))
+        ),
+    }

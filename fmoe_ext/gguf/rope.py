@@ -1,0 +1,103 @@
+"""rope.scaling.* of a file and rope_parameters of Transformers: linear scaling and YaRN."""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+
+SCALING = "rope.scaling."
+KINDS = ("none", "linear", "yarn")  # the last two have these names in Transformers too
+# {key behind SCALING: parameter of Transformers' YaRN}
+YARN = MappingProxyType(
+    {
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+)
+
+
+def rope_of(config: Any) -> Mapping[str, Any]:
+    """rope_parameters of a configuration's layers with full attention, empty for models without rotary embeddings."""
+    said = getattr(config, "rope_parameters", None) or {}
+    found: Mapping[str, Any] = said.get("full_attention", said)
+    return found
+
+
+def shortened(value: Any) -> str:
+    """Writes a value for an error."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def yarn_factor(factor: float) -> float:
+    """Returns the factor of attention that llama.cpp computes of the factor of positions."""
+    return 1 + 0.1 * math.log(factor)
+
+
+def rope_parameters(
+    name: str,
+    fields: Mapping[str, Any],
+    context: int,
+    attention_of: Callable[[dict[str, Any], float], dict[str, Any]],
+) -> dict[str, Any]:
+    """Reads rope_type and its parameters from the keys of an architecture; empty where the file says nothing.
+
+    attention_of: of a dict of what the keys say, from which it takes what it uses, and the factor of positions,
+    YaRN's parameters for the attention.
+    """
+    begin = f"{name}.{SCALING}"
+    said = {key.removeprefix(SCALING): value for key, value in fields.items() if key.startswith(SCALING)}
+    said.pop("finetuned", None)
+    if not said:
+        return {}
+    kind, factor = said.pop("type", "linear"), said.pop("factor", 1.0) or 1.0  # as in llama.cpp
+    if kind not in KINDS:
+        raise CheckpointError(f"{begin}type is {kind!r}, which is not computed here")
+    if not 1 <= factor < math.inf:
+        raise CheckpointError(f"{begin}factor is {factor}, which is not computed here")
+    if kind != "yarn":
+        said.pop("original_context_length", None)
+    is_plain = kind == "none" or (kind == "linear" and factor == 1)
+    found: dict[str, Any] = {} if is_plain else {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = context
+        found |= attention_of(said, factor)
+        found |= {parameter: said.pop(key) for key, parameter in YARN.items() if key in said}
+    if said.get("attn_factor") == 1:
+        del said["attn_factor"]
+    if said:
+        key, value = next(iter(said.items()))
+        raise CheckpointError(f"{begin}{key} is {shortened(value)}, which is not computed here")
+    return found
+
+
+def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
+    """Returns rope_parameters of a configuration, with YaRN's defaults for what is left out."""
+    said = {name: value for name, value in rope_of(config).items() if value is not None}
+    if said.get("rope_type") != "yarn" or {"mscale", "mscale_all_dim"} & said.keys():
+        return said
+    if rounds_yarn and not said.get("truncate", True):  # then the model is another one
+        return said
+    defaults = {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": config.max_position_embeddings,
+        "attention_factor": yarn_factor(said["factor"]),
+    }
+    return defaults | said
+
+
+def yarn_fields(config: Any) -> dict[str, Any]:
+    """Returns the metadata of YaRN, whose factor of the attention is the usual one."""
+    said = config.rope_parameters
+    context = said.get("original_max_position_embeddings") or config.max_position_embeddings
+    return {
+        f"{SCALING}type": "yarn",
+        f"{SCALING}factor": float(said["factor"]),
+        f"{SCALING}original_context_length": context,
+        f"{SCALING}yarn_beta_fast": float(said.get("beta_fast") or 32),
+        f"{SCALING}yarn_beta_slow": float(said.get("beta_slow") or 1),
+    }
