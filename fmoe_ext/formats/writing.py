@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
+from fmoe_ext.checkpoint.card import write_card
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.families.family import Family, Numbers, as_configured
@@ -27,7 +28,7 @@ from fmoe_ext.gguf import architecture_for
 from fmoe_ext.gguf.vocabulary import Vocabulary, read_vocabulary
 from fmoe_ext.gguf.writing import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
-from fmoe_ext.huggingface.saving import describe
+from fmoe_ext.huggingface.saving import card_of, describe
 
 GGUF = "gguf"
 TOKENIZER_FILES = (
@@ -57,8 +58,8 @@ def export(
     """Writes a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
-    the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model;
-    config.json names the one of most weights, to which from_pretrained() casts the others.
+    the tokenizer's files, a model card, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of
+    the model; config.json names the one of most weights, to which from_pretrained() casts the others.
     format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
     each can hold. "gguf": folder/model.gguf for llama.cpp, whose servers want a tokenizer in it.
     tokenizer: one of Transformers, or a folder that has its files, or the name of one in the hub's cache.
@@ -93,6 +94,8 @@ def export(
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                     _write_tokenizer(tokenizer, unfinished)
+                command = f'fmoe_ext.export(model, "{folder.name}", "{format}")'
+                write_card(unfinished, card_of(plan.state.model, plan.config, folder.name, command, format))
     return folder
 
 

@@ -178,6 +178,9 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
             raise _refusal(name, "its merges are not in the order of SentencePiece's scores")
         else:
             kind = pre = "gemma4"
+            # its words end at line breaks, and its merges are written with a space between two tokens
+            if odd := [a + b for a, b in merges if " " in a + b or ("\n" in a + b and (a + b).strip("\n"))]:
+                raise _refusal(name, f"{odd[0]!r} is made of parts that its kind of merges keeps apart")
 
     tokens, types = _tokens(name, chain, config.vocab_size, is_byte_level)
     ids = _special_ids(name, tokenizer, config, stops)
@@ -403,8 +406,14 @@ def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -
         )
     # Where the key is missing, llama.cpp takes the token 11 of GPT-2's kind, and 1 of SentencePiece's
     ids.setdefault("bos", ids["eos"])
-    for kind, number in zip(("eot", "eom"), sorted({*stops} - {ids["eos"]}), strict=False):
+    further = sorted({*stops} - {ids["eos"]})
+    for kind, number in zip(("eot", "eom"), further, strict=False):
         ids[kind] = int(number)
+    if further[2:]:  # llama.cpp finds some by their texts
+        warnings.warn(
+            f"GGUF has keys for three tokens at which an answer ends: {further[2:]} of generation_config have none",
+            stacklevel=2,
+        )
     return ids
 
 

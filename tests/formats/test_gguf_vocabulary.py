@@ -169,6 +169,8 @@ def test_added_tokens(tmp_path):
     assert found["tokenizer.ggml.eot_token_id"] == ids[1] and found["tokenizer.ggml.eom_token_id"] == ids[2]
     assert found["tokenizer.chat_template"] == "{{ messages }}"
     assert found["tokenizer.chat_template.tool_use"] == "{{ tools }}"
+    with pytest.warns(UserWarning, match=r"three tokens at which an answer ends: \[9\] of generation_config"):
+        read_vocabulary(tokenizer, model.config, [ids[0], 7, 8, 9])
 
 
 def test_pruned_file_keeps_its_vocabulary(tmp_path):
