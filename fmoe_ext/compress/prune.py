@@ -160,10 +160,11 @@ class _Job:
             write_json(work / REPORT, report)
             with atomic_file(work / PAGE) as file:
                 file.write(render(report).encode())
-            write_card(work, self._card(out.name, report))
+            write_card(work, self._card(report))
         return report
 
-    def _card(self, title: str, report: Mapping[str, Any]) -> str:
+    def _card(self, report: Mapping[str, Any]) -> str:
+        """The model card: without the name of the folder, so that the same job writes the same bytes anywhere."""
         losses = [report[f"loss_{when}"] for when in ("before", "after")]
         before, after = (None if loss is None else f"{loss:.4f}" for loss in losses)
         merging = f" --merge {self.least}" if self.least is not None else ""
@@ -174,12 +175,12 @@ class _Job:
             "loss on held-out text, after": after,
         }
         return render_card(
-            title,
+            f"{shown(self.folder)}, pruned",
             "A model without the experts that a text needs least. Figures for each layer: prune_report.html.",
             self.folder,
             facts,
             f"fmoe prune {shown(self.folder)} --experts {self.number} --criterion {self.criterion}{merging} "
-            f"--text TEXT -o {title}",
+            "--text TEXT -o OUT",
             library="gguf" if self.folder.is_file() else "transformers",
             tags=["pruned"],
         )

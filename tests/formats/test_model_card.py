@@ -78,5 +78,5 @@ def test_pruned(tmp_path):
     assert "pruned" in data.tags and rows["experts of a layer"] == "6 -> 2, by reap"
     assert rows["loss on held-out text, before"] == f"{report['loss_before']:.4f}"
     assert rows["loss on held-out text, after"] == f"{report['loss_after']:.4f}"
-    assert "fmoe prune model --experts 2 --criterion reap --text TEXT -o out" in text
+    assert "fmoe prune model --experts 2 --criterion reap --text TEXT -o OUT" in text
     assert json.loads((tmp_path / "out/prune_report.json").read_text())["loss_after"] == report["loss_after"]
