@@ -38,6 +38,7 @@ def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> P
     generator = torch.Generator().manual_seed(0)
     writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe")
     write_facts(writer, config, architecture_for("qwen3_moe"))
+    writer.add_tokenizer_model("no_vocab")
 
     def add(name: str, *shape: int, kind: str = others) -> None:
         if kind == "f32":

@@ -10,13 +10,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, fingerprint, write_json
 from fmoe_ext.model_files import FolderModel, GgufModel, ModelFiles, experts_modules, open_model
@@ -159,7 +160,30 @@ class _Job:
             write_json(work / REPORT, report)
             with atomic_file(work / PAGE) as file:
                 file.write(render(report).encode())
+            write_card(work, self._card(report))
         return report
+
+    def _card(self, report: Mapping[str, Any]) -> str:
+        """The model card: without the name of the folder, so that the same job writes the same bytes anywhere."""
+        losses = [report[f"loss_{when}"] for when in ("before", "after")]
+        before, after = (None if loss is None else f"{loss:.4f}" for loss in losses)
+        merging = f" --merge {self.least}" if self.least is not None else ""
+        facts = {
+            "experts of a layer": f"{self.size} -> {self.number}, by {self.criterion}",
+            "text, SHA-256 of its token ids": f"`{self.about['text']}`, {report['tokens']:,} tokens read",
+            "loss on held-out text, before": before,
+            "loss on held-out text, after": after,
+        }
+        return render_card(
+            f"{shown(self.folder)}, pruned",
+            "A model without the experts that a text needs least. Figures for each layer: prune_report.html.",
+            self.folder,
+            facts,
+            f"fmoe prune {shown(self.folder)} --experts {self.number} --criterion {self.criterion}{merging} "
+            "--text TEXT -o OUT",
+            library="gguf" if self.folder.is_file() else "transformers",
+            tags=["pruned"],
+        )
 
     def measured(self, file: Path | None, done: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shares]]:
         """(report before anything is written, {path: experts that stay, with their shares}); frees the model."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fmoe_ext import gates
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.card import write_card
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
@@ -51,7 +52,7 @@ from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.checkpoint.written_names import as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
 from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, plan_export, write_files
-from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, replace_save_pretrained
+from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, card_of, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.tokens import current_batch, enter, leave, with_ids
 from fmoe_ext.transformer import FMoETransformerMLP
@@ -396,3 +397,6 @@ def _save_imported(
         if whole is not None and is_main_process:
             with replacing(Path(save_directory)) as unfinished:
                 write_files(plan, whole, unfinished, max_shard_bytes)
+                title = Path(save_directory).name
+                card = card_of(model, plan.config, title, f'model.save_pretrained("{title}")')
+                write_card(unfinished, card, kept=Path(save_directory))

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
+from fmoe_ext.checkpoint.card import write_card
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.families.family import Family, Numbers, as_configured
@@ -23,9 +25,10 @@ from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.written_names import as_written
 from fmoe_ext.gguf import architecture_for
+from fmoe_ext.gguf.vocabulary import Vocabulary, read_vocabulary
 from fmoe_ext.gguf.writing import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
-from fmoe_ext.huggingface.saving import describe
+from fmoe_ext.huggingface.saving import card_of, describe
 
 GGUF = "gguf"
 TOKENIZER_FILES = (
@@ -55,10 +58,10 @@ def export(
     """Writes a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
-    the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model;
-    config.json names the one of most weights, to which from_pretrained() casts the others.
+    the tokenizer's files, a model card, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of
+    the model; config.json names the one of most weights, to which from_pretrained() casts the others.
     format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
-    each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
+    each can hold. "gguf": folder/model.gguf for llama.cpp, whose servers want a tokenizer in it.
     tokenizer: one of Transformers, or a folder that has its files, or the name of one in the hub's cache.
 
     All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
@@ -79,20 +82,20 @@ def export(
     folder = Path(folder)
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
-        _check_tokenizer(tokenizer, format)
+        if format != GGUF:
+            _check_tokenizer(tokenizer)
         plan = plan_export(model, format)
+        vocabulary = _read_vocabulary(tokenizer, plan) if format == GGUF else None
     with gathered(folder, plan.state, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config)
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config, vocabulary)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
-                if hasattr(tokenizer, "save_pretrained"):
-                    tokenizer.save_pretrained(unfinished)
-                elif tokenizer is not None:
-                    for file in _tokenizer_files(tokenizer):
-                        shutil.copy(file, unfinished / file.name)
+                    _write_tokenizer(tokenizer, unfinished)
+                command = f'fmoe_ext.export(model, "{folder.name}", "{format}")'
+                write_card(unfinished, card_of(plan.state.model, plan.config, folder.name, command, format))
     return folder
 
 
@@ -285,16 +288,32 @@ def _class_of(config: Any, model: Any) -> Any:
     return found
 
 
-def _check_tokenizer(tokenizer: Any, format: str) -> None:
-    if tokenizer is not None and format == GGUF:
-        raise CheckpointError(
-            "the file of format='gguf' has no vocabulary, so tokenizer= would be lost: export to a model type with it, "
-            "then run llama.cpp's convert_hf_to_gguf.py on the folder"
+def _read_vocabulary(tokenizer: Any, plan: Plan) -> Vocabulary | None:
+    """The vocabulary of a GGUF file; None, with a warning, without a tokenizer."""
+    if tokenizer is None:
+        warnings.warn(
+            "model.gguf has no vocabulary, so servers of llama.cpp refuse it: "
+            'export(model, folder, "gguf", tokenizer=the tokenizer or its folder)',
+            stacklevel=4,  # export() is wrapped by no_grad
         )
+        return None
+    stops = getattr(getattr(plan.state.model, "generation_config", None), "eos_token_id", None)
+    return read_vocabulary(tokenizer, plan.config, [stops] if isinstance(stops, int) else stops or ())
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return
     if not _tokenizer_files(tokenizer):
         raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+    elif tokenizer is not None:
+        for file in _tokenizer_files(tokenizer):
+            shutil.copy(file, folder / file.name)
 
 
 def _tokenizer_files(tokenizer: str | Path) -> list[Path]:

@@ -102,7 +102,7 @@ class Architecture:
 
     @property
     def family(self) -> Family:
-        """How Transformers' files and modules have the MoE layers."""
+        """The MoE layers as files and modules of Transformers have them."""
         return FAMILIES[self.model_type]
 
     @property

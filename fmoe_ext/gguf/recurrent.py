@@ -36,6 +36,15 @@ def one_number(name: str, values: Values) -> Values:
     return {**values, "num_key_value_heads": heads}
 
 
+def head_size(name: str, inner: Any, heads: Any) -> int:
+    """Divides ssm.inner_size by the heads; CheckpointError where that is no whole number."""
+    if any(type(n) is not int or n < 1 for n in (inner, heads)) or inner % heads:
+        raise CheckpointError(
+            f"{name}.ssm.inner_size is {inner!r}, no multiple of ssm.time_step_rank {heads!r}"
+        )
+    return inner // heads
+
+
 def of_mamba(prefix: str, num_groups: int) -> dict[str, TensorTransform]:
     """Returns the transforms of a Mamba-2 layer. num_groups: each with a norm of its own."""
     return {

@@ -1,4 +1,4 @@
-"""What a tensor of Transformers is in a GGUF file: the names of its parts there, and the way to them and back."""
+"""Tensors of Transformers as parts of a GGUF file: the names there, and the way to them and back."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

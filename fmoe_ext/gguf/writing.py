@@ -1,4 +1,4 @@
-"""Writes GGUF, the file of llama.cpp: models that have an architecture there, in its names, without a vocabulary.
+"""Writes GGUF, the file of llama.cpp: models that have an architecture there, in its names.
 
 llama.cpp computes a model by a graph that is fixed for each architecture: what a configuration says beyond the keys of
 that graph would be ignored in silence, so check_writable() refuses it by name. Tensors differ from Transformers' in
@@ -20,6 +20,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.gguf.architecture import Architecture, first_layer
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.metadata import FREQUENCIES, architecture_for
+from fmoe_ext.gguf.vocabulary import Vocabulary
 
 DOWNLOAD = "pip install gguf"
 CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
@@ -46,10 +47,13 @@ def check_writable(config: Any) -> Architecture:
     return architecture
 
 
-def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], config: Any) -> None:
+def write_gguf(
+    path: Path, tensors: Mapping[str, StoredTensor], config: Any, vocabulary: Vocabulary | None = None
+) -> None:
     """Writes a model in Transformers' names in memory to one file, a tensor at a time; float64 becomes float32.
 
-    path: a file that does not exist. Raises CheckpointError for what llama.cpp has no place for.
+    path: a file that does not exist. vocabulary: None for a file that takes token ids alone. Raises CheckpointError for
+    what llama.cpp has no place for.
     """
     gguf = _import_gguf()
     architecture = check_writable(config)
@@ -64,6 +68,10 @@ def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], config: Any) -> 
     try:
         with explained(path, sum(tensor.num_bytes for tensor in named.values())):
             write_facts(writer, config, architecture)
+            if vocabulary is None:
+                writer.add_tokenizer_model("no_vocab")
+            else:
+                vocabulary.write(writer)
             for name, tensor in named.items():
                 dtype = types[name]
                 num_bytes = tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize
@@ -92,7 +100,6 @@ def write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
     }
     for key, value in architecture.fields(config).items():
         add[type(value)](f"{architecture.name}.{key}", value)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _parts(

@@ -38,14 +38,52 @@ def replace_save_pretrained(
         model.push_to_hub = functools.partial(push or _push_from_one_process, model)
 
 
-def _push_from_one_process(model: Any, *args: Any, **options: Any) -> Any:
-    """Transformers' push_to_hub(); RuntimeError where every rank of a job would upload."""
+def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
+    """Transformers' push_to_hub(), and our model card; RuntimeError where every rank of a job would upload."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"push_to_hub would upload from each of {dist.get_world_size()} ranks: call save_pretrained(folder) on "
             "all of them, then huggingface_hub.upload_folder(repo_id=..., folder_path=folder) on one"
         )
-    return type(model).push_to_hub(model, *args, **options)
+    from huggingface_hub import HfApi
+
+    api, revision = HfApi(token=options.get("token")), options.get("revision")
+    full = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
+    has_card = api.file_exists(full, "README.md", revision=revision)
+    pushed = type(model).push_to_hub(model, repo_id, **options)
+    # Transformers has put a card that says nothing over that of save_pretrained(), where the repository had none
+    if not has_card and not hasattr(model, "peft_config"):
+        card = card_of(model, model.config, full.rpartition("/")[2], f'model.push_to_hub("{full}")')
+        revision = getattr(pushed, "pr_revision", None) or revision
+        api.upload_file(
+            path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=full, revision=revision
+        )
+    return pushed
+
+
+def card_of(model: Any, config: Any, title: str, command: str, format: str | None = None) -> str:
+    """The model card of a Transformers model, written with a configuration in a format; by default its own."""
+    from fmoe_ext.checkpoint.card import render_card  # not at the top: fmoefy imports this module
+
+    inner = config.get_text_config()
+    kind = (config.architectures or [type(model).__name__])[0]
+    pipelines = {"ForCausalLM": "text-generation", "ForConditionalGeneration": "image-text-to-text"}
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    facts = {
+        "architecture": kind,
+        "format": format,
+        "experts": next((str(n) for n in (getattr(inner, name, None) for name in names) if n), None),
+        "weights": str(model.dtype).removeprefix("torch."),
+    }
+    return render_card(
+        title,
+        "A model with experts, written by fmoe_ext.",
+        getattr(model, "name_or_path", None) or None,
+        facts,
+        command,
+        library="gguf" if format == "gguf" else "transformers",
+        pipeline=next((name for end, name in pipelines.items() if kind.endswith(end)), None),
+    )
 
 
 def replace_of_fmoefied(model: Any) -> None:
@@ -118,6 +156,7 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
     with _replaced(folder, options) as unfinished:
         type(model).save_pretrained(model, unfinished, **options)
         _refuse_dense_models(unfinished)
+        _write_card(model, unfinished, folder)
 
 
 @contextmanager
@@ -129,6 +168,13 @@ def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
         options.setdefault("repo_id", folder.name)  # Transformers takes the name of the folder it writes
     with replacing(folder) as unfinished:
         yield unfinished
+
+
+def _write_card(model: Any, unfinished: Path, folder: Path) -> None:
+    from fmoe_ext.checkpoint.card import write_card  # not at the top: fmoefy imports this module
+
+    card = card_of(model, model.config, folder.name, f'model.save_pretrained("{folder.name}")')
+    write_card(unfinished, card, kept=folder)
 
 
 def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -146,6 +192,7 @@ def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str 
                 _refuse_dense_models(unfinished)
                 if getattr(model, "generation_config", None) is not None:
                     model.generation_config.save_pretrained(unfinished)
+                _write_card(model, unfinished, folder)
 
 
 def _refuse_dense_models(folder: Path) -> None:

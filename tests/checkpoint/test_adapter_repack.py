@@ -1,5 +1,6 @@
 """fmoe adapter merge --to packed: the adapter in packed experts, and the certificate of its error."""
 
+import hashlib
 import json
 import shutil
 
@@ -107,6 +108,10 @@ def test_merged_model_is_nearer_to_the_adapted_one(kind, tmp_path, capsys):
     assert (logits(merged) - expected).norm() < 0.9 * (logits(base) - expected).norm()
     certificate = json.loads((tmp_path / "out/merge_certificate.json").read_text())
     assert 0 < certificate["ratio"] < 1 and certificate["not_better"] == []
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"| error relative to not merging | {certificate['ratio']:.3f} |" in card
+    digest = hashlib.sha256(tokens().numpy().tobytes()).hexdigest()
+    assert digest in card and f"--base {source.name} --to packed --text TEXT -o out" in card
     assert f"all experts: {certificate['ratio']:.3f}" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "ids.npy", "model", "out"]
 

@@ -155,6 +155,10 @@ def test_merged_model_equals_that_of_peft(made, layout, tmp_path):
     before = {f.name: f.read_bytes() for f in base_folder.iterdir()}
     convert(read_adapter(folder), layout, tmp_path / "adapter", ModelFolder(base_folder), check=False)
     report = merge.merge(read_adapter(tmp_path / "adapter"), ModelFolder(base_folder), tmp_path / "out")
+    card, of_adapter = ((tmp_path / name / "README.md").read_text() for name in ("out", "adapter"))
+    assert f"fmoe adapter merge adapter --base {base_folder.name} -o out" in card
+    assert f"| share of a change that rounding took | {report['lost_share_median']:.2g} (median) |" in card
+    assert f"| layout | {layout} |" in of_adapter and 'library_name: "peft"' in of_adapter
     merged = load(tmp_path / "out")  # plain Transformers, every key matches
     assert_same(dict(merged.named_parameters()), expected, start)
     assert {f.name: f.read_bytes() for f in base_folder.iterdir()} == before

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
-from ctypes import c_byte, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
+from ctypes import c_bool, c_byte, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ SIGNATURES = {
     "llama_init_from_model": (c_void_p, [c_void_p, ContextParams]),
     "llama_model_get_vocab": (c_void_p, [c_void_p]),
     "llama_vocab_n_tokens": (c_int32, [c_void_p]),
+    "llama_tokenize": (
+        c_int32,
+        [c_void_p, c_char_p, c_int32, ctypes.POINTER(c_int32), c_int32, c_bool, c_bool],
+    ),
+    "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
+    "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
     "llama_batch_init": (Batch, [c_int32, c_int32, c_int32]),
     "llama_decode": (c_int32, [c_void_p, Batch]),
     "llama_get_logits_ith": (ctypes.POINTER(c_float), [c_void_p, c_int32]),
@@ -83,6 +89,39 @@ def logits(path: Path, tokens: Sequence[int], cache: int = F32) -> Tensor:
             library.llama_batch_free(batch)
 
 
+class Vocabulary(contextlib.AbstractContextManager["Vocabulary"]):
+    """The tokenizer of a file, as llama.cpp computes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = _library()
+        with contextlib.ExitStack() as stack:
+            model = stack.enter_context(_model(self.library, path))
+            self.vocab = self.library.llama_model_get_vocab(model)
+            self.opened = stack.pop_all()
+
+    def __exit__(self, *error: object) -> None:
+        self.opened.close()
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a text, tokens of special names in it found; special: with what is put around it."""
+        raw = text.encode()
+        found = (c_int32 * (len(raw) + 8))()
+        count = self.library.llama_tokenize(self.vocab, raw, len(raw), found, len(found), special, True)
+        assert count >= 0
+        return found[:count]
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token."""
+        buffer = ctypes.create_string_buffer(1024)
+        count = self.library.llama_token_to_piece(self.vocab, token, buffer, 1024, 0, True)
+        assert count >= 0
+        return buffer.raw[:count]
+
+    def ends(self, token: int) -> bool:
+        """True if an answer ends at a token."""
+        return bool(self.library.llama_vocab_is_eog(self.vocab, token))
+
+
 def _library() -> Any:
     library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
     for name, (result, arguments) in SIGNATURES.items():
@@ -92,23 +131,30 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _context(library: Any, path: Path, n_ctx: int, cache: int) -> Iterator[tuple[int, int]]:
+def _model(library: Any, path: Path) -> Iterator[int]:
     said: list[str] = []
     log = LOG(lambda level, text, data: said.append(text.decode(errors="replace")))
     library.llama_log_set(log, None)
-    model = context = None
+    model = None
     try:
         model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         assert model, f"llama.cpp refuses {path}: {''.join(said[-3:])}"
-        context = library.llama_init_from_model(model, _parameters(library, n_ctx, cache))
-        assert context, f"llama.cpp makes no context: {''.join(said[-3:])}"
-        yield model, context
+        yield model
     finally:
-        if context:
-            library.llama_free(context)
         if model:
             library.llama_model_free(model)
         library.llama_log_set(None, None)
+
+
+@contextlib.contextmanager
+def _context(library: Any, path: Path, n_ctx: int, cache: int) -> Iterator[tuple[int, int]]:
+    with _model(library, path) as model:
+        context = library.llama_init_from_model(model, _parameters(library, n_ctx, cache))
+        assert context, "llama.cpp makes no context"
+        try:
+            yield model, context
+        finally:
+            library.llama_free(context)
 
 
 def _parameters(library: Any, n_ctx: int, cache: int) -> ContextParams:

@@ -196,7 +196,7 @@ def test_gguf(name, tmp_path):
     theirs = make(model_type, **values)
     expected, expected_state = logits(theirs), theirs.state_dict()
     fmoe_ext.export(fmoe_ext.import_model(make(model_type, **values)), tmp_path / "out", "gguf")
-    assert [f.name for f in (tmp_path / "out").iterdir()] == ["model.gguf"]
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["README.md", "model.gguf"]
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     facts = {name: field.contents() for name, field in reader.fields.items()}
     assert facts["general.architecture"] == architecture

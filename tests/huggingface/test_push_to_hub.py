@@ -22,6 +22,12 @@ class Hub:
         monkeypatch.setattr(hub.HfApi, "create_repo", self.create_repo)
         monkeypatch.setattr(hub.HfApi, "create_commit", self.create_commit)
         monkeypatch.setattr("huggingface_hub.hf_api.is_xet_available", lambda: False)  # one commit
+        monkeypatch.setattr(
+            hub.HfApi, "_validate_yaml", lambda *_, **__: None
+        )  # the head of a card, by the hub
+        monkeypatch.setattr(
+            hub.HfApi, "file_exists", lambda api, repo_id, name, **_: (folder / name).exists()
+        )
         monkeypatch.setattr(hub.ModelCard, "load", self.load_card)
 
     def create_repo(self, repo_id, **options):
@@ -36,9 +42,10 @@ class Hub:
             with operation.as_file() as file:
                 target.write_bytes(file.read())
 
-    @staticmethod
-    def load_card(*_, **__):
-        raise hub.errors.EntryNotFoundError("a new repository")
+    def load_card(self, name, **__):
+        if not (self.folder / "README.md").exists():
+            raise hub.errors.EntryNotFoundError("a new repository")
+        return hub.ModelCard((self.folder / "README.md").read_text())
 
 
 @pytest.fixture
@@ -66,6 +73,18 @@ def test_fmoefied_model_arrives_and_is_loaded_bitwise(repository):
     model.push_to_hub(REPOSITORY)
     loaded = huggingface.from_pretrained(repository.folder)
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_model_card_arrives_in_a_new_repository(repository):
+    """Transformers alone uploads a card that names nothing; one that the repository has stays."""
+    model = fmoe_ext.import_model(make("mixtral", **MODELS["mixtral"]))
+    model.push_to_hub(REPOSITORY)
+    card = repository.folder / "README.md"
+    assert hub.ModelCard(card.read_text()).data.tags == ["fmoe_ext", "mixture-of-experts"]
+    assert "| architecture | MixtralForCausalLM |" in card.read_text()
+    card.write_text("---\nlicense: mit\n---\n# Mine\n")
+    model.push_to_hub(REPOSITORY)
+    assert card.read_text().startswith("---\nlicense: mit\n") and card.read_text().endswith("# Mine\n")
 
 
 def test_adapters_arrive_beside_their_model(repository):

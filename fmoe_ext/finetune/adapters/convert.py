@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts
+from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.files import write_json
@@ -79,6 +80,13 @@ def convert(
         write_json(folder / CONFIG, config)
         if check and to in READ_BY_PEFT:
             _check_by_peft(adapter, to, folder, of_base)
+        model = config.get("base_model_name_or_path")
+        facts = {"made from": shown(adapter.folder), "layers of experts": len(layers), "layout": to}
+        command = f"fmoe adapter convert {shown(adapter.folder)} --to {to} -o {Path(out).name}"
+        what = "A LoRA adapter of a model's experts, in another layout."
+        write_card(
+            folder, render_card(Path(out).name, what, model, facts, command, library="peft", tags=["lora"])
+        )
 
 
 def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
+from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import fingerprint, write_json
 from fmoe_ext.model_files import copy_small_files
@@ -206,17 +207,26 @@ def merge(
             "lost_share_worst": values[-1] if values else 0.0,
             "lost_share": lost,
         }
-        _write_rest(plan, job.folder, report)
+        _write_rest(plan, job.folder, out.name, report)
     return report
 
 
-def _write_rest(plan: _Merge, work: Path, report: dict[str, Any]) -> None:
-    """Index, configuration, tokenizer, report."""
+def _write_rest(plan: _Merge, work: Path, title: str, report: dict[str, Any]) -> None:
+    """Index, configuration, tokenizer, model card, report."""
     stored = {name: plan.tensor(name) for name in plan.base.tensors}
     parameters = sum(t.num_bytes // t.dtype.itemsize for t in stored.values())
     size = sum(t.num_bytes for t in stored.values())
     where = {name: file.name for file, names in plan.base.files.items() for name in names}
     copy_small_files(plan.base, work)
+    facts = {
+        "adapter": shown(plan.adapter.folder),
+        "weights": report["dtype"],
+        "packing of the base": report["decoded_from"],
+        "share of a change that rounding took": f"{report['lost_share_median']:.2g} (median)",
+    }
+    command = f"fmoe adapter merge {shown(plan.adapter.folder)} --base {shown(plan.base.folder)} -o {title}"
+    what = "A model with a LoRA adapter of its experts merged into it. Figures: merge_report.json."
+    write_card(work, render_card(title, what, plan.base.folder, facts, command, tags=["lora", "merged"]))
     texts = {REPORT: report}
     if len(plan.base.files) > 1:
         metadata = {"total_parameters": parameters, "total_size": size}

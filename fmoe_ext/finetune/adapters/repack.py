@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
+from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.files import copy_file, fingerprint, sync_file, write_json
@@ -81,6 +82,7 @@ def repack(
             )
         beside.unlink(missing_ok=True)  # of an earlier call
         write_json(job.folder / CERTIFICATE, certificate)
+        write_card(job.folder, plan.card(out.name, text, certificate))
     return certificate
 
 
@@ -144,6 +146,27 @@ class _Repack:
             "split": list(split),
             "choices": [self.adapter.packing, self.adapter.orientation],
         }
+
+    def card(self, title: str, text: str, certificate: Mapping[str, Any]) -> str:
+        """The model card of a merge. text: the digest of its ids, "" without one."""
+        ratio = certificate["ratio"]
+        packings = sorted({w.format for layer in self.layers.values() for w in _read(layer, 0)})
+        facts = {
+            "adapter": shown(self.adapter.folder),
+            "packing of the experts": ", ".join(packings),
+            "text, SHA-256 of its token ids": f"`{text}`" if text else None,
+            "error relative to not merging": None if ratio is None else f"{ratio:.3f}",
+        }
+        return render_card(
+            title,
+            "A packed model with a LoRA adapter of its experts merged into it. Figures: merge_certificate.json.",
+            self.files.path,
+            facts,
+            f"fmoe adapter merge {shown(self.adapter.folder)} --base {shown(self.files.path)} --to packed "
+            f"{'--text TEXT' if text else '--rounding nearest'} -o {title}",
+            library="gguf" if self.files.path.is_file() else "transformers",
+            tags=["lora", "merged"],
+        )
 
     def run(self, job: Unfinished) -> dict[str, Any]:
         """Copies the files, replaces the bytes of experts -> the certificate."""

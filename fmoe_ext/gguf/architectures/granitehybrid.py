@@ -9,7 +9,7 @@ from torch import Tensor
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import Fields, Shapes, Values
 from fmoe_ext.gguf.architectures.granitemoe import GraniteMoeShared
-from fmoe_ext.gguf.recurrent import KEY_HEADS, heads_of, kinds_of, of_mamba, one_number
+from fmoe_ext.gguf.recurrent import KEY_HEADS, head_size, heads_of, kinds_of, of_mamba, one_number
 from fmoe_ext.gguf.transforms import TensorTransform
 
 MAMBA = MappingProxyType(
@@ -48,13 +48,13 @@ class GraniteHybrid(GraniteMoeShared):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = one_number(self.name, super().config(fields, shapes, factors))
-        inner, size, heads = values.pop("inner_size"), values["hidden_size"], values["mamba_n_heads"]
-        if any(type(n) is not int or n < 1 for n in (inner, size, heads)) or inner % size or inner % heads:
+        inner, width = values.pop("inner_size"), values["hidden_size"]
+        values["mamba_d_head"] = head_size(self.name, inner, values["mamba_n_heads"])
+        if type(width) is not int or width < 1 or inner % width:
             raise CheckpointError(
-                f"{self.name}.ssm.inner_size is {inner!r}, no multiple of embedding_length {size!r} and of "
-                f"ssm.time_step_rank {heads!r}"
+                f"{self.name}.ssm.inner_size is {inner}, no multiple of embedding_length {width!r}"
             )
-        values |= {"mamba_expand": inner // size, "mamba_d_head": inner // heads}
+        values["mamba_expand"] = inner // width
         rotates = values["position_embedding_type"]
         if type(rotates) is not bool:
             raise CheckpointError(f"{self.name}.{ROPE} is {rotates!r}, expected true or false")

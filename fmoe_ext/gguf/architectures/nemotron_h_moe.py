@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import EPSILON, Architecture, Fields, Shapes, Values
-from fmoe_ext.gguf.recurrent import KEY_HEADS, heads_of, kinds_of, of_mamba, one_number
+from fmoe_ext.gguf.recurrent import KEY_HEADS, head_size, heads_of, kinds_of, of_mamba, one_number
 from fmoe_ext.gguf.transforms import TensorTransform
 
 MAMBA = MappingProxyType(
@@ -54,11 +54,8 @@ class NemotronHMoe(Architecture):
             raise CheckpointError(
                 f"{self.name}.{WIDTHS} is {widths!r}, expected a list of {num_layers} entries"
             )
-        if type(inner) is not int or type(heads) is not int or heads < 1 or inner % heads:
-            raise CheckpointError(
-                f"{self.name}.ssm.inner_size is {inner!r}, no multiple of ssm.time_step_rank {heads!r}"
-            )
-        return {**values, "mamba_num_heads": heads, "mamba_head_dim": inner // heads}
+        size = head_size(self.name, inner, heads)
+        return {**values, "mamba_num_heads": heads, "mamba_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
         kinds = kinds_of(fields, num_layers, "linear_attention")

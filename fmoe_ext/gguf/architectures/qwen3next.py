@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
+from fmoe_ext.gguf.recurrent import head_size
 from fmoe_ext.gguf.transforms import TensorTransform, convolution, exp, log, one, plus_one, renamed
 
 DELTA = MappingProxyType(
@@ -58,12 +58,8 @@ class Qwen3Next(Architecture):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
-        size, heads = values.pop("inner_size"), values["linear_num_value_heads"]
-        if type(size) is not int or type(heads) is not int or heads < 1 or size % heads:
-            raise CheckpointError(
-                f"{self.name}.ssm.inner_size is {size!r}, no multiple of ssm.time_step_rank {heads!r}"
-            )
-        return {**values, "linear_value_head_dim": size // heads}
+        size = head_size(self.name, values.pop("inner_size"), values["linear_num_value_heads"])
+        return {**values, "linear_value_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
         recurrent = fields.get(RECURRENT)

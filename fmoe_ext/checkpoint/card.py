@@ -1,0 +1,83 @@
+"""A model card, README.md as the Hugging Face hub reads it: what a folder was made from, how, and what was measured.
+
+Its head is YAML between two lines of dashes. Texts and lists of JSON are YAML too, so that no package is needed.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fmoe_ext.checkpoint.files import atomic_file
+
+CARD = "README.md"
+_IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")  # of the hub's cache: owner and name
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def hub_name(model: str | Path | None) -> str | None:
+    """The name of a model on the hub, of a path in its cache or of the name itself; None for other folders."""
+    if model is None:
+        return None
+    if cached := _IN_CACHE.search(Path(model).absolute().as_posix() + "/"):
+        return f"{cached[1]}/{cached[2]}"
+    text = str(model)
+    return text if isinstance(model, str) and _NAME.fullmatch(text) and not Path(text).exists() else None
+
+
+def shown(model: str | Path | None) -> str:
+    """The name of a model in a card: on the hub, or of its folder alone, which says nothing of the machine."""
+    return "not known" if model is None else hub_name(model) or Path(model).name
+
+
+def render_card(
+    title: str,
+    what: str,
+    base: str | Path | None,
+    facts: Mapping[str, Any],
+    command: str,
+    *,
+    library: str = "transformers",
+    pipeline: str | None = "text-generation",
+    tags: Sequence[str] = (),
+) -> str:
+    """The text of a card.
+
+    what: a sentence. base: the folder or name of the model that it was made from. facts: further lines of a table;
+    those that are None are left out. command: in Python or of the shell. library, pipeline, tags: the hub's terms.
+    """
+    head: dict[str, Any] = {
+        "base_model": hub_name(base),
+        "library_name": library,
+        "pipeline_tag": pipeline,
+        "tags": ["fmoe_ext", "mixture-of-experts", *tags],
+    }
+    rows = {"base model": shown(base), **facts}
+    return "\n".join(
+        [
+            "---",
+            *(f"{key}: {json.dumps(value)}" for key, value in head.items() if value is not None),
+            "---",
+            "",
+            f"# {title}",
+            "",
+            what,
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {key} | {value} |" for key, value in rows.items() if value is not None),
+            "",
+            "```",
+            command,
+            "```",
+            "",
+        ]
+    )
+
+
+def write_card(folder: Path, text: str, kept: Path | None = None) -> None:
+    """Writes a card into a folder, or leaves it out where that folder, or `kept`, which it will replace, has one."""
+    if not any((place / CARD).exists() for place in (folder, kept) if place is not None):
+        with atomic_file(folder / CARD) as file:
+            file.write(text.encode())

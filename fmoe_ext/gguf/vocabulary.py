@@ -1,0 +1,433 @@
+"""The vocabulary of a GGUF file: how llama.cpp turns text into token ids, taken from a tokenizer of Transformers.
+
+A fast tokenizer is a chain: a normalizer changes the text, special tokens are cut out, a pre-tokenizer cuts the rest
+into words, byte-pair merges make tokens of each word. llama.cpp has such chains in its code. A file picks one by two
+names and brings the tokens:
+
+    tokenizer.ggml.model  gpt2: bytes as letters, merges by their rank. llama: SentencePiece, merges by the score of
+                          the token that they make, bytes as <0x00>. gemma4: bytes as <0x00>, merges by their rank
+    tokenizer.ggml.pre    the regular expressions that cut text into words, under the name of the first model with them
+
+llama.cpp's converter knows a pre-tokenizer by a hash of what one vocabulary makes of a sample. Here its expressions
+are compared, so that a new vocabulary has its name too. The package gguf reads merges and special tokens from
+files (gguf.SpecialVocab), but guesses where special tokens go: the tokenizer itself is asked here. What a chain of
+llama.cpp does not compute is refused by name, before anything is written.
+"""
+
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_folder import local_path
+
+SPACE = "▁"  # stands for a space in SentencePiece's tokens
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+# Added tokens of chat templates that are not said to be special: llama.cpp's converter hides them in answers too
+FOR_TEMPLATES = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
+
+# The parts that expressions of tokenizer.json share: endings of English words, runs of spaces, letters by their case
+_CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_NOT_HAN = r"&&[^\p{Han}]"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CASED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_QWEN2 = rf"{_CASED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_QWEN35 = rf"{_CASED}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CASED}?|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CASED}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NOT_HAN}]*[{_LOWER}{_NOT_HAN}]+{_CASED}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}{_NOT_HAN}]+[{_LOWER}{_NOT_HAN}]*{_CASED}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_CJK_OF_DEEPSEEK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Letters with a case, by number: some look like others
+_CASED_LETTERS = (
+    "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba"
+    "\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45"
+    "\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe"
+    "\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
+    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06"
+    "\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[A-Za-z{_CASED_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _CJK_OF_DEEPSEEK,
+    r"\p{N}",
+)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+# The expressions of a pre-tokenizer, one after the other -> its names in llama.cpp, for a tokenizer that merges the
+# letters of each word, and for one that takes a word that is a token as it is (ignore_merges)
+PRE_TOKENIZERS: Mapping[tuple[str, ...], tuple[str, str]] = MappingProxyType(
+    {
+        (_GPT2,): ("gpt-2", ""),
+        (r"\p{N}", _GPT2): ("starcoder", ""),
+        (_LLAMA3,): ("dbrx", "llama-bpe"),
+        (_QWEN2,): ("qwen2", ""),
+        (_QWEN35,): ("qwen35", ""),
+        (_GPT4O,): ("gpt-4o", ""),
+        (_TEKKEN,): ("", "tekken"),
+        (_KIMI,): ("kimi-k2", ""),
+        (_BAILING,): ("bailingmoe", ""),
+        _DEEPSEEK_LLM: ("deepseek-llm", ""),
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_OF_DEEPSEEK, r"\p{N}"): ("deepseek-coder", ""),
+        _DEEPSEEK_V3: ("deepseek-v3", ""),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a GGUF file, in llama.cpp's terms."""
+
+    model: str  # the kind of tokenizer: gpt2, llama or gemma4
+    pre: str  # the name of its pre-tokenizer
+    tokens: Sequence[str]  # a token for each row of the embeddings
+    types: Sequence[int]  # gguf.TokenType of each
+    scores: Sequence[float]  # of each, by which SentencePiece merges; empty for other kinds
+    merges: Sequence[str]  # "left right", the first to merge first; empty for SentencePiece
+    ids: Mapping[str, int]  # of special tokens: bos, eos, unk, pad, ...
+    adds: Mapping[str, bool]  # bos, eos: put before or behind a text; space_prefix
+    chat_template: str | Sequence[Mapping[str, str]] | None
+
+    def write(self, writer: Any) -> None:
+        """Adds all keys under tokenizer. to a gguf.GGUFWriter."""
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        if self.scores:
+            writer.add_token_scores(self.scores)
+        if self.merges:
+            writer.add_token_merges(self.merges)
+        for name, number in self.ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+        for name, value in self.adds.items():
+            if name == "space_prefix":
+                writer.add_add_space_prefix(value)
+            else:
+                getattr(writer, f"add_add_{name}_token")(value)
+        if self.chat_template is not None:
+            writer.add_chat_template(self.chat_template)
+
+
+def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> Vocabulary:
+    """Describes a tokenizer for llama.cpp.
+
+    tokenizer: of Transformers, fast (with a tokenizer.json); or a folder or name of one, whose tokenizer.json is taken
+    as it is. config: the model's, for the number of rows of its embeddings. stops: further ids at which the model ends
+    an answer, as generation_config.json has them.
+    Raises CheckpointError for what llama.cpp computes otherwise.
+    """
+    tokenizer, name = open_tokenizer(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not hasattr(backend, "to_str"):
+        raise CheckpointError(
+            f"{name} is {type(tokenizer).__name__}, which has no tokenizer.json: load it by "
+            "transformers.PreTrainedTokenizerFast, or give a folder that has one"
+        )
+    chain: dict[str, Any] = json.loads(backend.to_str())
+    model = chain["model"]
+    if model["type"] != "BPE":
+        raise _refusal(name, f"its model is {model['type']}, and llama.cpp's for such models is BPE")
+    odd = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
+    if odd:
+        raise _refusal(name, f"{odd[0]}={model[odd[0]]!r} of its BPE model has no key in GGUF")
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    adds: dict[str, bool] = {}
+    scores: dict[str, float] = {}
+    steps = _flat(chain["pre_tokenizer"], "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    if is_byte_level:
+        kind, pre = "gpt2", _name_of(name, backend, chain, steps)
+    else:
+        adds["space_prefix"] = _adds_space(name, chain, steps)
+        scores = scores_of(model["vocab"], merges)
+        kind, pre = "llama", "default"
+        if scores:
+            merges = []
+        elif adds.pop("space_prefix"):
+            raise _refusal(name, "its merges are not in the order of SentencePiece's scores")
+        else:
+            kind = pre = "gemma4"
+            # its words end at line breaks, and its merges are written with a space between two tokens
+            if odd := [a + b for a, b in merges if " " in a + b or ("\n" in a + b and (a + b).strip("\n"))]:
+                raise _refusal(name, f"{odd[0]!r} is made of parts that its kind of merges keeps apart")
+
+    tokens, types = _tokens(name, chain, config.vocab_size, is_byte_level)
+    ids = _special_ids(name, tokenizer, config, stops)
+    adds |= _around(name, tokenizer, ids)
+    if kind == "gemma4" and not adds["bos"]:
+        raise _refusal(
+            name, "llama.cpp puts a bos token before each text for its kind of merges, and it does not"
+        )
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = [{"name": key, "template": text} for key, text in template.items()]
+    return Vocabulary(
+        model=kind,
+        pre=pre,
+        tokens=tokens,
+        types=types,
+        scores=[scores.get(token, 0.0) for token in tokens] if scores else (),
+        merges=[" ".join(pair) for pair in merges],
+        ids=ids,
+        adds=adds,
+        chat_template=template,
+    )
+
+
+def open_tokenizer(tokenizer: Any) -> tuple[Any, str]:
+    """(tokenizer of Transformers, its name for errors) of one, or of a folder or a name in the hub's cache."""
+    if hasattr(tokenizer, "save_pretrained"):
+        return tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = local_path(tokenizer, ())
+    # AutoTokenizer makes a new chain by the class that tokenizer_config.json names, which may be another one
+    has_chain = (folder / "tokenizer.json").is_file()
+    loader: Any = PreTrainedTokenizerFast if has_chain else AutoTokenizer
+    try:
+        return loader.from_pretrained(folder, local_files_only=True), str(folder)
+    except Exception as error:  # of any class, by the kind of tokenizer
+        raise CheckpointError(
+            f"{folder} has no tokenizer that Transformers reads ({type(error).__name__}: {error})"
+        ) from error
+
+
+def scores_of(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]]) -> dict[str, float]:
+    """Scores of tokens by which SentencePiece merges as these merges do; {} where none do.
+
+    SentencePiece joins the neighbours whose token has the best score, whatever the two are. So a token's merges must be
+    all pairs of tokens that make it, and stand together in the list.
+    """
+    scores: dict[str, float] = {}
+    pairs: dict[str, int] = {}
+    last = ""
+    for left, right in merges:
+        token = left + right
+        if token != last and token in scores:
+            return {}
+        last = token
+        scores.setdefault(token, -float(len(scores) + 1))
+        pairs[token] = pairs.get(token, 0) + 1
+    for token in vocab:
+        splits = sum(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
+        if splits != pairs.get(token, 0) and token not in BYTES:
+            return {}
+    return scores
+
+
+def _refusal(name: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"llama.cpp cannot read text as {name} does: {why}. Export without tokenizer=, or train with another tokenizer"
+    )
+
+
+def _flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [one for part in step[inner] for one in _flat(part, inner)]
+    return [step]
+
+
+def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
+    """The name of a pre-tokenizer that cuts bytes as letters into words."""
+    for step in _flat(chain["normalizer"], "normalizers"):
+        if step["type"] != "NFC":  # which llama.cpp leaves out for Qwen too: text comes in NFC
+            raise _refusal(name, f"its normalizer has {step['type']}, and llama.cpp's has none")
+    expressions = []
+    for step in steps:
+        if step["type"] == "Split" and "Regex" in step["pattern"]:
+            # both give the matches and what lies between; the second, of expressions that leave nothing between
+            way = step["behavior"], step["invert"]
+            if way == ("Isolated", False) or (
+                way == ("Removed", True) and step["pattern"]["Regex"].endswith(_SPACES)
+            ):
+                expressions.append(step["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n"))
+                continue
+        elif step["type"] == "Digits":
+            expressions.append(r"\p{N}" if step["individual_digits"] else r"\p{N}+")
+            continue
+        elif step["type"] == "ByteLevel":
+            if step["add_prefix_space"]:
+                raise _refusal(name, "it puts a space before each text (add_prefix_space)")
+            expressions += [_GPT2] if step["use_regex"] else []
+            continue
+        expressions.append(json.dumps(step, ensure_ascii=False))
+    found = PRE_TOKENIZERS.get(tuple(expressions))
+    if found is None:
+        known = ", ".join(other for names in PRE_TOKENIZERS.values() for other in names if other)
+        raise _refusal(name, f"its pre-tokenizer {expressions} is none of {known}")
+    takes_whole = bool(chain["model"].get("ignore_merges"))
+    if found[takes_whole]:
+        return found[takes_whole]
+    # Without a chain of this kind the other one does, if each token is what its merges make of its letters
+    if unmade := tokens_not_made(backend, chain):
+        raise _refusal(
+            name,
+            f"its pre-tokenizer is {found[not takes_whole]} but for ignore_merges={takes_whole}, and merges do not "
+            f"make {len(unmade)} of its tokens, as {unmade[0]!r}",
+        )
+    return found[not takes_whole]
+
+
+def tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
+    """The tokens that merges of their letters do not end in: only ignore_merges finds them."""
+    bare = dict(
+        chain, normalizer=None, pre_tokenizer=None, post_processor=None, decoder=None, added_tokens=[]
+    )
+    bare["model"] = dict(chain["model"], ignore_merges=False)
+    added = {token["content"] for token in chain["added_tokens"]}
+    tokens = [token for token in chain["model"]["vocab"] if token not in added]
+    made = type(backend).from_str(json.dumps(bare)).encode_batch_fast(tokens)
+    return [token for token, one in zip(tokens, made, strict=True) if len(one.ids) > 1]
+
+
+def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
+    """True if a chain of SentencePiece's kind puts a space before a text."""
+    normal = _flat(chain["normalizer"], "normalizers")
+    adds = {"type": "Prepend", "prepend": SPACE} in normal
+    replaces = any(
+        step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE
+        for step in normal
+    )
+    others = [step["type"] for step in normal if step["type"] not in ("Prepend", "Replace")]
+    for step in steps:
+        if step["type"] == "Metaspace" and step["replacement"] == SPACE and not step["split"] and not normal:
+            replaces, adds = True, step["prepend_scheme"] != "never"
+            if adds:
+                warnings.warn(
+                    f"{name} puts no space before a text that begins with one"
+                    + (", nor behind a special token" if step["prepend_scheme"] == "first" else "")
+                    + "; llama.cpp does",
+                    stacklevel=2,
+                )
+        elif not (step["type"] == "Split" and step["pattern"] == {"String": " "} and replaces):
+            others.append(step["type"])  # a text without spaces has nothing to split at
+    if others or not replaces or len(normal) > 1 + adds:
+        raise _refusal(
+            name, f"it is neither of GPT-2's kind nor of SentencePiece's ({', '.join(others) or 'no spaces'})"
+        )
+    vocab = chain["model"]["vocab"]
+    if not chain["model"].get("byte_fallback") or not vocab.keys() >= set(BYTES):
+        raise _refusal(
+            name, "it has no tokens <0x00> to <0xFF> for the bytes of unknown characters (byte_fallback)"
+        )
+    return adds
+
+
+def _tokens(
+    name: str, chain: Mapping[str, Any], rows: int, is_byte_level: bool
+) -> tuple[list[str], list[int]]:
+    """(text, gguf.TokenType) for each row of the embeddings: rows without a token are unused."""
+    from gguf import TokenType
+
+    vocab = chain["model"]["vocab"]
+    added = {token["id"]: token for token in chain["added_tokens"]}
+    highest = max([*vocab.values(), *added])
+    if highest >= rows:
+        raise CheckpointError(
+            f"{name} has token {highest}, but the model {rows} embeddings: call model.resize_token_embeddings(), or "
+            "give the tokenizer that it was trained with"
+        )
+    tokens = [f"[PAD{i}]" for i in range(rows)]
+    types = [TokenType.UNUSED] * rows
+    unknown = chain["model"].get("unk_token")
+    for token, i in vocab.items():
+        tokens[i], types[i] = token, TokenType.NORMAL
+    for i, token in added.items():
+        text = token["content"]
+        is_control = token["special"] or FOR_TEMPLATES.fullmatch(text)
+        # llama.cpp looks for these in the text as it is, before its spaces are written as SentencePiece's
+        tokens[i] = text if is_byte_level else text.replace(SPACE, " ")
+        types[i] = TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+        if text == unknown:
+            types[i] = TokenType.UNKNOWN
+    if not is_byte_level:
+        for byte in BYTES:
+            types[vocab[byte]] = TokenType.BYTE
+    stripped = [token["content"] for token in added.values() if token["lstrip"] or token["rstrip"]]
+    if stripped:
+        warnings.warn(
+            f"{name} drops spaces beside {', '.join(stripped[:5])}{' and others' if len(stripped) > 5 else ''}; "
+            "llama.cpp keeps them: write none there",
+            stacklevel=2,
+        )
+    if len(set(tokens)) < rows:
+        twice = Counter(tokens).most_common(1)[0][0]
+        raise _refusal(name, f"it has two tokens {twice!r}")
+    return tokens, [int(kind) for kind in types]
+
+
+def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for kind in ("bos", "eos", "unk", "sep", "pad", "mask"):
+        number = getattr(tokenizer, f"{kind}_token_id", None)
+        if number is None and kind in ("bos", "eos", "pad"):
+            number = getattr(config, f"{kind}_token_id", None)
+        if isinstance(number, list):  # of a configuration: the first one, and where else an answer ends
+            number, stops = number[0], [*stops, *number[1:]]
+        if number is not None and 0 <= number < config.vocab_size:
+            ids[kind] = int(number)
+    if "eos" not in ids:
+        raise CheckpointError(
+            f"{name} has no eos token, and a server would not know where an answer ends: set tokenizer.eos_token"
+        )
+    # Where the key is missing, llama.cpp takes the token 11 of GPT-2's kind, and 1 of SentencePiece's
+    ids.setdefault("bos", ids["eos"])
+    further = sorted({*stops} - {ids["eos"]})
+    for kind, number in zip(("eot", "eom"), further, strict=False):
+        ids[kind] = int(number)
+    if further[2:]:  # llama.cpp finds some by their texts
+        warnings.warn(
+            f"GGUF has keys for three tokens at which an answer ends: {further[2:]} of generation_config have none",
+            stacklevel=2,
+        )
+    return ids
+
+
+def _around(name: str, tokenizer: Any, ids: Mapping[str, int]) -> dict[str, bool]:
+    """{bos, eos: is it put before, or behind, a text}: GGUF has keys for these two."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    before, behind = whole[:begin], whole[begin + len(bare) :]
+    for where, found, kind in (("before", before, "bos"), ("behind", behind, "eos")):
+        if found not in ([], [ids[kind]]):
+            warnings.warn(
+                f"{name} puts {''.join(tokenizer.convert_ids_to_tokens(found))} {where} each text, which llama.cpp "
+                "does not: a chat template has to",
+                stacklevel=2,
+            )
+    return {"bos": before == [ids["bos"]], "eos": behind == [ids["eos"]]}
