@@ -3,6 +3,7 @@
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,13 +35,21 @@ def windows(text: bytes, count: int, length: int, seed: int) -> torch.Tensor:
     return data[start + torch.arange(length)].long()
 
 
-def make(folder: Path, text: bytes, steps: int) -> None:
-    """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16."""
+def make(folder: Path, text: bytes, steps: int, alike: bool = False, **sizes: Any) -> None:
+    """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16.
+
+    alike: the experts of a layer begin as copies of one, as those of a model that was upcycled; sizes: besides SIZES.
+    """
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**SIZES)
+    config = transformers.Qwen3MoeConfig(**SIZES | sizes)
     model = huggingface.use(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    if alike:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".experts." in name:
+                    weight.copy_(weight[:1].clone())
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     with tqdm(range(steps), "making a small model") as progress:
@@ -54,6 +63,26 @@ def make(folder: Path, text: bytes, steps: int) -> None:
             optimizer.zero_grad()
             progress.set_postfix(loss=f"{loss.item():.3f}")
     model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def upcycle(folder: Path, num_experts: int, top_k: int) -> None:
+    """Writes a model with one expert a layer again, with copies of it that noise sets apart, and a random gate."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    out = {}
+    for name, value in tensors.items():
+        if ".experts.0." in name:
+            for expert in range(num_experts):
+                noise = torch.randn(value.shape, generator=generator) * 0.1 * value.float().std()
+                out[name.replace(".experts.0.", f".experts.{expert}.")] = value + noise.to(value.dtype)
+        elif name.endswith(".mlp.gate.weight"):
+            out[name] = torch.randn(num_experts, value.shape[1], generator=generator).to(value.dtype) * 0.02
+        else:
+            out[name] = value
+    save_file(out, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_experts": num_experts, "num_experts_per_tok": top_k}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,9 +102,10 @@ def quantise(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     tensors = load_file(source / "model.safetensors")
     out = {name: value for name, value in tensors.items() if ".experts." not in name}
-    for layer in range(SIZES["num_hidden_layers"]):
+    config = json.loads((source / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}.mlp.experts"
-        experts = [f"{prefix}.{e}" for e in range(SIZES["num_experts"])]
+        experts = [f"{prefix}.{e}" for e in range(config["num_experts"])]
         gate, up, down = (
             torch.stack([tensors[f"{expert}.{name}.weight"] for expert in experts])
             for name in ("gate_proj", "up_proj", "down_proj")
@@ -83,6 +113,5 @@ def quantise(source: Path, target: Path) -> None:
         for name, weight in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
             out[f"{prefix}.{name}_blocks"], out[f"{prefix}.{name}_scales"] = pack(weight)
     save_file(out, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (target / "config.json").write_text(json.dumps(config, indent=2))

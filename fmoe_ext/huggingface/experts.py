@@ -52,6 +52,17 @@ def register() -> None:
     the experts of every architecture that uses Transformers' experts interface on fmoe_ext. A Trainer that resumes such
     a model, or loads the best one at the end, needs use(model) as well: Transformers alone loads no experts there.
     Raises ImportError if Transformers is missing or older than 5.7.
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> register()
+        >>> model = MixtralForCausalLM(config)
+        >>> model.set_experts_implementation("fmoe")
+        >>> model.config._experts_implementation
+        'fmoe'
     """
     require_transformers(f'experts_implementation="{NAME}"')
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
