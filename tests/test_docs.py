@@ -160,6 +160,35 @@ def test_links_lead_somewhere(path):
         assert ROOT.joinpath(target).exists(), f"{name_of(path)} names {target}"
 
 
+# What a new user wants to do -> the page that answers, and what it answers with.
+TASKS = {
+    "a model of mine with experts": ("docs/fmoefy.md", "model = fmoefy(model, num_experts=8"),
+    "a 30B model on a laptop, then vLLM": ("docs/finetune.md", "vllm serve merged"),
+    "four GPUs": ("docs/several_processes.md", "torchrun --nproc-per-node 4 examples/several_gpus.py"),
+    "who got which token": ("docs/telemetry.md", "fmoe balance report out/choices.log"),
+    "Mixtral to GGUF": ("docs/formats.md", 'fmoe_ext.export(model, "for_llama_cpp", "gguf")'),
+    "Mixtral to Megatron": ("docs/formats.md", "fmoe_ext.checkpoint.to_megatron_core(model.state_dict()"),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("first", ["README.md", "docs/index.md"])
+def test_task_is_answered_two_links_from_the_first_page(first, task):
+    """Links in the text count; the site's contents at its left name every page."""
+    page, answer = TASKS[task]
+    reached = pages = {ROOT / first}
+    for _ in range(2):
+        pages = {
+            target
+            for path in pages
+            for link in re.findall(r"\]\(([^)#\s:]+\.md)[^)]*\)", path.read_text())
+            if (target := path.parent.joinpath(link).resolve()).exists()
+        }
+        reached = reached | pages
+    assert ROOT / page in reached
+    assert answer in (ROOT / page).read_text()
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_exist(path):
     """Targets of make, modules that are run, and example programs."""
