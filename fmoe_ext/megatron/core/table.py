@@ -169,7 +169,7 @@ _LAYOUT = (
         "in a specification that puts experts into a layer which it leaves dense; in `fmoefy` all but 1",
         _never,
     ),
-    *_refused("the balance loss would be that of a chunk", mlp_chunks_for_training=1),
+    *_refused("the balance loss would count one chunk", mlp_chunks_for_training=1),
 )
 
 _ROUTER = (
