@@ -30,8 +30,8 @@ from fmoe_ext.finetune.adapters.reading import read_adapter
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 # Of the model that is made. Wide, because adapters are the smaller beside experts the wider these are.
 WIDE = {
-    **{"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2},
-    **{"head_dim": 64, "moe_intermediate_size": 512, "num_experts": 1, "num_experts_per_tok": 1},
+    **{"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2},
+    **{"head_dim": 64, "moe_intermediate_size": 384, "num_experts": 1, "num_experts_per_tok": 1},
 }
 
 
@@ -162,8 +162,8 @@ def make(out: Path, experts: int, steps: int) -> None:
 def small_run(options: argparse.Namespace, out: Path) -> int:
     """The whole story with a model that is made -> exit status."""
     _, other = small.texts()
-    # in a process of its own: this one's memory is measured
-    maker = multiprocessing.get_context("spawn").Process(
+    # in a process of its own, because this one's memory is measured; a fork, before anything was computed here
+    maker = multiprocessing.get_context("fork").Process(
         target=make, args=(out, options.experts, options.making_steps)
     )
     maker.start()
@@ -186,6 +186,7 @@ def small_run(options: argparse.Namespace, out: Path) -> int:
     found = stream.statistics
     hidden = found.hidden_share
     after = loss_of(model, held_out)
+    draw(watch, before, after, in_files, stream.memory, out / "finetune.png")
     check(after < before - 0.15, f"loss of the held-out text {before:.3f} -> {after:.3f}")
     num_layers = len(stream.pool.layers)
     reads = found.layers_read / options.steps
@@ -203,7 +204,6 @@ def small_run(options: argparse.Namespace, out: Path) -> int:
     same = torch.equal(model.generate(prompt, **generated), again.generate(prompt, **generated))
     found = again.expert_stream.statistics
     check(same, f"generated the same text twice; {found.bytes_per_token:,.0f} bytes read a token")
-    draw(watch, before, after, in_files, stream.memory, out / "finetune.png")
     print(f"picture: {out / 'finetune.png'}; {hidden:.2f} of the time of reading was hidden")
     return 1 if check.failed else 0
 
@@ -258,16 +258,16 @@ def main() -> int:
     parser.add_argument("--text", help="file to learn, with --model")
     parser.add_argument("--out", default="out/finetune", help="folder to write; what is in it is removed")
     parser.add_argument("--experts", type=int, default=64, help="of each layer, without --model")
-    parser.add_argument("--rank", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence, with --model")
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--making-steps", type=int, default=100, help="to make the model, without --model")
+    parser.add_argument("--making-steps", type=int, default=60, help="to make the model, without --model")
     options = parser.parse_args()
     if options.model and not options.text:
         parser.error("--model needs --text FILE")
-    options.memory = options.memory or ("auto" if options.model else "100MB")
+    options.memory = options.memory or ("auto" if options.model else "50MB")
     out = Path(options.out)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

@@ -67,6 +67,8 @@ def make(folder: Path, text: bytes, steps: int, alike: bool = False, **sizes: An
 
 def upcycle(folder: Path, num_experts: int, top_k: int) -> None:
     """Writes a model with one expert a layer again, with copies of it that noise sets apart, and a random gate."""
+    import transformers
+
     generator = torch.Generator().manual_seed(0)
     tensors = load_file(folder / "model.safetensors")
     out = {}
@@ -80,9 +82,9 @@ def upcycle(folder: Path, num_experts: int, top_k: int) -> None:
         else:
             out[name] = value
     save_file(out, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_experts": num_experts, "num_experts_per_tok": top_k}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_experts, config.num_experts_per_tok = num_experts, top_k
+    config.save_pretrained(folder)
 
 
 def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,13 +101,15 @@ def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantise(source: Path, target: Path) -> None:
     """Writes a model's folder again, its experts in MXFP4 under the names of GPT-OSS's files."""
+    import transformers
+
     target.mkdir(parents=True)
     tensors = load_file(source / "model.safetensors")
     out = {name: value for name, value in tensors.items() if ".experts." not in name}
-    config = json.loads((source / "config.json").read_text())
-    for layer in range(config["num_hidden_layers"]):
+    config = transformers.AutoConfig.from_pretrained(source)
+    for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp.experts"
-        experts = [f"{prefix}.{e}" for e in range(config["num_experts"])]
+        experts = [f"{prefix}.{e}" for e in range(config.num_experts)]
         gate, up, down = (
             torch.stack([tensors[f"{expert}.{name}.weight"] for expert in experts])
             for name in ("gate_proj", "up_proj", "down_proj")
@@ -113,5 +117,6 @@ def quantise(source: Path, target: Path) -> None:
         for name, weight in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
             out[f"{prefix}.{name}_blocks"], out[f"{prefix}.{name}_scales"] = pack(weight)
     save_file(out, target / "model.safetensors", {"format": "pt"})
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    written = json.loads((source / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4"}
+    (target / "config.json").write_text(json.dumps(written, indent=2))
