@@ -49,6 +49,13 @@ QUESTIONS = {
     "out of memory": ["troubleshooting", "finetune"],
     "hangs": ["troubleshooting"],
     "windows": ["install"],
+    # the tasks of tests/test_docs.py, as a new user would type them
+    "own model with experts": ["fmoefy"],
+    "30B on a laptop": ["finetune"],
+    "four gpus": ["several_processes"],
+    "which expert got which token": ["telemetry"],
+    "mixtral to gguf": ["formats"],
+    "mixtral to megatron": ["formats", "megatron"],
 }
 PROGRAM = """
 const fs = require("fs"), vm = require("vm");

@@ -29,6 +29,18 @@ def dispatch(
 
     compute is permute_rows(), the experts and unpermute_rows() of fmoe_ext.routing, or anything as good. All ranks of
     expert_parallel call this, in one order of layers. Raises ValueError if num_experts is not that of expert_parallel.
+
+    Example:
+
+        >>> x, topk_idx = torch.ones(3, 2), torch.tensor([[0], [1], [0]])
+        >>> dispatched = dispatch(x, topk_idx, topk_weights=torch.ones(3, 1), num_experts=2)
+        >>> for chunk in dispatched.chunks:
+        ...     tokens = chunk.receive()  # of 2 experts, which multiply by 1 and by 2
+        ...     rows, handle = fmoe_ext.routing.permute_rows(tokens.x, tokens.topk_idx, 2)
+        ...     rows[handle.offs[0] :] *= 2
+        ...     chunk.give_back(fmoe_ext.routing.unpermute_rows(rows, handle, tokens.topk_weights))
+        >>> fmoe_ext.dispatch.combine(dispatched).tolist()
+        [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
     """
     if expert_parallel is None:
         return _OnThisRank(ExpertInput(x, topk_idx, topk_weights, 0, num_experts))

@@ -22,6 +22,16 @@ def fuse(model: Model, quantize: str | None = None) -> Model:
     if adapters that are trained have an option of LoraConfig that PEFT leaves out for target_parameters, and for
     experts in another format than quantize.
     Equivalent to: model, to rounding; with quantize, the model of the merged and packed weights.
+
+    Example:
+
+        >>> from peft import LoraConfig, get_peft_model
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=2, d_model=8, d_hidden=16)
+        >>> x, config = torch.randn(5, 8), LoraConfig(r=2, target_parameters=["experts.htoh4.weight"])
+        >>> expected = mlp(x)
+        >>> model = fuse(get_peft_model(mlp, config))  # B begins as zeros
+        >>> torch.allclose(model(x), expected, atol=1e-6)
+        True
     """
     from fmoe_ext._require import require
 

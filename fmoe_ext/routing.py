@@ -70,6 +70,13 @@ def permute_rows(x: Nest, topk_idx: torch.Tensor, num_experts: int) -> tuple[Nes
     x [T, *] or a nest (list, tuple, dict) of such tensors, topk_idx [T, K] -> (rows [T * K, *] in the same nest, sorted
     by expert, DispatchHandle); rows at or past handle.offs[-1] belong to dropped choices and are zero.
     Equivalent to: x[torch.sort(topk_idx.flatten(), stable=True).indices // K] when nothing is dropped.
+
+    Example:
+
+        >>> x, topk_idx = torch.tensor([[10.0], [20.0], [30.0]]), torch.tensor([[1], [0], [1]])
+        >>> rows, handle = permute_rows(x, topk_idx, num_experts=2)
+        >>> rows.tolist(), handle.offs.tolist()
+        ([[20.0], [10.0], [30.0]], [1, 3])
     """
     handle = sort_choices(topk_idx, num_experts)
     return map_structure(lambda leaf: per_row(ops.permute, leaf, handle.row_idx, handle.inverse), x), handle
@@ -81,6 +88,13 @@ def unpermute_rows(y: Nest, handle: DispatchHandle, topk_weights: torch.Tensor |
     y [R, *], or its first handle.offs[-1] rows, or a nest of such tensors; handle: from permute_rows(); topk_weights
     [T, K] floating, None for ones -> [T, *] in the same nest, summed in float32 or wider; dropped choices add nothing.
     Equivalent to: (topk_weights[..., None] * y[handle.inverse]).sum(1) when nothing is dropped.
+
+    Example:
+
+        >>> x, topk_idx = torch.tensor([[10.0], [20.0], [30.0]]), torch.tensor([[1], [0], [1]])
+        >>> rows, handle = fmoe_ext.routing.permute_rows(x, topk_idx, num_experts=2)
+        >>> unpermute_rows(2 * rows, handle).tolist()
+        [[20.0], [40.0], [60.0]]
     """
     num_rows = handle.row_idx.shape[0]
 

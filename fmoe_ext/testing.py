@@ -36,6 +36,16 @@ def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, n
 
     ours and plain have the dtype under test (plain: the same formula in plain PyTorch), truth is float64.
     The rule adapts to dtype and shape by itself; data movement is compared with torch.equal instead.
+
+    Example:
+
+        >>> x, y = torch.randn(8, 8), torch.randn(8, 8)
+        >>> truth = x.double() @ y.double()
+        >>> assert_close((y.T @ x.T).T, truth, plain=x @ y)
+        >>> assert_close(x @ y + 1, truth, plain=x @ y)
+        Traceback (most recent call last):
+        ...
+        AssertionError: ...
     """
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
     assert ours.dtype == plain.dtype, f"{name}: dtype {ours.dtype}, expected {plain.dtype}"

@@ -275,9 +275,15 @@ def test_page_stands_alone(tmp_path):
     words = " ".join(page.words)
     for expected in ("run <1>", "the\u2423 75%", "<b> 100%", "overloaded", "dead", "6.25%", "0 + 1 ("):
         assert expected in words, f"{expected!r} is missing"
-    assert "bits a choice" not in "".join(re.findall(r'class="tile">.*?</div>', text))
+    assert text.index("Who got what") < text.index("How even") < text.index("Load over the steps")
+    assert "most to expert 0 (57.1% of all choices), least to expert 3 (0.0%)" in words
+    heights = [float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', text)]
+    assert heights == pytest.approx([4 * share / 7 for share in (4, 2, 1, 0)], abs=1e-3)
+    dead = re.search(r"<tr>(?:(?!</tr>).)*>dead<.*?</tr>", text)[0]
+    assert "last chosen at step" in words and "<td>3</td></tr>" in dead
+    assert "bits for each choice" in text[text.index("The log</h2>") :]
     along = re.findall(r'<div class="along">(.*?)</div>', text)
-    experts, steps = (re.findall(r">(\d+)<", labels) for labels in (along[-1], along[0]))
+    experts, steps = (re.findall(r">(\d+)<", labels) for labels in (along[-1], along[1]))
     assert experts == ["0", "1", "2", "3"] and steps == ["0", "2", "4", "6"], (
         "other numbers beside the pictures"
     )

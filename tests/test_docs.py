@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import inspect
 import json
-import operator
 import re
 import statistics
 import types
@@ -161,6 +160,35 @@ def test_links_lead_somewhere(path):
         assert ROOT.joinpath(target).exists(), f"{name_of(path)} names {target}"
 
 
+# What a new user wants to do -> the page that answers, and what it answers with.
+TASKS = {
+    "a model of mine with experts": ("docs/fmoefy.md", "model = fmoefy(model, num_experts=8"),
+    "a 30B model on a laptop, then vLLM": ("docs/finetune.md", "vllm serve merged"),
+    "four GPUs": ("docs/several_processes.md", "torchrun --nproc-per-node 4 examples/several_gpus.py"),
+    "who got which token": ("docs/telemetry.md", "fmoe balance report out/choices.log"),
+    "Mixtral to GGUF": ("docs/formats.md", 'fmoe_ext.export(model, "for_llama_cpp", "gguf")'),
+    "Mixtral to Megatron": ("docs/formats.md", "fmoe_ext.checkpoint.to_megatron_core(model.state_dict()"),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("first", ["README.md", "docs/index.md"])
+def test_task_is_answered_two_links_from_the_first_page(first, task):
+    """Links in the text count; the site's contents at its left name every page."""
+    page, answer = TASKS[task]
+    reached = pages = {ROOT / first}
+    for _ in range(2):
+        pages = {
+            target
+            for path in pages
+            for link in re.findall(r"\]\(([^)#\s:]+\.md)[^)]*\)", path.read_text())
+            if (target := path.parent.joinpath(link).resolve()).exists()
+        }
+        reached = reached | pages
+    assert ROOT / page in reached
+    assert answer in (ROOT / page).read_text()
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_exist(path):
     """Targets of make, modules that are run, and example programs."""
@@ -224,14 +252,24 @@ def test_public_names_have_docstrings(name):
 
 
 WITH_EXAMPLES = (
+    "balance.decode_routed_experts",
+    "balance.load_routed_experts",
     "balance.log_choices",
     "balance.read_log",
+    "balance.routed_experts",
+    "balance.summarize",
     "balance.watch",
+    "balance.write",
     "batch_invariant",
     "checkpoint.export_safetensors",
     "checkpoint.load",
     "checkpoint.save",
+    "checkpoint.to_huggingface",
+    "compat.fairscale.Pipe",
+    "compat.FMoE",
+    "compat.FMoETransformerMLP",
     "cpu.keep_memory",
+    "dispatch.dispatch",
     "distributed.clip_grad_norm_",
     "distributed.DistributedGroupedDataParallel",
     "distributed.init_groups",
@@ -241,19 +279,30 @@ WITH_EXAMPLES = (
     "fmoefy",
     "FMoELinear",
     "FMoETransformerMLP",
+    "frozen.frozen_gemm",
+    "frozen.frozen_mlp",
     "frozen.quantize",
     "gates.all_forwards_first",
     "gates.balance_loss",
+    "gates.BaseGate",
     "gates.ExpertChoiceGate",
+    "gates.find_gate",
     "gates.GShardGate",
     "gates.NaiveGate",
+    "gates.NoisyGate",
+    "gates.NormedGate",
+    "gates.QuantileGate",
     "gates.SwitchGate",
     "gates.total_loss",
+    "gates.UniformGate",
     "gates.WholeBatch",
+    "gates.z_loss",
     "HashGate",
+    "ops.apply_capacity",
     "ops.count_tokens",
     "ops.expert_mlp",
     "ops.grouped_gemm",
+    "ops.newton_schulz",
     "ops.permute",
     "ops.sort_tokens",
     "ops.topk_gate",
@@ -261,28 +310,44 @@ WITH_EXAMPLES = (
     "optim.Muon",
     "packed_sequences",
     "ParallelLayout",
-    "compat.fairscale.Pipe",
     "pipeline.split",
+    "planning.placement.plan",
+    "routing.permute_rows",
+    "routing.unpermute_rows",
     "RoutingReplay",
     "SigmoidGate",
     "SoftmaxGate",
+    "testing.assert_close",
     "token_ids",
     "valid_tokens",
 )
-OF_TRANSFORMERS = ("import_model", "export", "stream", "huggingface.use")
+OF_TRANSFORMERS = (
+    "compress.prune",
+    "export",
+    "huggingface.add_balance_loss",
+    "huggingface.from_pretrained",
+    "huggingface.register",
+    "huggingface.use",
+    "import_model",
+    "lora.fuse",
+    "stream",
+)
 
 
 @pytest.mark.parametrize(
     "name", [*WITH_EXAMPLES, *(pytest.param(name, marks=pytest.mark.long) for name in OF_TRANSFORMERS)]
 )
 def test_example_in_docstring_runs(name, clean_state):
-    """The names that a program needs first."""
-    value = operator.attrgetter(name)(fmoe_ext)
+    """The names that programs, pages and examples call most, and routing by hand."""
+    module, _, attribute = f"fmoe_ext.{name}".rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
     names = {"torch": torch, "fmoe_ext": fmoe_ext, "partial": functools.partial, value.__name__: value}
     test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), names, name, None, None)
     assert test.examples, f"{name} has no example"
     said = []
-    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(
+        test, out=said.append
+    )
     assert result.failed == 0, "".join(said)
 
 

@@ -34,13 +34,21 @@ def windows(text: bytes, count: int, length: int, seed: int) -> torch.Tensor:
     return data[start + torch.arange(length)].long()
 
 
-def make(folder: Path, text: bytes, steps: int) -> None:
-    """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16."""
+def make(folder: Path, text: bytes, steps: int, alike: bool = False) -> None:
+    """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16.
+
+    alike: the experts of a layer begin as copies of one, as the experts of a model that was upcycled do.
+    """
     import transformers
 
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**SIZES)
     model = huggingface.use(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    if alike:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".experts." in name:
+                    weight.copy_(weight[:1].clone())
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     with tqdm(range(steps), "making a small model") as progress:

@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 COLORS = {"moe": "#c2410c", "dense": "#1d4ed8"}
 SMOOTHING = 0.04  # share of the reports that a drawn load is the mean of
@@ -21,13 +21,14 @@ def read_metrics(path):
 def draw_curve(records, labels, source, path):
     """labels: {run: text for the legend}. Thin line: training; thick line with dots: validation.
 
-    One run is drawn once, over steps, with its seconds above; of two, each axis tells something else.
+    One run is drawn over steps, with its seconds above. Of two, the second picture has seconds below, and only the
+    losses of the later steps, where the runs differ by little.
     """
     is_single = len(labels) == 1
     with plt.rc_context(STYLE):
         size = (7, 4.2) if is_single else (10, 4.2)
         figure, axes = plt.subplots(
-            1, 1 if is_single else 2, figsize=size, sharey=True, squeeze=False, layout="constrained"
+            1, 1 if is_single else 2, figsize=size, squeeze=False, layout="constrained"
         )
         axes = axes[0]
         for axis, key, title in zip(
@@ -44,14 +45,21 @@ def draw_curve(records, labels, source, path):
                 axis.plot(x, y, color=color, lw=2, marker="o", ms=4, label=f"{label}{last}")
             axis.set_xlabel(title)
             axis.set_xlim(left=0)
-        values = sorted(r["bits_per_byte"] for r in records)
-        lowest = min(values[0], *(r.get("val_bits_per_byte", values[0]) for r in records))
-        highest = values[int(0.85 * (len(values) - 1))]  # the first steps would flatten the rest
-        margin = 0.06 * (highest - lowest) + 0.02
-        axes[0].set_ylim(lowest - margin, highest + margin)
-        axes[0].set_ylabel("bits per byte")
+            axis.set_ylabel("bits per byte")
+        axes[0].set_yscale("log")  # the first steps would flatten the rest
+        axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
+        axes[0].yaxis.set_major_formatter("{x:g}")
+        axes[0].yaxis.set_minor_locator(NullLocator())
         if is_single:
             _add_seconds(axes[0], records)
+        else:
+            values = sorted(r["bits_per_byte"] for r in records)
+            lowest = min(values[0], *(r.get("val_bits_per_byte", values[0]) for r in records))
+            highest = values[int(0.85 * (len(values) - 1))]
+            margin = 0.06 * (highest - lowest) + 0.02
+            axes[1].set_ylim(lowest - margin, highest + margin)
+            axes[0].set_title("from the first step", fontsize=10)
+            axes[1].set_title("the end of the curves", fontsize=10)
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
         figure.suptitle(f"Validation (thin: training) on {source}", fontsize=11)

@@ -50,6 +50,8 @@ img { display: block; width: 100%; height: 100%; image-rendering: pixelated; bor
   font: 13px ui-monospace, monospace; }
 svg { display: block; margin-left: auto; }
 polyline { fill: none; stroke: var(--above); stroke-width: 1.5; }
+.bars { width: 100%; height: 100%; } .bars .more { fill: var(--above); } .bars .less { fill: var(--below); }
+.bars line { stroke: var(--text); stroke-width: 1; vector-effect: non-scaling-stroke; stroke-dasharray: 4 3; }
 """
 
 
@@ -111,6 +113,25 @@ def figure(
         f'<div class="up" style="width:{width}ch">{_labels(up, "top")}</div>'
         f'<div {shape}><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
         f'<div class="along">{_labels(along, "left")}</div></div></figure>'
+    )
+
+
+def bars(relative: Sequence[float], caption: str, names: Sequence[str]) -> str:
+    """A bar for each number, from 0 up; a line at 1. names: of the bars, of which some stand below them."""
+    top = max(2.0, *relative)
+    shapes = "".join(
+        f'<rect class="{"more" if value > 1 else "less"}" x="{i + 0.1:.1f}" y="{top - value:.3f}" width="0.8" '
+        f'height="{value:.3f}"><title>{html.escape(names[i])}: {value:.2f}</title></rect>'
+        for i, value in enumerate(relative)
+    )
+    # the picture is stretched to the card, so the mean's line has a width that is not
+    return (
+        f'<figure class="card"><figcaption>{html.escape(caption)}</figcaption><div class="map">'
+        f'<div class="up" style="width:3ch"><span style="top:{100 * (1 - 1 / top):.1f}%">1</span></div>'
+        f'<div style="height:90px"><svg class="bars" viewBox="0 0 {len(relative)} {top:.3f}" '
+        f'preserveAspectRatio="none" role="img" aria-label="{html.escape(caption)}">{shapes}'
+        f'<line x1="0" x2="{len(relative)}" y1="{top - 1:.3f}" y2="{top - 1:.3f}"/></svg></div>'
+        f'<div class="along">{_labels(names, "left")}</div></div></figure>'
     )
 
 

@@ -42,6 +42,12 @@ def summarize(
     dead_experts (how many got nothing), gate_entropy (of a token's K weights, / log K, mean over the tokens, of which
     a large batch has a sample: 1 = its experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was
     chosen.
+
+    Example:
+
+        >>> load = summarize(torch.tensor([6, 2, 0, 0]))
+        >>> load["max_over_mean"], load["dead_experts"]
+        (3.0, 2)
     """
     load = tokens_per_expert.double().cpu()
     total = load.sum().item()
@@ -186,6 +192,17 @@ def write(record: Record, target: Any) -> None:
     target: a path, to which the line is appended, or an object with add_scalar(tag, value, step), which gets
     "<number>/<gate>" for each gate and "<number>/all", their mean. Where a disk is full, raises OSError with the path,
     and the file keeps its whole lines.
+
+    Example:
+
+        >>> import json
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, top_k=2)
+        >>> monitor = fmoe_ext.balance.watch(mlp)
+        >>> _ = mlp(torch.randn(10, 8))
+        >>> write(monitor.collect(step=1), "load.jsonl")
+        >>> with open("load.jsonl") as file:
+        ...     sum(json.loads(file.readline())["layers"]["gate"]["tokens_per_expert"])
+        20
     """
     if hasattr(target, "add_scalar"):
         for number in SUMMARY_NUMBERS:

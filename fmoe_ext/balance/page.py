@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fmoe_ext.balance.html import document, figure, scale, table, tiles
+from fmoe_ext.balance.html import bars, document, figure, scale, table, tiles
 from fmoe_ext.balance.load import summarize
 from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 
@@ -21,47 +21,76 @@ def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str
     body = "".join(
         (
             _head(summary),
-            _layers(summary),
+            _shares(summary),
+            _tokens(summary, vocabulary or {}),
+            _evenness(summary),
             _over_steps(summary),
-            _notable(summary, vocabulary or {}),
             _together(summary),
+            _about(summary),
         )
     )
-    return document("Choices of experts", body)
+    return document("Which expert got which tokens", body)
 
 
 def _head(summary: Summary) -> str:
+    """The answer in short: which share the busiest expert got, and whether any got none."""
     gates = summary.gates
     choices = sum(int(gate.load.sum()) for gate in gates)
     dropped = sum(float(gate.dropped.sum()) for gate in gates)
+    busiest = max(gates, key=lambda gate: float(_recent_share(gate).max()))
     facts = {
-        "logged steps": f"{len(summary.steps):,}",
-        "layers": str(len(gates)),
-        "choices": f"{choices + dropped:,.0f}",
-        "dropped": f"{dropped / max(choices + dropped, 1):.2%}",
-        "dead experts": str(sum(len(gate.dead) for gate in gates)),
-        "overloaded experts": str(sum(len(gate.overloaded) for gate in gates)),
+        "load of the busiest expert over the mean": f"{_recent_share(busiest).max():.2f}",
+        "dead experts, chosen by no token": str(sum(len(gate.dead) for gate in gates)),
+        f"overloaded experts, over {OVERLOAD:g} times the mean": str(
+            sum(len(gate.overloaded) for gate in gates)
+        ),
+        "of the choices dropped": f"{dropped / max(choices + dropped, 1):.2%}",
+        "layers with experts": str(len(gates)),
+        "choices of an expert by a token": f"{choices + dropped:,.0f}",
     }
     names = ", ".join(html.escape(path.name) for path in summary.paths)
     return (
-        f"<h1>Choices of experts</h1><p>{names}: steps {summary.steps[0]:,} to {summary.steps[-1]:,}. Dead: no token "
-        f"in the last {1 / LAST_SHARE:.0%} of the steps; overloaded: more than {OVERLOAD:g} times the mean there. "
-        f"The logs take {8 * summary.num_bytes / max(choices + dropped, 1):.1f} bits a choice on disk.</p>"
-        f"{tiles(facts)}"
+        f"<h1>Which expert got which tokens</h1><p>{names}: {len(summary.steps):,} steps were logged, from step "
+        f"{summary.steps[0]:,} to {summary.steps[-1]:,}. Busiest, dead and overloaded are judged by the last "
+        f"{1 / LAST_SHARE:.0%} of them.</p>{tiles(facts)}"
     )
 
 
-def _layers(summary: Summary) -> str:
+def _recent_share(gate: GateSummary) -> torch.Tensor:
+    """The load of the last quarter over its mean [E] float64."""
+    recent = gate.recent.double()
+    return recent / recent.mean().clamp(min=1e-9)
+
+
+def _shares(summary: Summary) -> str:
+    figures = []
+    for gate in summary.gates:
+        share = _recent_share(gate)
+        most, least = int(share.argmax()), int(share.argmin())
+        even = gate.gate.num_experts
+        caption = (
+            f"{gate.gate.name}: most to expert {most} ({share[most] / even:.1%} of all choices), "
+            f"least to expert {least} ({share[least] / even:.1%})"
+        )
+        figures.append(bars(share.tolist(), caption, _numbers(even)))
+    return (
+        f"<h2>Who got what</h2><p>A bar for each expert: its share of the tokens in the last {1 / LAST_SHARE:.0%} of "
+        "the steps, over the mean. With an even load all bars end at the dashed line.</p>"
+        f'<div class="cards">{"".join(figures)}</div>'
+    )
+
+
+def _evenness(summary: Summary) -> str:
     header = (
         "layer",
         "experts",
-        "max / mean",
+        "busiest / mean",
         "cv",
         "entropy",
         "dropped",
         "dead",
         "overloaded",
-        "max / mean over steps",
+        "busiest / mean over the steps",
     )
     rows = []
     for gate in summary.gates:
@@ -81,7 +110,8 @@ def _layers(summary: Summary) -> str:
             ]
         )
     return (
-        "<h2>Layers</h2><p>Over all steps. Entropy of the load: 1 is balanced, 0 is one expert.</p>"
+        "<h2>How even</h2><p>Over all logged steps. With an even load busiest / mean is 1, cv (standard deviation "
+        "over mean) 0 and entropy 1; entropy is 0 if one expert gets all.</p>"
         + table(header, rows, left=(0,))
     )
 
@@ -94,16 +124,16 @@ def _over_steps(summary: Summary) -> str:
         relative = load / load.mean(1, keepdim=True).clamp(min=1e-9)
         figures.append(figure(relative.t(), gate.gate.name, _numbers(gate.gate.num_experts), steps))
     return (
-        "<h2>Load over steps</h2><p>Numbers of experts on the left, steps below; the colour is the expert's load over "
-        f"the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>"
+        "<h2>Load over the steps</h2><p>Experts on the left, steps below; the colour is the expert's load over the "
+        f"mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>"
         f'<div class="stack">{"".join(figures)}</div>'
     )
 
 
-def _notable(summary: Summary, vocabulary: Mapping[int, str]) -> str:
+def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     rows = []
     for gate in summary.gates:
-        share = gate.recent.double() / gate.recent.double().mean().clamp(min=1e-9)
+        share = _recent_share(gate)
         for expert in gate.notable:
             active = (gate.load[:, expert] > 0).nonzero().flatten()
             last = "never" if len(active) == 0 else f"{summary.bins[int(active[-1])]:,}"
@@ -112,17 +142,20 @@ def _notable(summary: Summary, vocabulary: Mapping[int, str]) -> str:
                 # white space that can be seen
                 text = vocabulary.get(token, str(token)).replace(" ", "\u2423").replace("\n", "\u23ce")
                 fed += f'<span class="chip">{html.escape(text)} {part:.0%}</span>'
-            kind = "dead" if expert in gate.dead else "overloaded"
-            rows.append([html.escape(gate.gate.name), str(expert), kind, f"{share[expert]:.2f}", last, fed])
-    if not rows:
-        return "<h2>Dead and overloaded experts</h2><p>None.</p>"
+            kind = "dead" if expert in gate.dead else "overloaded" if expert in gate.overloaded else ""
+            rows.append([html.escape(gate.gate.name), str(expert), kind, f"{share[expert]:.2f}", fed, last])
     note = (
-        "Tokens that fed it, over all logged steps, with their share of its tokens."
+        "Percentages: share of the expert's tokens, over all logged steps."
         if summary.has_ids
-        else ("The logs have no tokens: pass token_ids to end_step().")
+        else "The logs have no tokens: pass token_ids to end_step()."
     )
-    header = ("layer", "expert", "", "load / mean", "last token in the steps from", "tokens")
-    return f"<h2>Dead and overloaded experts</h2><p>{note}</p>" + table(header, rows, left=(0, 2, 5))
+    # a bin of several steps is named by its first one
+    near = "last chosen at step" if len(summary.bins) == len(summary.steps) else "last chosen near step"
+    header = ("layer", "expert", "", "load / mean", "its most frequent tokens", near)
+    return (
+        f"<h2>The busiest experts and their tokens</h2><p>Dead and overloaded experts are here too. {note}</p>"
+        + table(header, rows, left=(0, 2, 4))
+    )
 
 
 def _together(summary: Summary) -> str:
@@ -143,9 +176,19 @@ def _together(summary: Summary) -> str:
         return ""
     unknown = f"fewer than {_MIN_EXPECTED} tokens expected, as of a dead expert, or an expert with itself"
     return (
-        "<h2>Experts chosen together</h2><p>By one token, over what their loads alone would give. Numbers of experts "
-        f"on both sides.</p><p>{scale('never', 'as expected', 'twice or more', unknown)}</p>"
+        "<h2>Experts chosen together</h2><p>How often one token chose both experts, compared with experts that are "
+        "drawn independently by their loads. Experts are on both sides.</p>"
+        f"<p>{scale('never', 'as expected', 'twice or more', unknown)}</p>"
         f'<div class="cards">{"".join(figures)}</div>'
+    )
+
+
+def _about(summary: Summary) -> str:
+    choices = sum(int(gate.load.sum()) + float(gate.dropped.sum()) for gate in summary.gates)
+    bits = 8 * summary.num_bytes / max(choices, 1)
+    return (
+        f"<h2>The log</h2><p>It has {summary.num_bytes:,} bytes: {bits:.1f} bits for each choice of an expert by a "
+        "token, with the token ids if they were logged.</p>"
     )
 
 

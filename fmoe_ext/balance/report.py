@@ -19,7 +19,8 @@ from fmoe_ext.balance.choices import BadLog, Choice, Gate, read_log
 _MAX_BINS = 120  # of steps, in a picture
 LAST_SHARE = 4  # dead and overloaded are judged by the last quarter of the steps
 OVERLOAD = 2.0  # times the mean
-_MAX_NOTABLE = 6  # experts of either kind that are named for each gate
+_MAX_NOTABLE = 6  # dead experts, and overloaded ones, that are named for each gate
+_NUM_BUSIEST = 3  # experts that are named for each gate even if its load is even
 _MAX_FEEDERS = 8
 _MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
 MAX_PAIRS = 2**24  # of all gates together, beyond which none are counted
@@ -56,8 +57,11 @@ class GateSummary:
 
     @property
     def notable(self) -> list[int]:
-        """The experts that the report tells more of."""
-        return [*self.overloaded[:_MAX_NOTABLE], *self.dead[:_MAX_NOTABLE]]
+        """Experts whose tokens the report names: overloaded, or else the busiest; and dead ones."""
+        busiest = self.recent.argsort(descending=True, stable=True)[:_NUM_BUSIEST].tolist()
+        heavy = self.overloaded[:_MAX_NOTABLE]
+        alive = [e for e in busiest if e not in heavy and e not in self.dead]
+        return [*heavy, *alive, *self.dead[:_MAX_NOTABLE]]
 
 
 @dataclass

@@ -29,6 +29,15 @@ def routed_experts(
     may be all tokens or, as under valid_tokens(), the real ones. sequence_first: tokens came as [S, B], as Megatron has
     them. forward: which of those that were recorded. Raises ValueError for gates or sizes that do not fit each other.
     Equivalent to: torch.stack([choices[name][forward].kept for name in choices], 1)[rows of the sequence].
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, top_k=2)
+        >>> replay = fmoe_ext.RoutingReplay(mlp)
+        >>> with replay.record():
+        ...     _ = mlp(torch.randn(2, 3, 8))
+        >>> [choices.shape for choices in routed_experts(replay, valid=torch.tensor([[1, 1, 1], [1, 1, 0]]))]
+        [torch.Size([3, 1, 2]), torch.Size([2, 1, 2])]
     """
     kept = [replay.choices[name][forward].kept for name in replay.views]
     if any(part.shape != kept[0].shape for part in kept):
@@ -60,6 +69,15 @@ def load_routed_experts(
     arrays: for each sequence what torch.as_tensor makes [tokens, layers, K] of (tensor, numpy array, lists), integers.
     Tokens without a row, at a sequence's end, and those whose choices are all -1 choose anew when played. Other
     arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, top_k=2)
+        >>> replay = fmoe_ext.RoutingReplay(mlp)
+        >>> load_routed_experts(replay, [torch.tensor([[[3, 0]], [[1, 2]]])])  # one sequence of two tokens
+        >>> with replay.play():
+        ...     mlp.gate(torch.randn(2, 8))[0].tolist()
+        [[3, 0], [1, 2]]
     """
     parts = [torch.as_tensor(array, device="cpu").long() for array in arrays]
     if valid is None:
@@ -90,7 +108,14 @@ def load_routed_experts(
 
 
 def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> torch.Tensor:
-    """base64 of int32, as SGLang sends it -> [tokens, num_layers, top_k]; ValueError if it is none of that."""
+    """base64 of int32, as SGLang sends it -> [tokens, num_layers, top_k]; ValueError if it is none of that.
+
+    Example:
+
+        >>> text = fmoe_ext.balance.encode_routed_experts(torch.tensor([[[0, 3]], [[1, 2]]]))
+        >>> decode_routed_experts(text, num_layers=1, top_k=2).tolist()
+        [[[0, 3]], [[1, 2]]]
+    """
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -107,6 +107,14 @@ def to_huggingface(
     not say what its gates compute, so that nothing can be checked.
     Raises CheckpointError for what the layout has no place for (biases that are not zero, shared experts), and for
     gates that compute something else than a layer of that format.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=2, d_model=8, d_hidden=16, activation="swiglu",
+        ...     gate="softmax", bias=False, gate_bias=False)
+        >>> tensors = to_huggingface(mlp, "mixtral")
+        >>> tensors["experts.0.w1.weight"].shape
+        torch.Size([16, 8])
     """
     if isinstance(state_dict, nn.Module):
         state = ModelState(state_dict)

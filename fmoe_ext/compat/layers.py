@@ -25,7 +25,14 @@ fmoe_faster_schedule = False
 
 
 class FMoE(_FMoE):
-    """FMoE whose default gate is fmoe.gates.NaiveGate."""
+    """FMoE whose default gate is fmoe.gates.NaiveGate.
+
+    Example:
+
+        >>> layer = FMoE(num_expert=4, d_model=8, top_k=1, expert=lambda d_model: torch.nn.Linear(d_model, d_model))
+        >>> layer(torch.randn(3, 8)).shape
+        torch.Size([3, 8])
+    """
 
     def __init__(
         self,
@@ -106,7 +113,14 @@ class MOELinear:
 
 
 class FMoETransformerMLP(_FMoETransformerMLP, FMoE):
-    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them anew."""
+    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them anew.
+
+    Example:
+
+        >>> mlp = FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, top_k=2)
+        >>> mlp(torch.randn(3, 8)).shape
+        torch.Size([3, 8])
+    """
 
     def __init__(
         self,

@@ -67,6 +67,16 @@ def prune(
     Raises CheckpointError for a text that is too short, numbers that do not fit, an `out` that is taken, and a
     folder that cannot be read or cut; ValueError for another criterion.
     REAP: Lasby et al., 2025, https://arxiv.org/abs/2510.13999. Merging: Li et al., 2024, https://arxiv.org/abs/2310.01334
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> MixtralForCausalLM(config).save_pretrained("model")
+        >>> report = prune("model", "smaller", torch.randint(64, (256,)), keep=0.5, seq_len=16)
+        >>> [len(layer["kept"]) for layer in report["layers"].values()]
+        [2]
     """
     if not dry_run:
         check_is_free(Path(out))

@@ -65,6 +65,13 @@ def frozen_gemm(
     backward, and neither x nor a decoded copy. Interleaved rows: bias has their order, y has gates before ups.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: grouped_gemm(x, weight.dequantize(x.dtype), offs, bias).
+
+    Example:
+
+        >>> x, weight = torch.randn(6, 32), fmoe_ext.frozen.quantize(torch.randn(2, 16, 32), "mxfp4")
+        >>> y = frozen_gemm(x, weight, offs=torch.tensor([4, 6], dtype=torch.int32))
+        >>> torch.allclose(y[:4], x[:4] @ weight.dequantize(torch.float32)[0].T, atol=1e-4)
+        True
     """
     chooser.before(x)
     if bias is not None and weight.interleaved:

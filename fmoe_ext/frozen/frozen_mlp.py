@@ -48,6 +48,18 @@ def frozen_mlp(
     Raises RuntimeError for weights or biases that require a gradient, an unknown activation, other shapes or dtypes.
     Equivalent to: expert_mlp(..., w1 + lora1.scale * lora1.b @ lora1.a, b1, w2 + lora2.scale * lora2.b @ lora2.a, b2).
     LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685
+
+    Example:
+
+        >>> x, w1, w2 = torch.randn(3, 8), torch.randn(4, 16, 8), torch.randn(4, 8, 16)
+        >>> topk_idx, topk_weights = fmoe_ext.ops.topk_gate(torch.randn(3, 4), top_k=2)
+        >>> _, offs, row_idx, inverse = fmoe_ext.ops.sort_tokens(topk_idx, num_experts=4)
+        >>> a, b = torch.randn(4, 2, 8), torch.zeros(4, 16, 2)  # an adapter of rank 2 that adds nothing yet
+        >>> lora = fmoe_ext.adapters.Lora(a, b)
+        >>> y = frozen_mlp(x, row_idx, inverse, offs, w1, None, w2, None, topk_weights, lora1=lora)
+        >>> plain = fmoe_ext.ops.expert_mlp(x, row_idx, inverse, offs, w1, None, w2, None, topk_weights, "gelu")
+        >>> torch.allclose(y, plain, rtol=1e-4)
+        True
     """
     number = activation_number(activation)
     chooser.before(x)

@@ -46,7 +46,13 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
 
 
 def find_gate(name: str) -> Callable[..., nn.Module]:
-    """The gate of that name in GATES; ValueError, with the names there are, for another."""
+    """The gate of that name in GATES; ValueError, with the names there are, for another.
+
+    Example:
+
+        >>> find_gate("sigmoid").__name__
+        'SigmoidGate'
+    """
     if name not in GATES:
         raise ValueError(f"unknown gate {name!r}: choose one of {', '.join(GATES)}")
     return GATES[name]

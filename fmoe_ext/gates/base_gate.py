@@ -94,6 +94,18 @@ class BaseGate(nn.Module):
     forward; a thread that never called the gate, that of the last forward of all. torch.utils.checkpoint sets it a
     second time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and
     get_loss() raises.
+
+    Example:
+
+        >>> class FirstExpert(BaseGate):
+        ...     top_k = 1
+        ...     def forward(self, x):  # -> experts [T, K] and their weights
+        ...         return torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1)
+        >>> gate = FirstExpert(num_expert=4, world_size=1)
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, gate=gate, top_k=1)
+        >>> mlp(torch.randn(3, 8)).sum().backward()
+        >>> mlp.experts.htoh4.weight.grad.abs().sum((1, 2)) > 0
+        tensor([ True, False, False, False])
     """
 
     @property

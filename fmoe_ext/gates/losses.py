@@ -147,6 +147,11 @@ def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
+
+    Example:
+
+        >>> round(z_loss(torch.zeros(5, 4)).item(), 4)  # log(4)^2
+        1.9218
     """
     return _mean_over_ranks(logits.logsumexp(1).square().sum(), logits.shape[0], ranks)
 

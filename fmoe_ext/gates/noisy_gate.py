@@ -18,6 +18,13 @@ class NoisyGate(BaseGate):
     weights are the softmax over the K chosen. loss = cv^2(importance) + cv^2(load) over all tokens of all ranks:
     importance the sum of the weights of each expert, load the expected number of its tokens when the noise is drawn
     again (in evaluation, and when every expert is chosen, the number of its tokens). float32 or wider throughout.
+
+    Example:
+
+        >>> gate = NoisyGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(6, 8))
+        >>> topk_idx.shape, torch.allclose(topk_weights.sum(1), torch.ones(6))
+        (torch.Size([6, 2]), True)
     """
 
     def __init__(

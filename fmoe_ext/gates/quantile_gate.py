@@ -35,7 +35,9 @@ class QuantileGate(ScoredGate):
         >>> gate(x)[0].flatten().tolist()  # the first expert is better for both tokens
         [0, 0]
         >>> gate.update_bias()
-        >>> gate(x)[0].flatten().tolist()
+        >>> gate.quantile_bias  # a token takes the first expert if its logit is more than 2 above the other
+        tensor([ 1., -1.])
+        >>> gate(torch.tensor([[3.0, 0.0], [1.9, 0.0]]))[0].flatten().tolist()
         [0, 1]
     """
 

@@ -263,6 +263,13 @@ class UniformGate(ScoredGate):
     Choice k of token t, counted over the tokens of all ranks, is expert (t * K + k) % E; the weights are those of
     SoftmaxGate for these choices, so that the gate costs what a real one costs and learns. (Megatron's
     `--moe-router-force-load-balancing` draws at random.) Arguments: ScoredGate; groups have no effect.
+
+    Example:
+
+        >>> gate = UniformGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(6, 8))
+        >>> fmoe_ext.ops.count_tokens(topk_idx, 4)
+        tensor([3, 3, 3, 3])
     """
 
     @property

@@ -54,6 +54,17 @@ def register() -> None:
     fmoe_ext, and a Trainer that resumes loads them. A model that was made before needs use(model): its experts refuse
     to train without, since a Trainer that resumes it would load no experts.
     Raises ImportError if Transformers is missing or older than 5.7.
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> register()
+        >>> model = MixtralForCausalLM(config)
+        >>> model.set_experts_implementation("fmoe")
+        >>> model.config._experts_implementation
+        'fmoe'
     """
     require_transformers(f'experts_implementation="{NAME}"')
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS

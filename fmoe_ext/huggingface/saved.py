@@ -43,6 +43,17 @@ def from_pretrained(
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
     damaged JSON, for an entry that fmoefy did not write, and for files and links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
+
+    Example:
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2)
+        >>> model = fmoe_ext.fmoefy(LlamaForCausalLM(config), num_experts=4).eval()
+        >>> model.save_pretrained("experts")
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> torch.equal(from_pretrained("experts")(ids).logits, model(ids).logits)
+        True
     """
     transformers = require("transformers", "from_pretrained()")
     parallel = moe_kwargs.keys() & {"moe_group", "world_size"}

@@ -37,6 +37,19 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
     before to the same gates is removed, with a warning: it would be the only one that counts. Raises ValueError for a
     model without gates, for a weight that is no number of at least 0, and in training for an output without a loss.
     Equivalent to: loss + weight * total_loss(model).
+
+    Example:
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2)
+        >>> model = fmoe_ext.fmoefy(LlamaForCausalLM(config), num_experts=4, gate="softmax").train()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> plain = model(input_ids=ids, labels=ids).loss
+        >>> handle = add_balance_loss(model, weight=0.01)
+        >>> loss = model(input_ids=ids, labels=ids).loss
+        >>> torch.allclose(loss, plain + 0.01 * fmoe_ext.gates.total_loss(model))
+        True
     """
     trained = model.model if _is_trainer(model) else model
     gates = [module for module in trained.modules() if isinstance(module, BaseGate)]

@@ -14,6 +14,14 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
     as dropped unless FMOE_DEBUG=1), for a negative capacity and for one whose shape is not [num_experts].
     Equivalent to: torch.where(rank < capacity[topk_idx], topk_idx, -1), rank counting an expert's choices.
     FastMoE: limit_by_capacity, prune_gate_by_capacity.
+
+    Example:
+
+        >>> topk_idx = torch.tensor([[0, 1], [0, 1], [0, 2]])
+        >>> apply_capacity(topk_idx, num_experts=3, capacity=2)
+        tensor([[ 0,  1],
+                [ 0,  1],
+                [-1,  2]])
     """
     if num_experts < 1:
         raise RuntimeError(f"num_experts must be at least 1, but got {num_experts}")

@@ -18,6 +18,13 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
     where fast_bfloat16() and cpu_isa() is not "avx512_bf16", and where x has a gradient, a tangent or a transform of
     torch.func. Raises RuntimeError for another shape or dtype, and for more than MAX_STEPS.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
+
+    Example:
+
+        >>> x = torch.randn(1, 8, 8)
+        >>> y = newton_schulz(x / x.norm(), (1.5, -0.5, 0.0), steps=30)  # all singular values go to 1
+        >>> torch.allclose(y @ y.mT, torch.eye(8), atol=1e-2)
+        True
     """
     if x.dim() != 3 or not x.is_floating_point() or not 0 <= steps <= MAX_STEPS:
         raise RuntimeError(

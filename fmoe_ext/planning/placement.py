@@ -24,6 +24,11 @@ def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = No
 
     load: rows of each expert. Greedy: the most loaded expert goes to the least loaded rank that has room (LPT, at most
     4/3 of the best). An expert stays where `current` has it if its rank is as good, and all stay if nothing is gained.
+
+    Example:
+
+        >>> plan([9, 7, 1, 1], num_ranks=2)  # rank 0 gets 9 + 1 rows, rank 1 gets 1 + 7
+        [0, 3, 2, 1]
     """
     num_local = len(load) // num_ranks
     current = list(current) if current is not None else list(range(len(load)))

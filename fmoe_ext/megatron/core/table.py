@@ -157,7 +157,7 @@ _LAYOUT = (
         "in a specification that puts experts into a layer which it leaves dense; in `fmoefy` all but 1",
         _never,
     ),
-    *_refused("the balance loss would be that of a chunk", mlp_chunks_for_training=1),
+    *_refused("the balance loss would count one chunk", mlp_chunks_for_training=1),
 )
 
 _ROUTER = (
@@ -390,7 +390,7 @@ _KERNEL_OPTIONS = (
     ),
     *_refused(_FLEX, moe_enable_deepep=False),
     *_no_effect(
-        "describes the dispatchers `flex`, which is refused, and that of inference",
+        "describes the dispatchers `flex`, which is refused, and the one of inference",
         "moe_flex_dispatcher_backend moe_deepep_num_sms "
         "moe_hybridep_num_sms moe_flex_dispatcher_num_sms moe_permute_fusion_into_hybridep "
         "moe_hybridep_pad_uneven_dispatch_inputs moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute "

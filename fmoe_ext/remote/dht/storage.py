@@ -1,6 +1,6 @@
 """The memory of a node: RoutingTable, other nodes by XOR distance (Kademlia's k-buckets), and RecordStore.
 
-Everything here may come from an attacker. So each collection has a bound, and what stands in a full one is not pushed
+Everything here may come from an attacker. So each collection has a bound, and entries of a full one are not pushed
 out by newcomers: nodes that answer stay, records that live stay. Where owners compete for room below a prefix, each has
 an equal share, or one could fill it with claims alone.
 """
