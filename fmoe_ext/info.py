@@ -122,8 +122,8 @@ def of_model(
     Raises CheckpointError for files that open_model() refuses, ValueError for a model without layers.
     """
     # not at the top: a bug report needs none of them
-    from fmoe_ext.model_files import open_model
     from fmoe_ext.finetune.streaming.budget import least_memory
+    from fmoe_ext.model_files import open_model
     from fmoe_ext.planning.layouts import Layout, estimate
     from fmoe_ext.planning.sizes import sizes_of
 

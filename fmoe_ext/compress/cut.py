@@ -16,7 +16,6 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_json, write_json
-from fmoe_ext.model_files import FolderModel, experts_modules
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.packed import STACKED, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -24,6 +23,7 @@ from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_file
 from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.compress.choose import TOP_K
 from fmoe_ext.compress.merge import Shares, merged, mixed
+from fmoe_ext.model_files import FolderModel, experts_modules
 
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.

@@ -10,9 +10,9 @@ from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import explained, read_json, sync_file, unique, write_json
-from fmoe_ext.model_files import GgufModel
 from fmoe_ext.checkpoint.shards import CONFIG
 from fmoe_ext.compress.cut import config_with
+from fmoe_ext.model_files import GgufModel
 
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")

@@ -20,7 +20,6 @@ from torch import Tensor
 from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, fingerprint, write_json
-from fmoe_ext.model_files import FolderModel, GgufModel, ModelFiles, experts_modules, open_model
 from fmoe_ext.checkpoint.shards import check_is_free, continued
 from fmoe_ext.compress.choose import best, number_to_keep
 from fmoe_ext.compress.cut import Cut
@@ -30,6 +29,7 @@ from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Measurement, Scores
 from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
+from fmoe_ext.model_files import FolderModel, GgufModel, ModelFiles, experts_modules, open_model
 
 REPORT, PAGE = "prune_report.json", "prune_report.html"
 SCORES = "scores.json"  # of a job that is not done

@@ -19,8 +19,8 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.audit.source import find
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.model_files import open_config
 from fmoe_ext.checkpoint.model_folder import errors_of_transformers, local_path
+from fmoe_ext.model_files import open_config
 
 Batch: TypeAlias = Any
 Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]

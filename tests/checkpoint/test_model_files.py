@@ -9,8 +9,8 @@ import fmoe_ext
 from fmoe_ext import info
 from fmoe_ext.checkpoint import CheckpointError, files, model_folder
 from fmoe_ext.checkpoint.methods import PackedTensor
-from fmoe_ext.model_files import open_config, open_model
 from fmoe_ext.doctor.subject import read as doctor_of
+from fmoe_ext.model_files import open_config, open_model
 from fmoe_ext.planning.sizes import sizes_of
 from tests.finetune.streamed_models import WIDE, pack, save, split_gguf, write_gguf
 

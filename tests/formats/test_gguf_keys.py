@@ -12,13 +12,13 @@ import torch
 import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.model_files import GgufModel
 from fmoe_ext.gguf import metadata, rope
 from fmoe_ext.gguf import writing as written
 from fmoe_ext.gguf.architecture import KEYS, OF_EXPERTS, READ, FixedRouter
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
 from fmoe_ext.gguf.file import open_gguf
+from fmoe_ext.model_files import GgufModel
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make
 from tests.formats.test_gguf import GGUF, llama_cpp_or_skip

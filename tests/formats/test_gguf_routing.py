@@ -8,10 +8,10 @@ import torch
 
 from fmoe_ext import frozen, huggingface
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.model_files import GgufModel
 from fmoe_ext.compress.cut_gguf import GgufCut
 from fmoe_ext.gguf import architecture_for, metadata
 from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2
+from fmoe_ext.model_files import GgufModel
 from tests.finetune.streamed_models import EXPERTS, with_adapters
 from tests.formats.format_models import MODELS
 from tests.formats.test_formats import make

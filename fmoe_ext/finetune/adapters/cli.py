@@ -13,7 +13,6 @@ import torch
 from fmoe_ext._cli import positive_int, reason
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.model_files import open_model
 from fmoe_ext.checkpoint.model_folder import ModelFolder, local_path
 from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.check import check, logits
@@ -24,6 +23,7 @@ from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, read_ad
 from fmoe_ext.finetune.adapters.repack import as_text as certificate_as_text
 from fmoe_ext.finetune.adapters.repack import repack
 from fmoe_ext.finetune.text import read_tokens, tokenize
+from fmoe_ext.model_files import open_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,13 +14,13 @@ from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import fingerprint, write_json
-from fmoe_ext.model_files import copy_small_files
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder, usual_dtype
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import INDEX, check_is_free, continued
 from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
 from fmoe_ext.finetune.adapters.delta import compare, delta, linear, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
+from fmoe_ext.model_files import copy_small_files
 
 REPORT = "merge_report.json"
 Losses: TypeAlias = dict[str, float]

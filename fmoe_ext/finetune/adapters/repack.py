@@ -21,7 +21,6 @@ from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.files import copy_file, fingerprint, sync_file, write_json
-from fmoe_ext.model_files import FolderModel, ModelFiles, experts_modules, open_model
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import renew_checksum
 from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
@@ -32,6 +31,7 @@ from fmoe_ext.finetune.text import sequences
 from fmoe_ext.frozen import Quantized
 from fmoe_ext.frozen.rounding import ROUNDED, error_of, round_packed, shrunk_moments, to_nearest
 from fmoe_ext.huggingface.glu import apply_gate
+from fmoe_ext.model_files import FolderModel, ModelFiles, experts_modules, open_model
 
 CERTIFICATE = "merge_certificate.json"
 Say: TypeAlias = Callable[[str], None]

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.methods import PackedTensor
-from fmoe_ext.model_files import ModelFiles, ModelWeights, open_model
 from fmoe_ext.checkpoint.model_folder import FLOATS, errors_of_transformers
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import up_of
@@ -33,6 +32,7 @@ from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slo
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
+from fmoe_ext.model_files import ModelFiles, ModelWeights, open_model
 
 
 def stream(
