@@ -187,7 +187,8 @@ def padding(case: Case) -> Iterator[Finding]:
         text = f"with padding {lost} of {int(plain.used.sum())} choices of tokens find no room"
         yield verdict("balance-padding", layer.name, lost > 0, text)
     if s.parts is None and not any(has_capacity(case, layer) for layer in case.layers):
-        losses, without = [], []
+        losses: list[float] = []
+        without: list[float] = []
         for batch in (s.batch, s.padded):
             for values, model in ((losses, case.copy().eval()), (without, _without_experts(case))):
                 with torch.no_grad():

@@ -168,7 +168,9 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
         valid = chosen[(chosen >= 0) & (chosen < layer.num_experts)]
         busiest = int(valid.bincount(minlength=layer.num_experts).argmax())
         of_stacks = stacks(layer, dict(case.model.named_parameters()))
-        biases = [(n, p, None) for n, p in experts.items() if p.ndim == 1]
+        biases: list[tuple[str, torch.Tensor, int | None]] = [
+            (n, p, None) for n, p in experts.items() if p.ndim == 1
+        ]
         biases += [(n, p, busiest) for n, p in of_stacks.items() if p.ndim == 2]
         for name, p, number in biases:
             if "bias" not in name or p.shape[-1] != plain.shape[-1]:

@@ -112,7 +112,8 @@ def _slots(
     experts_in_place: tuple[int, ...], num_local_experts: int, chunk_ends: tuple[int, ...]
 ) -> tuple[int, ...]:
     # a chunk's rows lie together, and in it those of a rank, so that they travel without another copy
-    first, order = 0, []
+    first = 0
+    order: list[int] = []
     for end in chunk_ends:
         for begin in range(0, len(experts_in_place), num_local_experts):
             order += experts_in_place[begin + first : begin + end]

@@ -112,7 +112,7 @@ def _sum_over_ranks(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
     return _all_reduce(x, group)
 
 
-@torch.library.register_fake("fmoe_ext::sum_over_ranks")
+@torch.library.register_fake("fmoe_ext::sum_over_ranks")  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -134,7 +134,7 @@ def _gather_equal(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     return out
 
 
-@torch.library.register_fake("fmoe_ext::gather_equal")
+@torch.library.register_fake("fmoe_ext::gather_equal")  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     return x.new_empty((num_ranks, *x.shape))
 
@@ -146,7 +146,7 @@ def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[tor
     return [part.clone() for part in _gather_padded(x, list(sizes), find_group(group))]
 
 
-@torch.library.register_fake("fmoe_ext::gather_sized")
+@torch.library.register_fake("fmoe_ext::gather_sized")  # type: ignore[untyped-decorator]
 def _(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
     return [x.new_empty((size, *x.shape[1:])) for size in sizes]
 
@@ -156,7 +156,7 @@ def _balanced_shares(logits: torch.Tensor, group: str) -> torch.Tensor:
     return balanced_shares(logits, GroupRanks(find_group(group)).gather)
 
 
-@torch.library.register_fake("fmoe_ext::balanced_shares_over_ranks")
+@torch.library.register_fake("fmoe_ext::balanced_shares_over_ranks")  # type: ignore[untyped-decorator]
 def _(logits: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(logits)
 

@@ -171,14 +171,14 @@ def _reduce_fetched(
     return _reduce(grads, places, num_local_experts, group)
 
 
-@torch.library.register_fake("fmoe_ext::fetch_experts")
+@torch.library.register_fake("fmoe_ext::fetch_experts")  # type: ignore[untyped-decorator]
 def _(
     weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
 ) -> list[torch.Tensor]:
     return [w.new_empty((len(places), *w.shape[1:])) for w in weights]
 
 
-@torch.library.register_fake("fmoe_ext::reduce_experts")
+@torch.library.register_fake("fmoe_ext::reduce_experts")  # type: ignore[untyped-decorator]
 def _(
     grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
 ) -> list[torch.Tensor]:

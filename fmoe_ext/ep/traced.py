@@ -72,7 +72,7 @@ def _exchange_rows(
     return outs
 
 
-@torch.library.register_fake("fmoe_ext::exchange_rows")
+@torch.library.register_fake("fmoe_ext::exchange_rows")  # type: ignore[untyped-decorator]
 def _(
     xs: Sequence[torch.Tensor], sizes: torch.Tensor | None, max_rows: int, num_rows: int, group: str
 ) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ def in_turn(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tenso
     return [x.clone() for x in xs]
 
 
-@torch.library.register_fake("fmoe_ext::in_turn")
+@torch.library.register_fake("fmoe_ext::in_turn")  # type: ignore[untyped-decorator]
 def _(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty_like(x) for x in xs]
 

@@ -109,7 +109,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _check_sizes(folder: Path, record: dict[str, Any]) -> None:
     """Raises CheckpointError for layers of more weights than the files have bytes, before any is made."""
-    num_bytes = sum(file.stat().st_size for file in model_files(folder) if file.is_file())
+    num_bytes = sum(file.stat().st_size for file in ModelFolder(folder).paths if file.is_file())
     total = 0
     for i, entry in enumerate(record["layers"]):
         sizes = [entry["options"].get(name) for name in ("latent_size", "shared_expert_hidden")]
