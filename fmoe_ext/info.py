@@ -171,7 +171,7 @@ def of_model(
 
 
 def _measured_tflops() -> float:
-    """What a product of float32 matrices reaches on this machine's CPU, 10^12 a second; the best of three."""
+    """Measure a product of float32 matrices on this machine's CPU, in 10^12 operations a second; the best of three."""
     size = 1024
     x = torch.ones(size, size, device="cpu")
     seconds = []

@@ -66,7 +66,7 @@ class Layer:
         return self.stacked | {n: p for part in (*self.separate, *self.shards) for n, p in part.items()}
 
     def place(self, number: int) -> int:
-        """Where an expert stands in the shards, one behind the other."""
+        """Return the place of an expert in the shards, one behind the other."""
         return self.order[number] if self.order else number
 
     def state(self) -> dict[str, torch.Tensor]:

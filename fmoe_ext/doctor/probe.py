@@ -212,10 +212,10 @@ class Probe:
 
     @functools.cached_property
     def capacity(self) -> str | None:
-        """Why the experts have a capacity, if they behave so; None if not.
+        """Say why the experts seem to have a capacity; None if they behave as if they had none.
 
         Those that lose choices compute the same number of tokens, those that compute fewer lose none, and of twice the
-        tokens they compute twice as many. A number that does not follow the batch is a limit that somebody forgot.
+        tokens they compute twice as many. A number that does not follow the batch is a fixed limit.
         """
         if self.cannot is not None or self.choices is None:
             return None
@@ -237,7 +237,7 @@ class Probe:
         return f"each expert computes {most[0]} tokens at most, and {most[1]} of a batch twice as large: a capacity"
 
     def _chosen(self) -> torch.Tensor:
-        """How many choices each measured expert has [M]."""
+        """Count the choices of each measured expert [M]."""
         assert self.choices is not None
         valid = self.choices[(self.choices >= 0) & (self.choices < self.layer.num_experts)]
         return valid.bincount(minlength=self.layer.num_experts)[self.measured]

@@ -102,7 +102,7 @@ class NaiveGate(BaseGate):
             self.set_loss(loss)
         if counts is not None and num_counted == self.top_k:
             step.note_counts(topk_idx, counts)
-        if self._tapes:  # of somebody who only listens
+        if self._tapes:  # a tape that records alone
             return self.choose(lambda: topk_idx), topk_weights
         step.selected = topk_idx
         return topk_idx, topk_weights

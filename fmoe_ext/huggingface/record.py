@@ -133,7 +133,7 @@ def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
         part: Any = values
         for parent in parents:
             part = part.get(parent) if isinstance(part, dict) else None
-        # A value that somebody wrote over ours is neither theirs nor ours to drop
+        # A value that was written over ours is neither theirs nor ours to drop
         if not isinstance(part, dict) or part.get(last) != NEEDS:
             found = part.get(last) if isinstance(part, dict) else None
             raise _damaged(

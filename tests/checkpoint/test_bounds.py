@@ -337,7 +337,7 @@ def test_hostile_record_of_fmoefy_ends_in_one_error(fmoefied, tmp_path):
 
 
 @pytest.mark.parametrize("read", [r for r in READERS if r is not by_from_pretrained])
-def test_folder_with_a_record_of_fmoefy_is_refused_by_the_readers_of_dense_models(folder, tmp_path, read):
+def test_fmoefied_folder_is_refused_by_readers_of_dense_models(folder, tmp_path, read):
     path = tmp_path / "model"
     shutil.copytree(folder, path)
     for record in [value for value in WRONG if value is not None]:

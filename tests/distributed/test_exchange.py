@@ -228,7 +228,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def test_forward_over_ranks_dispatches_few_operators():
-    """What a rank pads, counts and labels is an operator each, not twenty of torch's."""
+    """Padding, counting and labelling are an operator each, not twenty of torch's."""
     ran = run_python(
         COUNTS
     )  # in a process of its own: kernels that another test has put in place dispatch more

@@ -372,7 +372,7 @@ class Protocol:
             yield from self._lead(self._lose(state, lost), i, 1 << i, "recovers at a loss")
 
     def _lost_at_most(self, s, record):
-        """What the server says that takes over, as recovery.count_lost_at_most()."""
+        """Count the lost updates as the server that takes over does, recovery.count_lost_at_most()."""
         mine = end(s.log)
         later = [start for term, start in record.starts if term > mine[0][0]]
         counted = 0
