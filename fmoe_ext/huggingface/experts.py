@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fmoe_ext import frozen, ops
 from fmoe_ext._require import require
@@ -42,17 +42,15 @@ __all__ = [
 ]
 NAME = "fmoe"
 _OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
-_LOADS = "loads_names_of_files"  # attribute of experts whose model has _take_names_of_files
 GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
 
 
 def register() -> None:
     """Makes "fmoe" an experts implementation of Transformers; calling it again changes nothing.
 
-    Then `from_pretrained(..., experts_implementation="fmoe")`, or `model.set_experts_implementation("fmoe")` of a model
-    that is made after this call, runs the experts of every architecture that uses Transformers' experts interface on
-    fmoe_ext, and a Trainer that resumes loads them. A model that was made before needs use(model): its experts refuse
-    to train without, since a Trainer that resumes it would load no experts.
+    Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
+    the experts of every architecture that uses Transformers' experts interface on fmoe_ext. A Trainer that resumes such
+    a model, or loads the best one at the end, needs use(model) as well: Transformers alone loads no experts there.
     Raises ImportError if Transformers is missing or older than 5.7.
 
     Example:
@@ -70,8 +68,6 @@ def register() -> None:
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        nn.modules.module.register_module_module_registration_hook(_note_experts)
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
 
@@ -112,29 +108,8 @@ def use(model: Any) -> Any:
             f"eager, whatever the experts implementation. fmoefy(model, ...) replaces dense MLPs only",
             stacklevel=2,
         )
-    for module in model.modules():
-        if hasattr(module, "is_transposed"):
-            setattr(module, _LOADS, True)
     model.register_load_state_dict_pre_hook(_take_names_of_files)
     return model
-
-
-def _note_experts(parent: nn.Module, _: str, child: nn.Module | None) -> None:
-    """A hook of torch: each model of Transformers that is being built gets the hook for names of files.
-
-    Nothing of Transformers tells later which model the experts belong to.
-    """
-    if hasattr(child, "is_transposed"):
-        setattr(child, _LOADS, True)
-    if hasattr(parent, "set_experts_implementation") and not hasattr(parent, _LOADS):
-        setattr(parent, _LOADS, True)
-        parent.register_load_state_dict_pre_hook(_take_names_of_experts)
-
-
-def _take_names_of_experts(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """_take_names_of_files() for models with experts: what dense ones load is not ours."""
-    if any(hasattr(module, "is_transposed") for module in model.modules()):
-        _take_names_of_files(model, state_dict, prefix)
 
 
 def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -189,11 +164,6 @@ def experts_forward(
     if streamed is not None:
         result: Tensor = streamed.forward(experts, hidden_states, top_k_index, top_k_weights)
         return result
-    if experts.training and torch.is_grad_enabled() and not hasattr(experts, _LOADS):
-        raise RuntimeError(
-            f"{type(experts).__name__} was made before huggingface.register(), so that a Trainer that resumes would "
-            "load no experts: call huggingface.use(model) before training, or register() before the model is made"
-        )
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     taken = take(experts)

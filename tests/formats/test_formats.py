@@ -4,8 +4,6 @@ import copy
 import functools
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -276,11 +274,7 @@ def resumed(make_model, folder):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    rest_is_long(
-        ["imported", "fmoefied", "used", "used gpt_oss", "registered", "registered gpt_oss"],
-        ["imported", "used", "registered"],
-    ),
+    "kind", rest_is_long(["imported", "fmoefied", "used", "used gpt_oss"], ["imported", "used"])
 )
 def test_trainer_resumes(kind, tmp_path):
     """Interrupted after two steps and resumed by another process's model: the weights of four steps, bitwise."""
@@ -290,51 +284,12 @@ def test_trainer_resumes(kind, tmp_path):
         if kind == "fmoefied":
             return randomised(fmoefy(make("llama"), 4))
         name = kind.partition(" ")[2] or "mixtral"
-        huggingface.register()
         model = make(name, **MODELS[name])
-        if kind.startswith("registered"):
-            model.set_experts_implementation("fmoe")
-            return model
         return fmoe_ext.import_model(model) if kind == "imported" else huggingface.use(model)
 
     second = resumed(new, tmp_path)
     if kind == "imported":
         assert_equal_logits(load(tmp_path / "parts/checkpoint-4"), logits(second))
-
-
-BEFORE_REGISTER = """
-import copy, torch
-from transformers import MixtralConfig, MixtralForCausalLM
-from fmoe_ext import huggingface
-
-config = MixtralConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, num_local_experts=4)
-ids = torch.tensor([[1, 2, 3]])
-before = MixtralForCausalLM(config)
-huggingface.register()
-after = MixtralForCausalLM(config)
-for model in (before, after):
-    model.set_experts_implementation("fmoe")
-    model.eval()(ids)  # computes nothing that a Trainer could lose
-copy.deepcopy(after).train()(ids, labels=ids).loss.backward()
-try:
-    before.train()(ids)
-except RuntimeError as error:
-    print(error)
-huggingface.use(before)(ids, labels=ids).loss.backward()
-assert before.model.layers[0].mlp.experts.down_proj.grad.norm() > 0
-"""
-
-
-def test_model_made_before_register_does_not_train_until_it_can_resume():
-    found = subprocess.run(
-        [sys.executable, "-c", BEFORE_REGISTER], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == (
-        "MixtralExperts was made before huggingface.register(), so that a Trainer that resumes would load no experts: "
-        "call huggingface.use(model) before training, or register() before the model is made\n"
-    )
 
 
 def test_save_pretrained_over_an_older_save(tmp_path):
