@@ -2,8 +2,7 @@
 
 A state is a tuple of tuples; steps(state) yields every state that can follow. Each call and each transaction is one
 step, with a second version of it whose answer is lost. Messages may be late, lost or repeated: what a leader has sent
-stays in `sent`, and any of it may be delivered at any time. Time is absent: leases expire at any moment, and a leader
-may note its end, and how far it will answer (`reserved`), at any moment.
+stays in `sent`, and any of it may be delivered at any time. Time is absent: leases expire at any moment.
 
 `broken` puts one of the faults of FAULTS back.
 """
@@ -26,9 +25,7 @@ FAULTS = (
     "silent sender",
     "update that followers refuse",
     "accept a damaged checkpoint",
-    "answer beyond what is reserved",
 )
-LEAST_RESERVED = 1  # updates that may be acknowledged after a note
 
 
 class Server(NamedTuple):
@@ -42,8 +39,6 @@ class Server(NamedTuple):
     term: tuple = (0, 0)
     members: int = 0  # as this leader believes
     acked: tuple = (UNKNOWN,) * 3
-    committed: int = 0  # what this leader began with, or all its members have had
-    reserved: int = 0  # as this leader believes
     epoch: int = 0
     noticed: bool = False  # that the registry went back
     stopped: bool = False  # by SIGTERM, as the leader: it will start again
@@ -59,8 +54,6 @@ class Record(NamedTuple):
     members: int = 0
     term: int = 0
     end: tuple = ((0, 0), 0)
-    reserved: int = 0  # its leader acknowledges no later version
-    starts: tuple = ()  # of (number of a term, version at which it began)
     epoch: int = 0
     waited: bool = False  # --recovery_wait has passed in this vacancy
     successor: int = NOBODY  # who should lead next, if it lives
@@ -132,41 +125,25 @@ class Protocol:
                 yield name, is_fault, self._acknowledge(after)
 
     def _acknowledge(self, state):
-        """Answers as early as a leader may: everything that all its members have, up to what it has reserved."""
-        acknowledged, servers = set(state.acknowledged), list(state.servers)
+        """Answers as early as a leader may: everything that all its members have."""
+        acknowledged, record = set(state.acknowledged), state.record
         for i in SERVERS:
             s = state.servers[i]
             if not (s.up and s.lease and s.role == OPEN):
                 continue
-            count = max(s.committed, self._committed(s, i))
-            servers[i] = s._replace(committed=count)
+            others = [j for j in SERVERS if j != i and s.members >> j & 1]
+            count = min([len(s.log), *(s.acked[j] for j in others)]) if not s.members & GHOST else 0
             if self.broken == "answer before confirming":  # what it had when it began
-                count = max(count, self._start(s.log, s.term))
-            elif self.broken != "answer beyond what is reserved":
-                count = min(count, s.reserved)
+                count = max(count, sum(1 for term, _ in s.log if term != s.term))
             if s.stray:
                 raise Violation(f"server {i} acknowledges {set(s.stray)}, its log is {s.log}")
-            acknowledged.update(update for _, update in s.log[:count])
-        return state._replace(acknowledged=frozenset(acknowledged), servers=tuple(servers))
-
-    def _committed(self, s, i):
-        """The version that all members of this leader have now."""
-        others = [j for j in SERVERS if j != i and s.members >> j & 1]
-        return max(0, min([len(s.log), *(s.acked[j] for j in others)])) if not s.members & GHOST else 0
-
-    def _start(self, log, term):
-        """The version at which a term began, in the log of a server that knows it."""
-        return sum(1 for known, _ in log if known != term)
-
-    def _write(self, state, i, **changes):
-        """Leader i writes the record, with the end that all members have and how far it will answer."""
-        s, record = state.servers[i], state.record
-        committed = s.committed
-        reserved = committed + (LEAST_RESERVED if committed != record.end[1] else 0)
-        noted = end(s.log[:committed])
-        starts = tuple(sorted({**dict(record.starts), s.term[0]: self._start(s.log, s.term)}.items()))
-        after = self._registry(state, **{"end": noted, "reserved": reserved, "starts": starts, **changes})
-        return self._with(after, i, reserved=after.record.reserved)
+            done = s.log[: max(0, count)]
+            acknowledged.update(update for _, update in done)
+            if record.leader == i and end(done) > record.end:  # noted at once; the code does so every 5 s
+                record = record._replace(end=end(done))
+        if acknowledged == state.acknowledged and record == state.record:
+            return state
+        return state._replace(acknowledged=frozenset(acknowledged), record=record)
 
     def _clients(self, state):
         for i in SERVERS:
@@ -198,13 +175,6 @@ class Protocol:
                 yield f"{i} steps down", False, self._step_down(state, i)
             if s.role == CONFIRMING and self._is_confirmed(s, i):
                 yield f"{i} opens", False, self._with(state, i, role=OPEN)
-            if s.role == OPEN and state.record.leader == i:
-                after = self._write(state, i)
-                if (after.record.end, after.record.reserved) != (state.record.end, state.record.reserved):
-                    yield f"{i} notes its end", False, after
-                    if state.budget.answers:
-                        lost = self._step_down(self._spend(after, "answers"), i)
-                        yield f"{i} notes its end, the answer is lost", True, lost
             if s.members & GHOST:
                 yield from self._remove(state, i, GHOST, False)
             for j in SERVERS:
@@ -253,7 +223,7 @@ class Protocol:
                 yield f"{j} takes a copy from {i}", False, self._acked(after, i, j, len(s.log))
             elif state.record.leader == i:
                 members = s.members | 1 << j
-                after = self._write(state, i, members=members)
+                after = self._registry(state, members=members, end=max(state.record.end, end(s.log)))
                 told = self._acked(self._with(after, i, members=members), i, j, len(s.log))
                 yield f"{j} becomes a member", False, told
                 if state.budget.answers:
@@ -268,7 +238,7 @@ class Protocol:
             yield f"{i} is fenced", is_fault, self._step_down(state, i)
             return
         members = state.servers[i].members & ~bit
-        after = self._write(state, i, members=members)
+        after = self._registry(state, members=members)
         yield f"{i} removes {bit:#b}", is_fault, self._with(after, i, members=members)
         if state.budget.answers:
             lost = self._step_down(self._spend(after, "answers"), i)
@@ -322,7 +292,6 @@ class Protocol:
                     members=0,
                     term=max(record.term, s.seen) + 1,
                     end=max(record.end, end(s.log)),
-                    reserved=max(record.reserved, len(s.log)),
                     epoch=max(record.epoch, s.epoch) + 1,
                     waited=False,
                     voided=True,
@@ -361,24 +330,14 @@ class Protocol:
             return  # one lease after a void, every leader of before has noticed it
         held = {u for _, u in s.log}
         lost = state.acknowledged - held
-        at_most = self._lost_at_most(s, record)
-        if len(lost) > at_most and not state.forgot:
-            raise Violation(f"{i} recovers with {s.log}, says that {at_most} are lost, but {set(lost)} are")
         if not self.is_behind(end(s.log), record.end):
+            if lost and not state.forgot:
+                raise Violation(f"{i} recovers with {s.log}, counts no loss, but {set(lost)} are lost")
             yield from self._lead(self._lose(state, lost), i, 1 << i, "recovers")
         elif record.waited:
             if lost and any(o.stopped and lost <= {u for _, u in o.log} for o in state.servers):
                 raise Violation(f"{i} does not wait for the server that starts again with {set(lost)}")
             yield from self._lead(self._lose(state, lost), i, 1 << i, "recovers at a loss")
-
-    def _lost_at_most(self, s, record):
-        """Count the lost updates as the server that takes over does, recovery.count_lost_at_most()."""
-        mine = end(s.log)
-        later = [start for term, start in record.starts if term > mine[0][0]]
-        counted = 0
-        if self.is_behind(mine, record.end):
-            counted = max(1, record.end[1] - min([mine[1], *later]))
-        return max(counted, record.reserved - min([mine[1], *later]))
 
     def _lose(self, state, lost):
         return state._replace(acknowledged=state.acknowledged - lost) if lost else state
@@ -390,25 +349,18 @@ class Protocol:
             number = record.term + 1
         term = (number, i)
         waited = record.waited and self.broken == "wait of an earlier vacancy"
-        mine, starts = end(s.log), dict(record.starts)
-        known = max(mine, record.end)
-        if members == 1 << i and not members & record.members:  # a recovery: what is lost is counted once
-            known = mine
-            starts = {t: start for t, start in starts.items() if t <= mine[0][0]}
-        if s.log and mine >= known:
-            starts[mine[0][0]] = self._start(s.log, mine[0])
         after = self._registry(
             state,
             leader=i,
             members=members,
             term=number,
-            end=known,
-            reserved=known[1],
-            starts=tuple(sorted(starts.items())),
+            end=max(end(s.log), record.end),
             waited=waited,
             successor=NOBODY,
             voided=False,
         )
+        if members == 1 << i and not members & record.members:  # a recovery: what is lost is counted once
+            after = self._registry(after, end=end(s.log))
         led = self._with(
             after,
             i,
@@ -417,8 +369,6 @@ class Protocol:
             seen=max(number, s.seen),
             members=members,
             acked=(UNKNOWN,) * 3,
-            committed=len(s.log),
-            reserved=known[1],
             is_follower=False,
             deaf=0,
         )
@@ -465,12 +415,11 @@ class Protocol:
             others = [j for j in SERVERS if j != i and s.members >> j & 1]
             if any(s.acked[j] != len(s.log) for j in others) or s.members & GHOST:
                 return  # it waits for what is under way
-            after = self._write(
+            after = self._registry(
                 after,
-                i,
                 leader=NOBODY,
                 members=s.members & ~(1 << i),
-                reserved=len(s.log),
+                end=end(s.log),
                 waited=after.record.waited,
             )
         yield f"{i} stops", True, self._die(after, i, s.log, s.role == OPEN)
@@ -590,8 +539,6 @@ IDLE_AGAIN = {
     "term": (0, 0),
     "members": 0,
     "acked": (UNKNOWN,) * 3,
-    "committed": 0,
-    "reserved": 0,
     "is_follower": False,
     "deaf": 0,
 }

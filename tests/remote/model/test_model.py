@@ -34,7 +34,6 @@ MUTANTS = {
     "silent sender": (Budget(updates=1, losses=1), 3, True),
     "accept a damaged checkpoint": (Budget(updates=2, crashes=1, damages=1), 1, True),
     "update that followers refuse": (Budget(updates=1), 3, True),
-    "answer beyond what is reserved": (Budget(updates=2, crashes=1), 1, True),
 }
 
 
