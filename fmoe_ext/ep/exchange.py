@@ -275,11 +275,13 @@ def global_exchange(
     Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
     Equivalent to: torch.distributed.all_to_all_single. FastMoE: global_scatter, global_gather.
     """
-    return torch.ops.fmoe_ext.global_exchange(x, send_splits, recv_splits, group)
+    return _exchange(x, send_splits, recv_splits, group)
 
 
 @custom_op("fmoe_ext::global_exchange")
-def _(x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str) -> torch.Tensor:
+def _exchange(
+    x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
+) -> torch.Tensor:
     return _global_exchange(_start_over_group, x, send_splits, recv_splits, group)
 
 

@@ -10,9 +10,11 @@ KEY_HEADS = "attention.head_count_kv"
 
 
 def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
-    """Returns layer_types of a file: `recurrent` where it has no heads of keys."""
+    """Returns layer_types of a file, `recurrent` where it has no heads of keys; CheckpointError for too few entries."""
     heads = fields.get(KEY_HEADS)
     heads = heads if isinstance(heads, list) else [heads] * num_layers
+    if len(heads) < num_layers:
+        raise CheckpointError(f"{KEY_HEADS} has {len(heads)} entries for {num_layers} layers")
     return [recurrent if heads[i] == 0 else "full_attention" for i in range(num_layers)]
 
 
@@ -27,8 +29,6 @@ def one_number(name: str, values: Values) -> Values:
     found = said if isinstance(said, list) else [said]
     if any(type(heads) is not int for heads in found):
         raise CheckpointError(f"{key} is {said!r}, no number of heads")
-    if isinstance(said, list) and len(said) < num_layers:
-        raise CheckpointError(f"{key} has {len(said)} entries for {num_layers} layers")
     different = sorted({heads for heads in found[:num_layers] if heads})
     if len(different) > 1:
         raise CheckpointError(f"{key} has {different} heads in layers of attention, expected one number")

@@ -13,6 +13,7 @@ from fmoe_ext.ops._autograd import (
     refuse_tangents,
     register_autograd,
     register_fake,
+    register_not_differentiable,
     register_second_derivative,
 )
 from fmoe_ext.ops.balance_loss import SCORES, balance_loss
@@ -247,8 +248,8 @@ class _TopkGateOfLinear(torch.autograd.Function):
         if logits.is_cuda:
             topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
         else:
-            topk_idx, topk_weights, counts, loss = torch.ops.fmoe_ext._choose_experts(
-                logits, top_k, normalize, num_counted
+            topk_idx, topk_weights, counts, loss = below(
+                torch.ops.fmoe_ext._choose_experts, logits, top_k, normalize, num_counted
             )
             counts, loss = (counts, loss) if num_counted else (None, None)
         ctx.mark_non_differentiable(topk_idx, *(() if counts is None else (counts,)))
@@ -331,4 +332,5 @@ def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, .
 
 
 register_autograd("fmoe_ext::topk_gate", _backward, _setup, places=(0,))
+register_not_differentiable("fmoe_ext::_choose_experts", "use topk_gate, or the node of the gate")
 register_second_derivative("fmoe_ext::topk_gate_backward", _backward_backward, _backward_setup)

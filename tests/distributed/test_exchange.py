@@ -74,7 +74,7 @@ def exchange_opcheck():
     group = register_group()
     splits = [1] * dist.get_world_size()
     x = torch.randn(len(splits), 3, requires_grad=True)
-    torch.library.opcheck(global_exchange, (x, splits, splits, group))
+    torch.library.opcheck(torch.ops.fmoe_ext.global_exchange.default, (x, splits, splits, group))
     torch.library.opcheck(exchange_counts, (torch.ones(len(splits), 2, dtype=torch.int64), group))
 
 

@@ -18,7 +18,7 @@ CALLS = {
     "permute": lambda x: ops.permute(x, ROW_IDX, INVERSE),
     "unpermute": lambda x: ops.unpermute(x, ROW_IDX, INVERSE, None),
     "topk_gate": lambda x: ops.topk_gate(x, 1)[1],
-    "topk_gate again": lambda x: ops.topk_gate_again(x, TOPK_IDX)[1],
+    "topk_gate_again": lambda x: ops.topk_gate_again(x, TOPK_IDX)[1],
     "grouped_gemm": lambda x: ops.grouped_gemm(x, W1, OFFS),
     "grouped_gemm transposed": lambda x: ops.grouped_gemm(x, W2, OFFS, transposed=True),
     "grouped_gemm in two": lambda x: ops.grouped_gemm(x, LEARNT, OFFS),
