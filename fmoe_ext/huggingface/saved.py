@@ -64,6 +64,8 @@ def from_pretrained(
         )
     folder = local_path(folder)
     values, record = _read_config(folder)
+    files = _open(folder)
+    _check_sizes(files, record)
     check_values(folder, values)
     with errors_of_transformers(folder):
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
@@ -79,7 +81,7 @@ def from_pretrained(
     for i, entry in enumerate(record["layers"]):
         _rebuild(model, entry, given, f"{folder / 'config.json'}: {KEY}.layers[{i}]")
     model.config._name_or_path = str(folder)
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(files)
     if dtype is None:  # a gate may be wider than the rest, of which config.json has the dtype
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if name in tensors and tensors[name].is_floating_point():
@@ -103,13 +105,12 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         values = _with_floats(values)
     record = take_record(values, str(file))
     assert record is not None
-    _check_sizes(folder, record)
     return values, record
 
 
-def _check_sizes(folder: Path, record: dict[str, Any]) -> None:
+def _check_sizes(files: ModelFolder, record: dict[str, Any]) -> None:
     """Raises CheckpointError for layers of more weights than the files have bytes, before any is made."""
-    num_bytes = sum(file.stat().st_size for file in ModelFolder(folder).paths if file.is_file())
+    num_bytes = sum(file.stat().st_size for file in files.paths)
     total = 0
     for i, entry in enumerate(record["layers"]):
         sizes = [entry["options"].get(name) for name in ("latent_size", "shared_expert_hidden")]
@@ -119,7 +120,7 @@ def _check_sizes(folder: Path, record: dict[str, Any]) -> None:
         total += entry["num_experts"] * entry["d_hidden"] * width + entry["d_model"] * (latent + shared)
         if total > num_bytes:
             raise CheckpointError(
-                f"{folder / 'config.json'}: {KEY}.layers[{i}] has num_experts {entry['num_experts']}, d_model "
+                f"{files.folder / 'config.json'}: {KEY}.layers[{i}] has num_experts {entry['num_experts']}, d_model "
                 f"{entry['d_model']}, d_hidden {entry['d_hidden']} and options {entry['options']}, and with those "
                 f"before it {total:,} weights or more, but the files have {num_bytes:,} bytes. Take the folder as "
                 "model.save_pretrained() wrote it"
@@ -174,19 +175,22 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], 
         ) from error
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
+def _open(folder: Path) -> ModelFolder:
+    """Opens the folder; ValueError for files that are missing."""
     files = ModelFolder(folder)
     if not files.paths:
         raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
-    read = {}
     for file in files.paths:
         if not file.is_file():
             raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
-        read[file] = load_file(file)
+    return files
+
+
+def _read_tensors(files: ModelFolder) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
     tensors: dict[str, Tensor] = {}
-    for found in files.without_replaced(read).values():
+    for found in files.without_replaced({file: load_file(file) for file in files.paths}).values():
         tensors |= found
     return tensors
 
