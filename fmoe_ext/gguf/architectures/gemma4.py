@@ -12,6 +12,10 @@ from fmoe_ext.gguf.transforms import TensorTransform, renamed
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PATTERN = "attention.sliding_window_pattern"
+KEY, VALUE = (
+    "attention.key_length",
+    "attention.value_length",
+)  # of layers with full attention; _swa: of the others
 SOFTCAP, SHARED = "final_logit_softcapping", "attention.shared_kv_layers"
 UNROTATED = 1e30  # divides the frequency of what is not rotated
 OWN = MappingProxyType(
@@ -50,6 +54,12 @@ class Gemma4(Architecture):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
+        for kind in ("", "_swa"):  # the configuration has one size for both
+            keys, of_values = fields.get(f"{KEY}{kind}"), fields.get(f"{VALUE}{kind}")
+            if of_values is not None and keys != of_values:
+                raise CheckpointError(
+                    f"{self.name}.{KEY}{kind} is {keys!r}, but {self.name}.{VALUE}{kind} is {of_values!r}"
+                )
         kinds, num_layers = values["layer_types"], values["num_hidden_layers"]
         said = values["num_key_value_heads"]
         own = {

@@ -46,20 +46,18 @@ class NemotronHMoe(Architecture):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = one_number(self.name, super().config(fields, shapes, factors))
-        widths, inner, heads = (
-            values.pop(name) for name in ("intermediate_size", "inner_size", "mamba_num_heads")
-        )
-        num_layers = values["num_hidden_layers"]
-        if not isinstance(widths, list) or len(widths) < num_layers:
-            raise CheckpointError(
-                f"{self.name}.{WIDTHS} is {widths!r}, expected a list of {num_layers} entries"
-            )
+        del values["intermediate_size"]  # the widths, which layer_types() reads
+        inner, heads = values.pop("inner_size"), values.pop("mamba_num_heads")
         size = head_size(self.name, inner, heads)
         return {**values, "mamba_num_heads": heads, "mamba_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
-        kinds = kinds_of(fields, num_layers, "linear_attention")
-        return ["moe" if fields[WIDTHS][i] else kind for i, kind in enumerate(kinds)]
+        kinds, widths = kinds_of(fields, num_layers, "linear_attention"), fields[WIDTHS]
+        if not isinstance(widths, list) or len(widths) < num_layers:
+            raise CheckpointError(
+                f"{self.name}.{WIDTHS} is {widths!r}, expected a list of {num_layers} entries"
+            )
+        return ["moe" if widths[i] else kind for i, kind in enumerate(kinds)]
 
     def fields(self, config: Any) -> dict[str, Any]:
         latent = {"moe_latent_size": config.moe_latent_size} if config.moe_latent_size else {}
