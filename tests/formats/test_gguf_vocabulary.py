@@ -1,6 +1,7 @@
 """tokenizer= of export() as GGUF: llama.cpp reads text as Transformers does, or the tokenizer is refused by name."""
 
 import json
+import re
 import unicodedata
 import warnings
 
@@ -57,6 +58,10 @@ def assert_llama_cpp_reads(tokenizer, file, count, seed=0):
             assert len(differ) < count // 20
             cased = [any(c > "\x7f" and unicodedata.category(c) in CASED for c in text) for text in differ]
             differ = [text for text, is_cased in zip(differ, cased, strict=True) if not is_cased]
+        if file.parent.name == "deepseek-llm":
+            # llama.cpp ends white space before an ideographic space elsewhere
+            assert len(differ) <= count // 1000
+            differ = [text for text in differ if not re.search("\\s\u3000", text)]
         assert not differ
         assert vocabulary.encode("a b", special=True) == tokenizer("a b")["input_ids"]
         backend = tokenizer.backend_tokenizer
