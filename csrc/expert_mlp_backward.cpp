@@ -59,9 +59,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cpu(
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
   const ExpertMlpNeeds needs(needs_, topk_weights);
-  const Tensor none = torch::stable::new_empty(x, {0});
   const auto new_kept = [&](bool needed, int64_t width) {
-    return needed ? KeptRows::make(x, args.R, args.num_rows(), width) : none;
+    return needed ? KeptRows::make(x, args.R, args.num_rows(), width) : torch::stable::new_empty(x, {0});
   };
   const Tensor dh = new_kept(needs.dw1 || needs.db1, args.F), scaled_a = new_kept(needs.dw2, args.H);
   const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h);

@@ -31,8 +31,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
   const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
                ends = as_contiguous(offs);
   Products products(ends, rows.size(0), {rows, w, dy}, device);
-  Tensor dx, dweight, dbias;
-  dx = dweight = dbias = torch::stable::new_empty(rows, {0});
+  // one each: outputs of an operator may not share memory
+  Tensor dx = torch::stable::new_empty(rows, {0}), dweight = torch::stable::new_empty(rows, {0}),
+         dbias = torch::stable::new_empty(rows, {0});
   if (needs.dx) dx = products.grad_input(dy, w);
   if (needs.dweight) dweight = products.grad_weight(plain_rows(dy), plain_rows(rows), main_dweight);
   if (needs.dbias) {
@@ -273,9 +274,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cuda(
   const OnDeviceOf device(x);
   Backward backward(mlp, grad_y, h, combine, needs, device);
   backward.inputs(topk_weights);
-  const Tensor none = torch::stable::new_empty(x, {0});
-  return {backward.dx, backward.dtopk_weights, needs.dw1 || needs.db1 ? backward.dh : none,
-          needs.dw2 ? backward.scaled_a : none};
+  const auto none = [&] { return torch::stable::new_empty(x, {0}); };
+  return {backward.dx, backward.dtopk_weights, needs.dw1 || needs.db1 ? backward.dh : none(),
+          needs.dw2 ? backward.scaled_a : none()};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cuda(

@@ -518,12 +518,12 @@ class Starred(Scaled):
 
 class Demanding(Scaled):
     def forward(self, x, number):
-        return super().forward(x) * number
+        return super().forward(x) * number.to(x.device)
 
 
 class NamedAsByFastMoE(Scaled):
     def forward(self, x, fwd_expert_count=None):
-        return super().forward(x) * fwd_expert_count
+        return super().forward(x) * fwd_expert_count.to(x.device)
 
 
 def through_compile(module):

@@ -71,12 +71,33 @@ def drop_choices(
     """
     if not (getattr(topk_idx, "is_cuda", False) or torch.compiler.is_compiling()):
         return torch.ops.fmoe_ext.drop_choices(topk_idx, num_experts, capacity, topk_weights, uniform)
+    if (topk_weights is None) != (uniform is None):
+        raise RuntimeError("topk_weights and uniform must both be given, or none of them")
     kept = apply_capacity(topk_idx, num_experts, capacity)
     if topk_weights is not None and uniform is not None:
+        _check_uniform(topk_idx, topk_weights, uniform)
         kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
     none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
     of_choices = [count_tokens(choice, num_experts)[None] for choice in topk_idx.split(1, 1)]
     return kept, torch.cat((none, *of_choices))
+
+
+def _check_uniform(topk_idx: torch.Tensor, topk_weights: torch.Tensor, uniform: torch.Tensor) -> None:
+    """What the operator of the CPU refuses; torch would broadcast it, or name operands of its own."""
+    if topk_weights.dtype not in (torch.float32, torch.float64):
+        raise RuntimeError(f"topk_weights must be float32 or float64, but got {topk_weights.dtype}")
+    if uniform.dtype != topk_weights.dtype:
+        raise RuntimeError(
+            f"uniform must have the dtype of topk_weights ({topk_weights.dtype}), but got {uniform.dtype}"
+        )
+    for name, given, shape in (
+        ("topk_weights", topk_weights, topk_idx.shape),
+        ("uniform", uniform, topk_idx.shape[:1]),
+    ):
+        if given.shape != shape:
+            raise RuntimeError(f"{name} must have shape {list(shape)}, but got shape {list(given.shape)}")
+        if given.device != topk_idx.device:
+            raise RuntimeError(f"{name} must be on {topk_idx.device} like topk_idx, but is on {given.device}")
 
 
 def drop_choices_ref(

@@ -36,6 +36,15 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
         raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')
     is_plain = type(logits) is torch.Tensor and logits.dtype in (torch.float32, torch.float64)
     if not is_plain or logits.device.type != "cpu":
+        # what the operator refuses, torch would broadcast, or name by its own operands
+        if logits.dim() != 2:
+            raise RuntimeError(f"logits must have shape [T, E], but got shape {list(logits.shape)}")
+        if counts.dtype != torch.int64:
+            raise RuntimeError(f"counts must be int64, but got {counts.dtype}")
+        if counts.shape != logits.shape[1:]:
+            raise RuntimeError(
+                f"counts must have shape [E] with size {logits.shape[1]}, but got shape {list(counts.shape)}"
+            )
         return balance_loss_ref(logits, counts, score)
     number = SCORES.index(score)
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):

@@ -1,5 +1,8 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fmoe_ext.ops import apply_capacity, apply_capacity_ref, count_tokens, drop_choices, drop_choices_ref
 from fmoe_ext.testing import devices
@@ -88,12 +91,27 @@ def test_drop_choices(T, K, E, dtype, device):
         assert 0.1 < (kept != topk_idx)[:, 1:].float().mean() < 0.4
 
 
-def test_drop_choices_refuses():
+@pytest.mark.parametrize("change", range(7))
+@pytest.mark.parametrize("device", ["cpu", "a GPU"])
+def test_drop_choices_refuses(device, change):
+    """A GPU's tensors without a GPU: fake ones, whose values nobody reads."""
+    with FakeTensorMode() if device == "a GPU" else nullcontext():
+        on = {"device": "cuda" if device == "a GPU" else "cpu"}
+        topk_idx, weights = torch.zeros(1, 2, dtype=torch.int64, **on), torch.ones(1, 2, **on)
+        arguments, message = [
+            ((-1,), "capacity must not be negative, but got -1"),
+            ((1, weights), "topk_weights and uniform must both be given"),
+            ((1, None, torch.ones(1, **on)), "topk_weights and uniform must both be given"),
+            ((1, weights, torch.ones(2, **on)), "uniform must have"),
+            ((1, torch.ones(1, 1, 2, **on), torch.ones(1, **on)), "topk_weights must have"),
+            ((1, weights, torch.ones(1, dtype=torch.float64, **on)), "uniform must have"),
+            ((1, weights.half(), torch.ones(1, **on)), "topk_weights must be float32 or float64"),
+        ][change]
+        with pytest.raises(RuntimeError, match=message):
+            drop_choices(topk_idx, 2, *arguments)
+
+
+@pytest.mark.cpu("on a GPU it is a composition of other operators")
+def test_drop_choices_opcheck():
     topk_idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
-    with pytest.raises(RuntimeError, match="capacity must not be negative, but got -1"):
-        drop_choices(topk_idx, 2, -1)
-    with pytest.raises(RuntimeError, match="must both be given"):
-        drop_choices(topk_idx, 2, 1, weights)
-    with pytest.raises(RuntimeError, match="uniform"):
-        drop_choices(topk_idx, 2, 1, weights, torch.ones(2))
     torch.library.opcheck(torch.ops.fmoe_ext.drop_choices.default, (topk_idx, 2, 1, weights, torch.ones(1)))

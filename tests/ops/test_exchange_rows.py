@@ -65,6 +65,7 @@ def test_ways_and_experts_of_rows(size, dtype):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.cpu("on a GPU they are plain PyTorch")
 def test_opcheck():
     handle = sort_tokens(torch.tensor([[0, 1], [1, -1]]), 2)
     counts = handle.tokens_per_expert

@@ -41,6 +41,15 @@ OPERATORS = tuple(
     )
 )
 
+ON_CPUS_ALONE = (
+    "clamped_glu_backward",
+    "_choose_experts",
+    "_pad_routing",
+    "_columns_of_rows",
+    "_token_ways",
+    "_experts_of_rows",
+)
+
 
 def is_dropped(call, name, fault):
     """True if the fault is an index that a GPU takes for a dropped choice; FMOE_DEBUG=1 checks the functions of ops."""
@@ -49,7 +58,7 @@ def is_dropped(call, name, fault):
 
 
 def _marked(operator):
-    if operator is CALLS["clamped_glu_backward"]:
+    if operator in map(CALLS.get, ON_CPUS_ALONE):
         marks = [pytest.mark.cpu("it has no other kernel")]
     elif operator in (CALLS["frozen_mlp"], CALLS["frozen_gemm"]):
         marks = [pytest.mark.cpu("on CUDA a composition names the arguments of its parts")]
