@@ -86,7 +86,7 @@ def kernel_sentence(rows):
     """Times over those of benchmarks/kernel_predictions.md."""
     of = {}
     for row in rows:
-        if row.get("expected"):
+        if row.get("expected") and "main gradients" not in row["kernel"]:
             of.setdefault(row["kernel"], []).append(row["seconds"]["median"] / row["expected"])
     parts = [f"{name} {statistics.median(found):.2f}" for name, found in of.items()]
     return f"Time over the prediction, median of the layers: {', '.join(parts)} (`benchmarks/results/gpu_kernels.md`)."

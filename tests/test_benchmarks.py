@@ -148,9 +148,10 @@ def write_run(folder, peers):
         "gpu_kernels",
         {"rows": [{"kernel": "F1 up", "expected": 1e-3, "seconds": {"median": 1.1e-3}}, {"kernel": "rest"}]},
     )
+    (folder / "logs").mkdir()
     if peers:
         write("gpu_peers", {"rows": [ours, record, row("SonicMoE", 2.2, 3.8)]})
-    (folder / "logs").mkdir()
+        (folder / "logs" / "prove.log").write_text("checking up\n\n8 proved, 4 slow\nkept in a.json\n")
     (folder / "logs" / "device.log").write_text("....\n40 passed, 2 skipped in 12.3s\n")
 
 
@@ -178,7 +179,9 @@ def test_sentences_of_a_gpu_run_are_written_into_the_pages(tmp_path, peers):
     section = measured.partition("## An H100\n")[2].partition("\n## ")[0]
     assert "\n## An H200\n" not in measured
     assert "Graphs, streams and no synchronisation: 40 passed, 2 skipped." in section
-    assert "Two ranks on one GPU over NCCL: not finished." in section and "No proof was finished." in section
+    assert "Two ranks on one GPU over NCCL: not finished." in section
+    proved = "`prove`: 8 proved, 4 slow of 12 kernels" if peers else "No proof was finished."
+    assert f"* {proved}" in section
     assert "median of the layers: F1 up 1.10" in section and "for want of time: FastMoE E96" in section
     assert ("Beside SonicMoE" in section) == peers
     assert "## A language model" in measured
