@@ -7,8 +7,7 @@
 Times are those of torch's profiler, medians over the calls of all rounds; results in results/gpu_kernels.json.
 Weight gradients are timed as bfloat16 tensors and as sums in float32 main gradients.
 Torch's grouped_mm alone is timed by events beside our products. So are products with frozen weights in MXFP4
-(--frozen): by the kernels that decode, and by one pass that decodes in memory and grouped_gemm or torch's grouped_mm;
-interleaved.
+(--frozen): one pass decodes them in memory, for grouped_gemm and for torch's grouped_mm in turn.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import torch
 
 from benchmarks import bench_gpu_layer, bench_gpu_main_grads, common, gpu_peers, gpu_timing, roofline
 from fmoe_ext import frozen, ops
-from fmoe_ext.frozen.frozen_gemm import mxfp4_gemm
 
 SHAPES = (
     "Qwen:16384,OLMoE:16384,GPT-OSS:16384,DeepSeek:16384,Mixtral:4096,E64:16384,Qwen:4096,OLMoE:4096,Qwen:256"
@@ -126,18 +124,13 @@ def measure(device, shape, T, ceilings, once=False):
 
 
 def frozen_products(x, weight, offs, grad):
-    """{implementation: (y of rows x, dx of rows grad)}, functions; "packed" is left out if no kernel is on."""
-    packed = weight.rows(), weight.scale, offs
+    """{implementation: (y of rows x, dx of rows grad)}, functions."""
     scale, zero, *options = weight.packing()
 
     def decoded():
         return torch.ops.fmoe_ext._decode_packed(weight.rows(), scale, zero, *options, x.dtype)
 
-    found = {
-        "packed": (
-            lambda: mxfp4_gemm(x, *packed, None, False, False),
-            lambda _: mxfp4_gemm(grad, *packed, None, True, False),
-        ),
+    return {
         "decoded, grouped_gemm": (
             lambda: ops.grouped_gemm(x, decoded(), offs),
             lambda _: ops.grouped_gemm(grad, decoded(), offs, transposed=True),
@@ -147,10 +140,6 @@ def frozen_products(x, weight, offs, grad):
             lambda _: torch.nn.functional.grouped_mm(grad, decoded(), offs=offs),
         ),
     }
-    y, dx = found["packed"]
-    if y() is None or dx(None) is None:
-        del found["packed"]
-    return found
 
 
 def measure_frozen(device, shape, T, ceilings):

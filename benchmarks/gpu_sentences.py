@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_sentences FOLDER      the run's results, with --peers' where they are
 
-Replaces README's line about an H100, the same line of docs/measurements.md and its section "An H100". Figures that a
-run lacks are named as not measured.
+Replaces README's line about a GPU's layers, the same line of docs/measurements.md and its first section that is named
+after a GPU ("An H200"). Figures that a run lacks are named as not measured.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from benchmarks.common import table
 from benchmarks.gpu_peers import RECORD
 
 ROOT = Path(__file__).parents[1]
-BULLET = re.compile(r"^\* On an H100 .*$", re.MULTILINE)
-SECTION = re.compile(r"^## An H100\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+BULLET = re.compile(r"^\* On an? [A-Z]+\d+ a layer's forward .*$", re.MULTILINE)
+SECTION = re.compile(r"^## An? [A-Z]+\d+\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 PARTS = ("forward", "backward", "both")
 
 
@@ -40,11 +40,17 @@ def span(values):
     return low if low == high else f"{low} to {high}"
 
 
+def device(layers):
+    """The GPU with its article: "an H200"."""
+    name = re.search(r"[A-Z]+\d+", layers["machine"]["gpu"].replace("NVIDIA", "")).group()
+    return f"{'an' if name[0] in 'AHLR' else 'a'} {name}"
+
+
 def bullet(layers, peers):
     """README's line."""
     forward, backward = (ratios(layers["results"]["rows"], RECORD, part) for part in PARTS[:2])
     text = (
-        f"* On an H100 a layer's forward runs at {span(forward.values())} times, its backward at "
+        f"* On {device(layers)} a layer's forward runs at {span(forward.values())} times, its backward at "
         f"{span(backward.values())} times the speed of a compiled pipeline on grouped_mm ({len(forward)} models, "
         "16,384 tokens, bfloat16); "
     )
@@ -80,7 +86,7 @@ def kernel_sentence(rows):
     """Times over those of benchmarks/kernel_predictions.md."""
     of = {}
     for row in rows:
-        if row.get("expected"):
+        if row.get("expected") and "main gradients" not in row["kernel"]:
             of.setdefault(row["kernel"], []).append(row["seconds"]["median"] / row["expected"])
     parts = [f"{name} {statistics.median(found):.2f}" for name, found in of.items()]
     return f"Time over the prediction, median of the layers: {', '.join(parts)} (`benchmarks/results/gpu_kernels.md`)."
@@ -107,12 +113,12 @@ def host_sentence(rows):
 
 
 def proof_sentence(folder):
-    files = sorted(Path(folder, "proof").glob("*.json"))
-    if not files:
+    path = Path(folder, "logs", "prove.log")
+    counts = re.findall(r"^\d+ proved.*$", path.read_text(), re.MULTILINE) if path.exists() else []
+    if not counts:
         return "No proof was finished."
-    states = [verdict["state"] for verdict in json.loads(files[0].read_text())["verdicts"].values()]
-    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-    return f"`prove`: {', '.join(counts)} of {len(states)} kernels, the portable ones counted as one."
+    number = sum(map(int, re.findall(r"\d+", counts[-1])))
+    return f"`prove`: {counts[-1]} of {number} kernels, the portable ones counted as one."
 
 
 def log_sentence(folder, name, what):
@@ -147,7 +153,7 @@ def section(folder):
     if missing := layers["results"]["no_time_for"]:
         lines.append(f"* Not measured, for want of time: {', '.join(missing)}.")
     text = [
-        "## An H100",
+        f"## A{device(layers)[1:]}",
         "",
         f"`benchmarks/run_gpu.sh`, {machine['gpu']}, torch {machine['torch']}, {layers['date']}, commit "
         f"{layers['commit']}, bfloat16; tokens choose their experts at random.",
@@ -182,11 +188,13 @@ def main(argv=None):
         path = args.root / name
         text, count = BULLET.subn(lambda _: line, path.read_text())
         if count != 1:
-            raise SystemExit(f'{name} has {count} lines that begin with "* On an H100", not one')
+            raise SystemExit(
+                f"{name} has {count} lines that say how fast a layer's forward is on a GPU, not one"
+            )
         if name.startswith("docs"):
-            text, count = SECTION.subn(lambda _: section(args.folder), text)
+            text, count = SECTION.subn(lambda _: section(args.folder), text, count=1)
             if count != 1:
-                raise SystemExit(f'{name} has no section "An H100" before another one')
+                raise SystemExit(f"{name} has no section named after a GPU before another one")
         path.write_text(text)
     print(line)
 

@@ -3,7 +3,7 @@
 #
 #   benchmarks/run_gpu.sh             products, layers, portable kernels, decoding, torch's products, a whole layer, proof,
 #                                     SonicMoE (if --peers' packages were carried along)
-#   benchmarks/run_gpu.sh --main-grads  proof, main gradients and kernels of Qwen3 and Mixtral, 200 seconds
+#   benchmarks/run_gpu.sh --main-grads  proof, main gradients and kernels of Qwen3 and Mixtral, 190 seconds
 #   benchmarks/run_gpu.sh --tests     tests of operators on the GPU, and NCCL, 150 seconds
 #   --dry-run                         the same steps where there is no GPU, in two minutes: their arguments, and the
 #                                     benchmarks on the CPU with tiny shapes
@@ -72,7 +72,7 @@ prove() {
   if ((dry_run)); then
     step prove 40 "$python" -m fmoe_ext.gpu prove --help
   else
-    step prove 110 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 95
+    step prove 100 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 85
     mkdir -p fmoe_ext/gpu/proofs
     cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json fmoe_ext/gpu/proofs/  # where the package looks for it
   fi
@@ -88,7 +88,7 @@ everything() {
   bench gpu_kernels 60 bench_gpu_kernels --shapes "Qwen:16384,Mixtral:16384,GPT-OSS:16384" --frozen GPT-OSS:256,Qwen:256
   bench gpu 100 bench_gpu_layer --tokens 16384 --budget 85 --shapes "Qwen,OLMoE,Mixtral,GPT-OSS,DeepSeek,E64,E96" \
     --only "compiled grouped_mm,transformers grouped_mm"
-  FMOE_GPU_KERNELS=portable bench gpu_portable 30 bench_gpu_layer --tokens 16384 --budget 20 --shapes Qwen \
+  FMOE_GPU_KERNELS=portable bench gpu_portable 40 bench_gpu_layer --tokens 16384 --budget 20 --shapes Qwen \
     --only "compiled grouped_mm"
   FMOE_GPU_KERNELS=torch bench gpu_torch 40 bench_gpu_layer --tokens 16384 --budget 30 --shapes "Qwen,Mixtral" \
     --only "compiled grouped_mm"

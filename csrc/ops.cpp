@@ -81,9 +81,6 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
   // -> dx
   m.def("frozen_gemm_backward(Tensor grad_y, Tensor weight, Tensor? offs, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
-  // grouped_gemm with a weight in MXFP4, data [E, out, in / 2], scale [E, out, in / 32]; or x weight if transposed.
-  // -> y; [0] where no kernel that decodes is on and fits, so on the CPU
-  m.def("_mxfp4_gemm(Tensor x, Tensor data, Tensor scale, Tensor offs, Tensor? bias, bool transposed, bool interleaved) -> Tensor");
   // A weight that is packed as in frozen_mlp -> [E, out, in], gates before ups
   m.def("_decode_packed(Tensor weight, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved, ScalarType dtype) -> Tensor");
   // torch.nn.functional.grouped_mm for the CUDA kernels, in Python (gpu/torch_path.py): a b of each group's rows,

@@ -1,6 +1,5 @@
 // Matrix products over the rows of each expert, for every dtype, on any device from sm_80. Deterministic:
 // each element of a result is summed by one thread, in one order.
-#include "mxfp4.cuh"
 #include "tile_gemm.cuh"
 
 namespace fmoe_ext {
@@ -14,7 +13,7 @@ struct Groups {
 
 // [num_experts, rows, columns] of T.
 template <typename T>
-struct PlainWeight {
+struct Weight {
   Rows<T> first;
   int64_t size;  // of an expert
 
@@ -27,9 +26,9 @@ struct PlainWeight {
 
 // out[r, n] = scale[r] * (sum_k x[r, k] w[e][n, k] + bias[e, n]), or w[e][k, n] when kAlongN. Padding rows
 // are zero.
-template <class G, bool kAlongN, class Weight, typename T = typename G::Element>
+template <class G, bool kAlongN, typename T = typename G::Element>
 __global__ void __launch_bounds__(kGemmThreads, G::kBlocks)
-    rows_by_weight_kernel(Rows<T> x, Weight weight, Groups groups, int64_t N, int64_t K,
+    rows_by_weight_kernel(Rows<T> x, Weight<T> weight, Groups groups, int64_t N, int64_t K,
                           const T* __restrict__ bias, RowScale scale, int64_t num_tiles,
                           T* __restrict__ out) {
   const int64_t tiles_n = ceil_div(N, G::kN);
@@ -136,28 +135,12 @@ void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeigh
     using T = typename G::Element;
     const int64_t tiles = max_row_tiles(num_rows, weight.num_experts, G::kM) * ceil_div(N, G::kN);
     const GroupedRows plain{weight.data, weight.columns, nullptr, 1, 0};
-    using W = PlainWeight<T>;
-    launch(weight.along_n ? rows_by_weight_kernel<G, true, W> : rows_by_weight_kernel<G, false, W>,
-           grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(x, num_rows),
-           W{rows_from<T>(plain, weight.rows), weight.rows * weight.columns},
+    launch(weight.along_n ? rows_by_weight_kernel<G, true> : rows_by_weight_kernel<G, false>, grid_for(tiles),
+           kGemmThreads, 0, stream, rows_from<T>(x, num_rows),
+           Weight<T>{rows_from<T>(plain, weight.rows), weight.rows * weight.columns},
            Groups{offs, weight.num_experts, num_rows}, N, K, static_cast<const T*>(bias), scale, tiles,
            static_cast<T*>(out));
   });
-}
-
-void launch_rows_by_mxfp4(const GroupedRows& x, const gemm::PackedMatrix& weight, bool along_n,
-                          const int* offs, int64_t num_rows, const void* bias, void* out,
-                          LaunchStream stream) {
-  using T = __nv_bfloat16;
-  using G = MmaTileGemm<T>;
-  const int64_t N = along_n ? weight.columns : weight.rows, K = along_n ? weight.rows : weight.columns;
-  if (num_rows == 0 || N == 0) return;
-  const int num_experts = static_cast<int>(weight.num_experts);
-  const int64_t tiles = max_row_tiles(num_rows, num_experts, G::kM) * ceil_div(N, G::kN);
-  launch(along_n ? rows_by_weight_kernel<G, true, MxWeight> : rows_by_weight_kernel<G, false, MxWeight>,
-         grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(x, num_rows), mx_weight(weight),
-         Groups{offs, num_experts, num_rows}, N, K, static_cast<const T*>(bias), RowScale{}, tiles,
-         static_cast<T*>(out));
 }
 
 void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,

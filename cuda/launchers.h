@@ -101,10 +101,6 @@ struct WeightGrad {
   void* data;       // of the dtype
   bool accumulate;  // adds to what is there: a main gradient, float32 whatever the dtype, or double for f64
 };
-// out [num_rows, N] = rows weight^T + bias, or rows weight when along_n, of bfloat16; the weight is in MXFP4
-// and begins at a multiple of 16 bytes, rows * columns / 32 < 2^31; bias [E, N] may be null
-void launch_rows_by_mxfp4(const GroupedRows& x, const gemm::PackedMatrix&, bool along_n, const int* offs,
-                          int64_t num_rows, const void* bias, void* out, LaunchStream);
 void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
                          int64_t num_rows, const WeightGrad& out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
@@ -179,9 +175,5 @@ void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t nu
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
                              const Grid&, LaunchStream);
-// sm90_mxfp4.cu: what launch_rows_by_mxfp4 writes, in tiles of 128 x 256; rows and columns
-// of the weight are multiples of 8, rows without an index
-void launch_rows_by_mxfp4_sm90(const void* rows, const gemm::PackedMatrix&, bool along_n, const int* offs,
-                               int64_t num_rows, const void* bias, void* out, const Grid&, LaunchStream);
 
 }  // namespace fmoe_ext

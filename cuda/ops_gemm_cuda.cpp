@@ -55,39 +55,6 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cuda(Tensor 
   return backward(grad_y, x, weight, offs, needs, main_dweight);
 }
 
-// x weight^T + bias, or x weight when transposed, of a weight in MXFP4 as Quantized has it; an empty tensor
-// [0] where no kernel is on and fits.
-Tensor mxfp4_gemm_cuda(Tensor x, Tensor data_, Tensor scale, Tensor offs, std::optional<Tensor> bias,
-                       bool transposed, bool interleaved) {
-  check_same_device({{x, "x"}, {data_, "data"}, {scale, "data_scale"}, {offs, "offs"}, {bias, "bias"}});
-  check_float(x, "x");
-  const FrozenWeight packed(
-      data_, {scale, std::nullopt, static_cast<int64_t>(gemm::PackedFormat::mxfp4), interleaved}, "data",
-      false);
-  const gemm::PackedMatrix weight = packed.matrix();
-  const int64_t E = weight.num_experts, rows = weight.rows, columns = weight.columns,
-                N = transposed ? columns : rows;
-  check_dim(x, 2, "x", "[R, D]");
-  check_size(x, 1, transposed ? rows : columns, "x", "[R, D]");
-  check_int32(offs, "offs");
-  check_dim(offs, 1, "offs", "[E]");
-  check_size(offs, 0, E, "offs", "[E]");
-  if (bias) {
-    check_same_dtype(*bias, x, "bias", "x");
-    check_dim(*bias, 2, "bias", "[E, N]");
-    check_size(*bias, 0, E, "bias", "[E, N]");
-    check_size(*bias, 1, N, "bias", "[E, N]");
-  }
-  const OnDeviceOf device(x);
-  const Tensor ends = as_contiguous(offs), input = as_contiguous(x);
-  const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
-  const Tensor none = torch::stable::new_empty(input, {0});
-  if (rows > INT32_MAX || columns > INT32_MAX || rows * (columns / 32) > INT32_MAX) return none;
-  const Tensor y = torch::stable::new_empty(input, {x.size(0), N});
-  const Products products(ends, x.size(0), {input, shift}, device);
-  return products.by_mxfp4(input, weight, transposed, shift, y) ? y : none;
-}
-
 Tensor decode_packed_cuda(Tensor weight, std::optional<Tensor> scale, std::optional<Tensor> zero,
                           int64_t format, bool interleaved, ScalarType dtype) {
   check_same_device({{weight, "weight"}, {scale, "weight_scale"}, {zero, "weight_zero"}});
@@ -310,7 +277,6 @@ FMOE_CUDA_LIBRARY(m) {
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cuda));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
   m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cuda));
-  m.impl("_mxfp4_gemm", TORCH_BOX(&mxfp4_gemm_cuda));
   m.impl("_decode_packed", TORCH_BOX(&decode_packed_cuda));
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));

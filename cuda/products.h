@@ -9,7 +9,6 @@
 #include <array>
 
 #include "device.h"
-#include "gemm/packed.h"
 #include "select.h"
 
 namespace fmoe_ext {
@@ -79,8 +78,8 @@ class Products {
       out.h = torch_rows(x, w1, false, b1, RowScale{});
     } else {
       const Entry* entry = fmoe_ext::select(task);
-      if (save_h || !is_hopper(entry)) out.h = new_rows(F);
-      if (is_hopper(entry)) {
+      if (save_h || !entry) out.h = new_rows(F);
+      if (entry) {
         launch_up_sm90(dtype(), curve, gated, x, offs_, data(w1), data(b1), num_rows_, num_experts_,
                        narrow(H), data(out.h), data(out.a), grid(entry), stream_);
         return out;
@@ -111,7 +110,7 @@ class Products {
     const Task task = task_of(Product::grad_hidden);
     const bool torchs = by_torch(task, TorchProduct::grad_hidden);
     const Entry* entry = torchs ? nullptr : fmoe_ext::select(task);
-    if (!is_hopper(entry)) {
+    if (!entry) {
       const Tensor da = torchs ? torch_rows(dy, w2, true, std::nullopt, RowScale{}) : new_rows(H);
       if (!torchs)
         launch_rows_by_weight(dtype(), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr, RowScale{},
@@ -145,30 +144,12 @@ class Products {
     const WeightGrad grad{data(main_grad ? *main_grad : out), main_grad.has_value()};
     task.matrices.push_back(grad.data);
     const Entry* entry = fmoe_ext::select(task);
-    if (is_hopper(entry))
+    if (entry)
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
                               grid(entry), stream_);
     else
       launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, grad, stream_);
     return out;
-  }
-
-  // out = rows weight^T + bias, or rows weight when along_n, of a weight in MXFP4; false where no kernel is
-  // on and fits.
-  bool by_mxfp4(const Tensor& rows, const gemm::PackedMatrix& weight, bool along_n,
-                const std::optional<Tensor>& bias, const Tensor& out) const {
-    Task task = task_of(along_n ? Product::grad_by_mxfp4 : Product::rows_by_mxfp4);
-    task.sizes = {weight.rows, weight.columns};
-    task.matrices.push_back(weight.data);
-    const Entry* entry = fmoe_ext::select(task);
-    if (!entry) return false;
-    if (is_hopper(entry))
-      launch_rows_by_mxfp4_sm90(data(rows), weight, along_n, offs_, num_rows_, data(bias), data(out),
-                                grid(entry), stream_);
-    else
-      launch_rows_by_mxfp4(plain_rows(rows), weight, along_n, offs_, num_rows_, data(bias), data(out),
-                           stream_);
-    return true;
   }
 
   // out[e] = the sum of the rows of expert e, times their factors
@@ -195,7 +176,7 @@ class Products {
       return torch_rows(plain_rows(rows), of, along_n, bias, scale);
     const Entry* entry = fmoe_ext::select(task);
     const Tensor out = new_rows(N);
-    if (is_hopper(entry))
+    if (entry)
       launch_rows_by_weight_sm90(dtype(), data(rows), weight, offs_, num_rows_, data(bias), scale, data(out),
                                  grid(entry), stream_);
     else

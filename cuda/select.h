@@ -19,13 +19,8 @@ enum class Product {
   rows_by_weight,  // scale (rows w^T + bias)
   grad_hidden,     // dh and a of dA = dy_rows w2
   grad_input,      // rows w
-  grad_weight,     // a^T b, expert by expert
-  rows_by_mxfp4,   // rows w^T + bias, w in MXFP4
-  grad_by_mxfp4    // rows w, w in MXFP4
+  grad_weight      // a^T b, expert by expert
 };
-inline bool is_of_mxfp4(Product product) {
-  return product == Product::rows_by_mxfp4 || product == Product::grad_by_mxfp4;
-}
 
 // What the host knows of one product.
 struct Task {
@@ -53,40 +48,30 @@ inline bool wide_tiles_pay(const Task& task) {
   return task.num_rows >= int64_t{512} * task.num_experts && 100 * wide < 97 * narrow;
 }
 
-// Kernels for Hopper multiply 16 bits on compute capability 9.0 exactly, since code for sm_90a runs nowhere
-// else; the portable ones, for weights in MXFP4, run from 8.0 on.
-constexpr int kHopper = 90, kAmpere = 80;
+// What every entry needs: 16 bits, and compute capability 9.0 exactly, since code for sm_90a runs nowhere
+// else.
+constexpr int kHopper = 90;
+constexpr int kDivisor = 8;     // of every size
 constexpr int kAlignment = 16;  // of every matrix, in bytes
 
 struct Entry {
   const char* name;  // stable: what a GPU has proved is kept by it
   Product product;
   const char* source;  // whose digest a proof is kept by (sources_digest.py)
-  int capability;
-  int divisor;  // of every size
   int tile_columns;
   Preference prefers;
 };
 inline constexpr Entry kEntries[] = {
-    {"up.128x256", Product::up, "sm90_up", kHopper, 8, 256, always},
-    {"rows_by_weight.128x256", Product::rows_by_weight, "sm90_rows_by_weight", kHopper, 8, 256,
-     wide_tiles_pay},
-    {"rows_by_weight.128x192", Product::rows_by_weight, "sm90_rows_by_weight", kHopper, 8, 192, always},
-    {"grad_hidden.128x128", Product::grad_hidden, "sm90_grad_hidden", kHopper, 8, 128, always},
-    {"grad_input.128x256", Product::grad_input, "sm90_rows_by_weight", kHopper, 8, 256, wide_tiles_pay},
-    {"grad_input.128x192", Product::grad_input, "sm90_rows_by_weight", kHopper, 8, 192, always},
-    {"grad_weight.128x256", Product::grad_weight, "sm90_grad_weight", kHopper, 8, 256, always},
-    // of frozen weights; where none is on, the weight is decoded in memory
-    {"rows_by_mxfp4.128x256", Product::rows_by_mxfp4, "sm90_mxfp4", kHopper, 8, 256, always},
-    {"grad_by_mxfp4.128x256", Product::grad_by_mxfp4, "sm90_mxfp4", kHopper, 8, 256, always},
-    {"rows_by_mxfp4.128x128", Product::rows_by_mxfp4, "portable", kAmpere, 1, 128, always},
-    {"grad_by_mxfp4.128x128", Product::grad_by_mxfp4, "portable", kAmpere, 1, 128, always},
+    {"up.128x256", Product::up, "sm90_up", 256, always},
+    {"rows_by_weight.128x256", Product::rows_by_weight, "sm90_rows_by_weight", 256, wide_tiles_pay},
+    {"rows_by_weight.128x192", Product::rows_by_weight, "sm90_rows_by_weight", 192, always},
+    {"grad_hidden.128x128", Product::grad_hidden, "sm90_grad_hidden", 128, always},
+    {"grad_input.128x256", Product::grad_input, "sm90_rows_by_weight", 256, wide_tiles_pay},
+    {"grad_input.128x192", Product::grad_input, "sm90_rows_by_weight", 192, always},
+    {"grad_weight.128x256", Product::grad_weight, "sm90_grad_weight", 256, always},
 };
 inline constexpr int kNumEntries = static_cast<int>(sizeof kEntries / sizeof *kEntries);
 static_assert(kNumEntries <= 64);
-
-// Null stands for the portable kernels; of a weight in MXFP4 for none.
-inline bool is_hopper(const Entry* entry) { return entry && entry->capability == kHopper; }
 
 // ---- run time: bit i stands for entry i
 inline std::atomic<uint64_t> entries_on{~0ull};
@@ -101,18 +86,14 @@ inline constexpr bool kHasHopperCode = true;
 inline constexpr bool kHasHopperCode = false;
 #endif
 
-inline bool runs_on(const Entry& entry, const Task& task) {
-  if (!is_hopper(&entry)) return task.dtype == Dtype::bf16 && task.capability >= entry.capability;
-  const bool is_16_bit =
-      task.dtype == Dtype::bf16 || (task.dtype == Dtype::f16 && !is_of_mxfp4(task.product));
-  return is_16_bit && kHasHopperCode && task.capability == entry.capability && task.num_rows < kMaxHopperRows;
+inline bool can_run(const Task& task) {
+  const bool is_16_bit = task.dtype == Dtype::bf16 || task.dtype == Dtype::f16;
+  return is_16_bit && kHasHopperCode && task.capability == kHopper && task.num_rows < kMaxHopperRows;
 }
 inline bool fits(const Entry& entry, const Task& task) {
-  const auto divides = [&](int64_t size) {
-    return size > 0 && size <= INT32_MAX && size % entry.divisor == 0;
-  };
+  const auto divides = [&](int64_t size) { return size > 0 && size <= INT32_MAX && size % kDivisor == 0; };
   const auto is_aligned = [&](const void* p) { return reinterpret_cast<uintptr_t>(p) % kAlignment == 0; };
-  return entry.product == task.product && runs_on(entry, task) && task.num_rows > 0 && task.num_experts > 0 &&
+  return entry.product == task.product && can_run(task) && task.num_rows > 0 && task.num_experts > 0 &&
          std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
          std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned);
 }

@@ -77,14 +77,6 @@ struct TileLoader {
   const T* pointers[kCopies];
 };
 
-// The loader of an operand whose elements lie in memory as Source says.
-template <class Source, bool kAlongOuter>
-struct LoaderOf;
-template <typename T, bool kAlongOuter>
-struct LoaderOf<Rows<T>, kAlongOuter> {
-  using type = TileLoader<T, kAlongOuter>;
-};
-
 // The products of a block: Product multiplies the operands of a stage (multiply_stage) and stores the result.
 template <typename T, class Product>
 struct TileRing {
@@ -97,13 +89,13 @@ struct TileRing {
   }
 
   // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
-  template <bool kAlongM, bool kAlongN, class B>
-  __device__ __forceinline__ void multiply(const Rows<T>& a, int64_t m, const B& b, int64_t n,
+  template <bool kAlongM, bool kAlongN>
+  __device__ __forceinline__ void multiply(const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n,
                                            int64_t k_begin, int64_t k_end) {
     constexpr int kStep = TileOperand<T, true>::kK;
     char* const stages = ring();
     TileLoader<T, kAlongM> load_a(a, m, k_begin);
-    typename LoaderOf<B, kAlongN>::type load_b(b, n, k_begin);
+    TileLoader<T, kAlongN> load_b(b, n, k_begin);
     const int num_steps = static_cast<int>(ceil_div(k_end - k_begin, kStep));
     const auto load = [&](int step) {
       if (step < num_steps) {

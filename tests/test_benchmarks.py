@@ -88,7 +88,7 @@ def test_kernels_dry_run_and_report(tmp_path):
     out = tmp_path / "kernels.json"
     bench_gpu_kernels.main(["--dry-run", "--shapes", "Qwen:16384", "--out", str(out)])
     rows = json.loads(out.read_text())["results"]["rows"]
-    # A CPU has no kernels to profile, and none that decode.
+    # A CPU has no kernels to profile.
     assert [row["kernel"] for row in rows] == [
         *(f"grouped_mm, {product}" for product in ("x w1^T", "dh w1", "dh^T x")),
     ] + [
@@ -148,9 +148,10 @@ def write_run(folder, peers):
         "gpu_kernels",
         {"rows": [{"kernel": "F1 up", "expected": 1e-3, "seconds": {"median": 1.1e-3}}, {"kernel": "rest"}]},
     )
+    (folder / "logs").mkdir()
     if peers:
         write("gpu_peers", {"rows": [ours, record, row("SonicMoE", 2.2, 3.8)]})
-    (folder / "logs").mkdir()
+        (folder / "logs" / "prove.log").write_text("checking up\n\n8 proved, 4 slow\nkept in a.json\n")
     (folder / "logs" / "device.log").write_text("....\n40 passed, 2 skipped in 12.3s\n")
 
 
@@ -176,8 +177,11 @@ def test_sentences_of_a_gpu_run_are_written_into_the_pages(tmp_path, peers):
     )
     assert said in readme.splitlines() and said in measured.splitlines()
     section = measured.partition("## An H100\n")[2].partition("\n## ")[0]
+    assert "\n## An H200\n" not in measured
     assert "Graphs, streams and no synchronisation: 40 passed, 2 skipped." in section
-    assert "Two ranks on one GPU over NCCL: not finished." in section and "No proof was finished." in section
+    assert "Two ranks on one GPU over NCCL: not finished." in section
+    proved = "`prove`: 8 proved, 4 slow of 12 kernels" if peers else "No proof was finished."
+    assert f"* {proved}" in section
     assert "median of the layers: F1 up 1.10" in section and "for want of time: FastMoE E96" in section
     assert ("Beside SonicMoE" in section) == peers
     assert "## A language model" in measured

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from fmoe_ext.frozen import kept
-from fmoe_ext.frozen.formats import FORMATS
 from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops import chooser
 from fmoe_ext.ops._autograd import (
@@ -24,32 +23,11 @@ from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 _has_backward = ContextVar("a backward of this product will follow", default=False)
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
-# For devices without such kernels; those of cuda/ return the same where none of them is on and fits.
-_library.impl("_mxfp4_gemm", lambda x, *_: x.new_empty(0), "CompositeExplicitAutograd")
 _library.impl(
     "_decode_packed",
     lambda *packing: Quantized.of_rows(*packing[:5]).dequantize(packing[5]),
     "CompositeExplicitAutograd",
 )
-
-
-def mxfp4_gemm(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    transposed: bool,
-    interleaved: bool,
-) -> torch.Tensor | None:
-    """x @ weight[e].T + bias[e] on the rows of each expert, or x @ weight[e] if transposed, without decoding in memory.
-
-    data [E, out, in / 2] and scale [E, out, in / 32], uint8, are those of a Quantized in mxfp4. interleaved: its rows
-    are gate, up, ...; the result, or x if transposed, has gates before ups.
-    None if no kernel can: on the CPU, without a proof (ops.gpu_kernels), for another dtype than bfloat16, without rows.
-    """
-    y: torch.Tensor = torch.ops.fmoe_ext._mxfp4_gemm(x, data, scale, offs, bias, transposed, interleaved)
-    return y if y.dim() == 2 else None
 
 
 def frozen_gemm(
@@ -164,8 +142,6 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 
 register_autograd("fmoe_ext::frozen_gemm", _backward, _setup_context, places=(0, 3))
 register_not_differentiable("fmoe_ext::frozen_gemm_backward")
-
-register_not_differentiable("fmoe_ext::_mxfp4_gemm", "frozen_gemm has its gradient")
 register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 
 
@@ -184,13 +160,9 @@ def packed_product(
 ) -> torch.Tensor:
     """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
 
-    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise one pass decodes it in memory, to the dtype of rows.
+    One pass decodes the weight in memory, to the dtype of rows.
     keep: a backward will follow, whose product is the transposed one (kept.py).
     """
-    if number == FORMATS["mxfp4"].number and scale is not None:
-        y = mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)
-        if y is not None:
-            return y
     packing = scale, zero, number, interleaved
     decoded = kept.KEPT.decoded(weight, packing, rows.dtype, keep=keep, last=transposed)
     return grouped_gemm(rows, decoded, offs, bias, transposed)

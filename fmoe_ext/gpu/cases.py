@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.frozen import Quantized, frozen_gemm, frozen_mlp
+from fmoe_ext.frozen import Quantized, frozen_mlp
 from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 
 Results: TypeAlias = "dict[str, Tensor]"
@@ -31,11 +31,6 @@ class Case:
     bias: bool = True
     combine: bool = True  # weight and sum the choices of a token
     spread: str = "ragged"  # how the choices fall: even, ragged, one (expert) or none
-
-    @property
-    def rows_of_one(self) -> int:
-        """Rows of an expert on average."""
-        return self.T * self.K // self.E
 
     def __str__(self) -> str:
         return f"T {self.T}, K {self.K}, E {self.E}, D {self.D}, H {self.H}, {self.activation}, {self.spread}"
@@ -189,30 +184,14 @@ def frozen(
     return frozen_mlp(leaves["x"], *index, *arguments, case.activation, case.combine)
 
 
-def frozen_linear(
-    case: Case,
-    inputs: Inputs,
-    rows: Tensor,
-    frozen_gemm: Callable[..., Tensor] = frozen_gemm,
-) -> Tensor | None:
-    """frozen_gemm of rows with the last expert's w1 in MXFP4, as a linear layer; None without such weights."""
-    weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
-    if weights is None:
-        return None
-    bias = None if inputs.b1 is None else inputs.b1[-1:]
-    weight = weights[0].map(lambda t: t[-1:])
-    return frozen_gemm(rows, weight, None, bias)
-
-
 def results(
     case: Case,
     inputs: Inputs,
     expert_mlp: Callable[..., torch.Tensor] = ops.expert_mlp,
     grouped_gemm: Callable[..., torch.Tensor] = ops.grouped_gemm,
     frozen_mlp: Callable[..., torch.Tensor] = frozen_mlp,
-    frozen_gemm: Callable[..., torch.Tensor] = frozen_gemm,
 ) -> Results:
-    """Every result and gradient of expert_mlp, grouped_gemm, frozen_mlp and frozen_gemm, by name."""
+    """Every result and gradient of expert_mlp, grouped_gemm and frozen_mlp, by name."""
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, expert_mlp)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
@@ -227,11 +206,6 @@ def results(
     if packed is not None:
         (grad,) = torch.autograd.grad(packed, leaves["x"], inputs.grad)
         found |= {"frozen_mlp": packed.detach(), "frozen_mlp dx": grad}
-    rows = inputs.rows[: case.rows_of_one].detach().requires_grad_()
-    packed = frozen_linear(case, inputs, rows, frozen_gemm)
-    if packed is not None:
-        (grad,) = torch.autograd.grad(packed, rows, inputs.grad_rows[: case.rows_of_one])
-        found |= {"frozen_gemm": packed.detach(), "frozen_gemm dx": grad}
     return found
 
 

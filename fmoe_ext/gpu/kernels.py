@@ -46,11 +46,6 @@ def let_torch_compute(classes: Iterable[str]) -> None:
     torch.ops.fmoe_ext._set_gpu_torch_wins(list(classes))
 
 
-def is_mxfp4(kernel: str) -> bool:
-    """True if a kernel multiplies by frozen weights in MXFP4."""
-    return "_by_mxfp4." in kernel
-
-
 class _SmMargin:
     """SMs that persistent kernels leave free in this process: the largest number that was reserved.
 

@@ -16,7 +16,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import torch_path
-from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, frozen_linear, mlp
+from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
 from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 from fmoe_ext.gpu.target import Target
 
@@ -50,12 +50,6 @@ PRODUCTS = MappingProxyType(
         )
     )
 )
-FROZEN_OPERATIONS = (  # of weights in MXFP4; without their kernels the weights are decoded in memory
-    "frozen_mlp, MXFP4",
-    "frozen_mlp, MXFP4, gradient of the tokens",
-    "frozen_gemm, MXFP4, one group",
-    "frozen_gemm, MXFP4, one group, gradient of the rows",
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ Event = Start | Lost | Race | TorchWin
 
 
 def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """{each of OPERATIONS, and of FROZEN_OPERATIONS if the case has such weights: a call of it}"""
+    """{each of OPERATIONS: a call of it}"""
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, ops.expert_mlp)
     # Of one product each: what needs no gradient is no leaf.
@@ -110,32 +104,7 @@ def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
         forward,
         gradient(y, inputs.grad, *leaves.values()),
     )
-    found = dict(zip(OPERATIONS, calls, strict=True))
-    return found | _frozen_operations(case, inputs)
-
-
-def _frozen_operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    leaves = inputs.leaves("x")
-    rows = inputs.rows[: case.rows_of_one].detach().requires_grad_()
-    y, product = frozen(case, inputs, leaves), frozen_linear(case, inputs, rows)
-    if y is None or product is None:
-        return {}
-
-    @torch.no_grad()
-    def forward() -> object:
-        return frozen(case, inputs, leaves)
-
-    @torch.no_grad()
-    def multiply() -> object:
-        return frozen_linear(case, inputs, rows)
-
-    def gradient() -> object:
-        return torch.autograd.grad(y, leaves["x"], inputs.grad, retain_graph=True)
-
-    def gradient_of_rows() -> object:
-        return torch.autograd.grad(product, rows, inputs.grad_rows[: case.rows_of_one], retain_graph=True)
-
-    return dict(zip(FROZEN_OPERATIONS, (forward, gradient, multiply, gradient_of_rows), strict=True))
+    return dict(zip(OPERATIONS, calls, strict=True))
 
 
 @dataclass(frozen=True)
@@ -156,9 +125,8 @@ class Course:
 
     @property
     def classes(self) -> list[str]:
-        """TorchWin.where of its products; of a frozen weight those of what multiplies the decoded one."""
-        products = PRODUCTS.get(self.operation, ("rows_by_weight", "grad_input", "up", "grad_hidden"))
-        return [f"{product}/{self.numbers}/{self.rows}" for product in products]
+        """TorchWin.where of its products."""
+        return [f"{product}/{self.numbers}/{self.rows}" for product in PRODUCTS[self.operation]]
 
     @property
     def where(self) -> str | None:
@@ -205,7 +173,7 @@ class Races:
         """Find the products that torch wins; a kernel that loses all races of its product is beaten."""
         won: dict[Course, TorchWin] = {}
         for course, (ms, torch_ms) in self.times.items():
-            products = PRODUCTS.get(course.operation, ())
+            products = PRODUCTS[course.operation]
             if len(products) == 1 and ms > _TORCH_MARGIN * torch_ms:
                 won[course] = TorchWin(products[0], course.numbers, course.rows, ms, torch_ms)
         # where two cases of a class disagree, torch has to win in the sum
@@ -228,9 +196,7 @@ class Races:
         self.times.clear()
 
     def _run_until_none_is_slow(self, dtype: torch.dtype) -> Iterator[Event]:
-        packed = dtype == torch.bfloat16 and any(map(gpu_kernels.is_mxfp4, self.kernels))
-        names = [*OPERATIONS, *(FROZEN_OPERATIONS if packed else ())]
-        courses = [Course(case, name, dtype) for case in self.target.races for name in names]
+        courses = [Course(case, name, dtype) for case in self.target.races for name in OPERATIONS]
         while courses:
             yield from self._run_all(courses)
             courses = []
@@ -247,8 +213,7 @@ class Races:
             try:
                 functions = _operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
                 for course in mine:
-                    if course.operation in functions:
-                        yield from self._race(course, functions[course.operation])
+                    yield from self._race(course, functions[course.operation])
             except torch.OutOfMemoryError:  # a small GPU is proved by the races that fit
                 yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
@@ -256,7 +221,8 @@ class Races:
         """Find the kernel that loses most, by the geometric mean of its races, if one loses."""
         logs: dict[str, dict[Course, float]] = {}
         for (kernel, course), race in self.races.items():
-            logs.setdefault(kernel, {})[course] = math.log(race.ms / _rival_ms(race))
+            assert race.without_ms is not None
+            logs.setdefault(kernel, {})[course] = math.log(race.ms / race.without_ms)
         means = {kernel: sum(mine.values()) / len(mine) for kernel, mine in logs.items()}
         slowest = max(means, key=means.__getitem__, default=None)
         if slowest is None or means[slowest] <= math.log(MARGIN):
@@ -266,7 +232,7 @@ class Races:
         return slowest, Verdict(
             "slow",
             f"{math.exp(means[slowest]):.2f} times as long as without it in the mean of {len(mine)} races; "
-            f"{race.operation} ({race.shape}) takes {race.ms:.3f} ms, {_rival_ms(race):.3f} ms without it",
+            f"{race.operation} ({race.shape}) takes {race.ms:.3f} ms, {race.without_ms:.3f} ms without it",
         )
 
     def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
@@ -296,18 +262,10 @@ class Races:
             yield Race(name, shape, PORTABLE, ms, None, torch_ms)
 
     def _torch_milliseconds(self, course: Course, function: Callable[[], object]) -> float:
-        """Time the operation with torch's product instead of ours; a frozen weight is decoded first."""
-        gpu_kernels.switch_on(self.kernels if course.operation in PRODUCTS else ())
+        """Time the operation with torch's product instead of ours."""
+        gpu_kernels.switch_on(self.kernels)
         gpu_kernels.let_torch_compute(course.classes)
         try:
             return self.target.milliseconds(function)
         finally:
             gpu_kernels.let_torch_compute(())
-
-
-def _rival_ms(race: Race) -> float:
-    """Milliseconds without the kernel; where a weight is decoded instead, by our product or torch's, the faster one."""
-    assert race.without_ms is not None
-    if race.operation not in FROZEN_OPERATIONS or race.torch_ms is None:
-        return race.without_ms
-    return min(race.without_ms, race.torch_ms)

@@ -41,7 +41,6 @@ OPERATORS = (
     "grouped_gemm",
     "grouped_gemm_backward",
     "grouped_gemm_backward_accumulate",
-    "_mxfp4_gemm",
     "_decode_packed",
     "expert_mlp",
     "expert_mlp_backward",

@@ -19,8 +19,7 @@ def hopper_kernels(emulated):
     """{product: names of its kernels}, in the order of the table."""
     kernels = {}
     for name in emulated._gpu_kernels():
-        if "_by_mxfp4" not in name:
-            kernels.setdefault(name.split(".")[0], []).append(name)
+        kernels.setdefault(name.split(".")[0], []).append(name)
     return kernels
 
 

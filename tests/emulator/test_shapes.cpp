@@ -6,7 +6,6 @@
 //
 // Shape n is drawn from seed n: a failure names it.
 #include "../../cuda/select.h"
-#include "mxfp4_cases.h"
 #include "sm90_backward.h"
 #include "sm90_forward.h"
 
@@ -40,24 +39,13 @@ struct Draw {
   }
 };
 
-std::vector<const Entry*> hopper_entries() {
-  std::vector<const Entry*> found;
-  for (const Entry& entry : kEntries)
-    if (is_hopper(&entry)) found.push_back(&entry);
-  return found;
-}
-
 // The two widths as a Case names them: D and H.
 void draw_widths(Draw& draw, const Entry& entry, Case& c) {
   constexpr int kStep = 64;
   const int columns = entry.tile_columns;
-  const bool packed = is_of_mxfp4(entry.product);
-  const int unit = packed ? 32 : kUnit;
-  c.D = draw.width(kStep, unit);
-  c.H = draw.width(columns, unit);
-  if (entry.product == Product::rows_by_weight || entry.product == Product::grad_input ||
-      entry.product == Product::grad_by_mxfp4)
-    std::swap(c.D, c.H);
+  c.D = draw.width(kStep, kUnit);
+  c.H = draw.width(columns, kUnit);
+  if (entry.product == Product::rows_by_weight || entry.product == Product::grad_input) std::swap(c.D, c.H);
   if (entry.product == Product::grad_weight) {
     c.D = draw.width(128, kUnit);
     c.H = draw.width(256, kUnit);
@@ -66,9 +54,8 @@ void draw_widths(Draw& draw, const Entry& entry, Case& c) {
 }
 
 Drawn draw_shape(unsigned seed) {
-  static const std::vector<const Entry*> entries = hopper_entries();
   Draw draw{std::mt19937(seed)};
-  const Entry& entry = *entries[seed % entries.size()];
+  const Entry& entry = kEntries[seed % kNumEntries];
   Case c{{}, 0, 0, 0, 1 + draw.below(9), entry.tile_columns};
   draw_widths(draw, entry, c);
   c.padding = draw.of({0, 0, 1, 2, 134});
@@ -100,10 +87,6 @@ void run(const Drawn& drawn) {
       const Gathered gathered = flags[0] ? Gathered::a : flags[1] ? Gathered::b : Gathered::none;
       return flags[2] ? run_weight<T, float>(c, gathered) : run_weight<T, T>(c, gathered);
     }
-    case Product::rows_by_mxfp4:
-      return run_mxfp4(c, {false, flags[0] && c.H % 2 == 0, flags[1]}, false, flags[2]);
-    case Product::grad_by_mxfp4:
-      return run_mxfp4(c, {true, flags[0], false}, false, flags[2]);
   }
 }
 
@@ -125,7 +108,7 @@ void run_shape(unsigned seed) {
   emu::config.seed = seed;
   emu::config.preempt = seed % 5 == 4 ? 4 : 0;
   try {
-    seed % 3 == 2 && !is_of_mxfp4(drawn.entry->product) ? run<__half>(drawn) : run<bf16>(drawn);
+    seed % 3 == 2 ? run<__half>(drawn) : run<bf16>(drawn);
   } catch (emu::Error& error) {
     CHECK(false, "%s: %s", text.c_str(), error.what());
   }

@@ -62,28 +62,6 @@ void test_selection() {
   is(chosen(Product::grad_hidden, 4096 * 8), "grad_hidden.128x128");
   is(chosen(Product::grad_weight, 512 * 8), "grad_weight.128x256");
 }
-// A weight in MXFP4: on Hopper its own kernel, on other devices and for odd widths the portable one, for
-// other numbers than bfloat16 none.
-void test_selection_of_mxfp4() {
-  for (const Product product : {Product::rows_by_mxfp4, Product::grad_by_mxfp4}) {
-    const std::string name = product == Product::rows_by_mxfp4 ? "rows_by_mxfp4" : "grad_by_mxfp4";
-    const auto is = [&](int capability, int64_t size, Dtype dtype, const std::string& expected) {
-      const Entry* entry = select({.product = product,
-                                   .dtype = dtype,
-                                   .capability = capability,
-                                   .sizes = {size, 32},
-                                   .num_rows = 100,
-                                   .num_experts = 2});
-      CHECK((entry ? entry->name : "") == expected, "sm_%d, %ld rows: %s, expected %s", capability,
-            static_cast<long>(size), entry ? entry->name : "none", expected.c_str());
-    };
-    is(90, 64, Dtype::bf16, name + ".128x256");
-    is(90, 60, Dtype::bf16, name + ".128x128");
-    for (const int capability : {80, 89, 100, 120}) is(capability, 64, Dtype::bf16, name + ".128x128");
-    is(75, 64, Dtype::bf16, "");
-    for (const Dtype dtype : {Dtype::f16, Dtype::f32, Dtype::f64}) is(90, 64, dtype, "");
-  }
-}
 // What is switched off is not chosen; what is left serves whatever it can compute.
 void test_switches() {
   const auto only = [](const std::string& name) {
@@ -117,7 +95,6 @@ int main(int argc, char** argv) {
   std::vector<int> many_experts(70, 0);  // more than a warp has lanes
   for (const int e : {0, 5, 31, 32, 40, 63, 64, 69}) many_experts[e] = 2 + e;
   test_selection();
-  test_selection_of_mxfp4();
   test_switches();
   test_fast_curve<CurveKind::gelu>();
   test_fast_curve<CurveKind::gelu_tanh>();

@@ -11,11 +11,10 @@ import torch
 
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
-from fmoe_ext.gpu.cases import Case
 from fmoe_ext.gpu.child import Work
 from fmoe_ext.gpu.cli import main, run
 from fmoe_ext.gpu.prove import prove
-from fmoe_ext.gpu.races import FROZEN_OPERATIONS, OPERATIONS, PRODUCTS, Course, Race, Races, Start
+from fmoe_ext.gpu.races import OPERATIONS, PRODUCTS, Course, Race, Races, Start
 from fmoe_ext.gpu.report import summary
 from fmoe_ext.gpu.target import Unavailable
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
@@ -336,28 +335,7 @@ def needs_emulator():
 @pytest.mark.long
 def test_prove_emulated_gpu(needs_emulator):
     kernels = ("up.128x256", "rows_by_weight.128x192", "grad_hidden.128x128", "grad_weight.128x256")
-    kernels += ("rows_by_mxfp4.128x256", "grad_by_mxfp4.128x128")
     proof, _ = prove_quietly(Emulated(kernels), limit=600.0, budget=1200.0)
     assert states(proof) == dict.fromkeys(("portable", *kernels), "proved")
-    assert {race.kernel for race in proof.races} == {
-        "portable",
-        *kernels,
-    }  # nothing for the gradient of the rows
-    frozen = {race.operation: race.kernel for race in proof.races if race.operation in FROZEN_OPERATIONS}
-    for name, kernel in frozen.items():
-        assert kernel == kernels[-1 if "gradient" in name else -2], name
-    assert tuple(frozen) == FROZEN_OPERATIONS
-
-
-def test_kernel_of_packed_weights_races_against_torch_as_well():
-    """Without it the weight is decoded, and multiplied by whatever is fastest."""
-    operation = FROZEN_OPERATIONS[0]
-    races = Races(Pretend(), ["rows_by_mxfp4.a"])
-    course = Course(Case(16, 2, 4, 32, 32), operation, torch.bfloat16)
-    for torch_ms, lost in ((None, False), (2.2, False), (1.9, True)):
-        races.races = {
-            ("rows_by_mxfp4.a", course): Race(operation, course.shape, "rows_by_mxfp4.a", 2.0, 2.1, torch_ms)
-        }
-        slowest = races._slowest()
-        assert (slowest is not None) == lost
-    assert slowest is not None and slowest[1].reason.endswith("takes 2.000 ms, 1.900 ms without it")
+    # nothing for the gradient of the rows
+    assert {race.kernel for race in proof.races} == {"portable", *kernels}

@@ -413,12 +413,6 @@ def frozen_gemm_backward(d):
     )
 
 
-def mxfp4_gemm(d):
-    arguments = {"x": d.floats(d.T * d.K, 32), "data": torch.zeros(d.E, d.H, 16, dtype=torch.uint8)}
-    arguments |= {"scale": torch.zeros(d.E, d.H, 1, dtype=torch.uint8), "offs": d.sort.offs, "bias": None}
-    return Call(native._mxfp4_gemm, arguments | {"transposed": False, "interleaved": False})
-
-
 def clamped_glu(d):
     arguments = {"h": d.floats(d.T, 2 * d.D), "alpha": 1.0, "limit": 2.0, "offset": 0.0}
     arguments |= {"interleaved": True, "clamps_activated": False}
@@ -582,7 +576,6 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "_choose_experts": choose_experts,
         "_columns_of_rows": columns_of_rows,
         "_experts_of_rows": experts_of_rows,
-        "_mxfp4_gemm": mxfp4_gemm,
         "_pad_routing": pad_routing,
         "_token_ways": token_ways,
     }

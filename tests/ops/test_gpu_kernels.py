@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import warnings
 from types import SimpleNamespace
@@ -419,6 +420,18 @@ def test_shipped_proofs_are_about_kernels_of_this_tree():
         assert {verdict["sources"] for verdict in found["verdicts"].values()} <= known, file.name
 
 
+def test_shipped_proof_of_an_h200_serves_its_compute_capability(cache):
+    digests = sources_digest.digests(["-std=c++20", "-O3"])
+    table = (sources_digest.ROOT / "cuda" / "select.h").read_text()
+    entries = dict(re.findall(r'\{"(\w+\.\w+)", Product::\w+, "(\w+)"', table))
+    sources = {"portable": digests["portable"], **{name: digests[file] for name, file in entries.items()}}
+    assert len(sources) == 8
+    own = gpu_proof.load(Key("NVIDIA H200", 90), sources)
+    assert set(own.named("proved")) == set(sources) and not own.is_of_another and own.races
+    assert gpu_proof.load(Key("NVIDIA H100 80GB HBM3", 90), sources).is_of_another
+    assert gpu_proof.load(Key("NVIDIA A100-SXM4-80GB", 80), sources) is None
+
+
 def test_digests_change_with_words_of_what_a_kernel_reaches(tmp_path):
     root = tmp_path / "tree"
     for folder in ("cuda", "csrc"):
@@ -426,7 +439,7 @@ def test_digests_change_with_words_of_what_a_kernel_reaches(tmp_path):
     first = sources_digest.digests(root=root)
     assert first == sources_digest.digests()
     hopper = {name for name in first if name != "portable"}
-    assert {"sm90_up", "sm90_grad_weight", "sm90_mxfp4"} <= hopper
+    assert {"sm90_up", "sm90_grad_weight"} <= hopper
 
     def changed(name, old, new):
         file = root / name
