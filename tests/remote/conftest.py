@@ -2,17 +2,31 @@
 
 import contextlib
 import dataclasses
+import inspect
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 
 import pytest
 from processes import SERVER, Process, Zygote
 
-from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Settings, StaticList, loop
+from fmoe_ext.remote import (
+    Client,
+    DeclaredExperts,
+    Directory,
+    Options,
+    RemoteExpert,
+    Server,
+    Settings,
+    StaticList,
+    loop,
+)
 from fmoe_ext.remote.discovery import DiscoveryError
-from fmoe_ext.remote.etcd.client import EtcdClient
+from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.etcd.client import EtcdClient, build
 from tests import ports
 
 LONG = 60.0  # seconds that nothing takes here, on however slow and busy a machine
@@ -65,6 +79,37 @@ def start_etcd(folder, host="127.0.0.1"):
     raise RuntimeError("etcd did not start within 120 s")
 
 
+def end(thing):
+    """Ends a server, client, caller, discovery, directory or network."""
+    names = [name for name in ("stop", "shutdown", "close") if hasattr(thing, name)]
+    result = getattr(thing, names[0])()
+    if inspect.isawaitable(result):
+        loop.run(result, LONG)
+
+
+@pytest.fixture
+def ends():
+    """ends(thing) -> thing, which ends after the test, whatever happens: the last one first."""
+    with contextlib.ExitStack() as stack:
+
+        def at_the_end(thing):
+            stack.callback(end, thing)
+            return thing
+
+        yield at_the_end
+
+
+@pytest.fixture(autouse=True)
+def no_server_is_left():
+    """Fails a test that leaves a server in this process, where it would go on in the registry of the next tests."""
+    before = set(threading.enumerate())
+    yield
+    left = [
+        thread for thread in threading.enumerate() if thread.name == "fmoe-compute" and thread not in before
+    ]
+    assert not left, f"{len(left)} servers of this test still run: give them to the fixture `ends`"
+
+
 @pytest.fixture(scope="session")
 def etcd_endpoint(tmp_path_factory):
     process, endpoint = start_etcd(tmp_path_factory.mktemp("etcd"))
@@ -75,15 +120,21 @@ def etcd_endpoint(tmp_path_factory):
 
 @pytest.fixture
 def etcd(etcd_endpoint):
-    """The endpoint of an empty etcd."""
-    from fmoe_ext.remote.etcd.client import build
+    """The endpoint of an empty etcd, which no server of an earlier test uses."""
 
     async def empty():
         client = EtcdClient(etcd_endpoint)
+        entries, _ = await client.read(keys.SERVERS)
         await client._call("/etcdserverpb.KV/DeleteRange", build({1: b"/", 2: b"0"}), 5.0)
         await client.close()
+        servers = [keys.load_server(entry.value) for entry in entries]
+        return [server.endpoint for server in servers if server is not None]
 
-    loop.run(empty(), 60)
+    for endpoint in loop.run(empty(), 60):  # a dead one's entry stays until its lease ends
+        host, _, port = endpoint.rpartition(":")
+        if host == "127.0.0.1":
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5.0):
+                pytest.fail(f"an earlier test left the server at {endpoint}, which writes into this registry")
     return etcd_endpoint
 
 
@@ -110,6 +161,13 @@ def start_process(zygote, tmp_path):
 
 
 @pytest.fixture
+def expert_at(ends):
+    """expert_at(endpoint, uid) -> the expert at this server, which is not waited for."""
+    client = ends(Client(settings=dataclasses.replace(PATIENT, patience=0)))
+    return lambda endpoint, uid="expert.0": RemoteExpert(uid, endpoint, client)
+
+
+@pytest.fixture
 def start_server(start_process):
     """start_server(*flags) -> Process of a small fmoe-server on 127.0.0.1"""
     small = ("--hidden_dim", 16, "--num_threads", 1, "--listen_on")
@@ -117,18 +175,13 @@ def start_server(start_process):
 
 
 @pytest.fixture
-def serve():
+def serve(ends):
     """serve(**options of the server, settings=, credentials=) -> (Server, Directory that finds its experts)."""
-    stop = []
 
     def start(settings=None, credentials=None, discovery=None, **options):
         discovery = discovery or StaticList()
         given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1"), "listen_on": ports.endpoint()}
-        server = Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start()
-        directory = Directory(discovery, settings or PATIENT, credentials)
-        stop.extend((directory.shutdown, server.stop))
-        return server, directory
+        server = ends(Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start())
+        return server, ends(Directory(discovery, settings or PATIENT, credentials))
 
-    yield start
-    for end in stop:
-        end()
+    return start

@@ -25,20 +25,18 @@ from tests.remote.conftest import wait_until, within
 
 
 @pytest.fixture(params=["static", "dht", "etcd"])
-def pair(request):
+def pair(ends, request):
     """Two faces of one directory, as two servers see it."""
     if request.param == "static":
         one = StaticList()
         two = one
     elif request.param == "dht":
-        one = loop.run(open_node([], ports.endpoint()), 60)
-        two = loop.run(open_node([f"127.0.0.1:{one.node.port}"], ports.endpoint()), 60)
+        one = ends(loop.run(open_node([], ports.endpoint()), 60))
+        two = ends(loop.run(open_node([f"127.0.0.1:{one.node.port}"], ports.endpoint()), 60))
     else:
         endpoint = request.getfixturevalue("etcd")
-        one, two = EtcdDiscovery(endpoint), EtcdDiscovery(endpoint)
-    yield one, two
-    for each in {one, two}:
-        loop.run(each.close(), 60)
+        one, two = ends(EtcdDiscovery(endpoint)), ends(EtcdDiscovery(endpoint))
+    return one, two
 
 
 def run(coroutine):
@@ -149,7 +147,7 @@ def test_bad_uids_are_refused(pair, uid):
 @pytest.mark.parametrize(
     "uid", ["ffn.5.17", "my::experts.3", "4you.1", "größe.2", "専門家.0.1", "a-b_c.2147483647"]
 )
-def test_uids_of_hivemind_are_found(pair, serve, uid):
+def test_uids_of_hivemind_are_found(ends, pair, uid):
     """Prefixes were ASCII words that begin with a letter."""
     one, two = pair
     prefix = uid.partition(".")[0]
@@ -157,9 +155,9 @@ def test_uids_of_hivemind_are_found(pair, serve, uid):
     assert run(two.get([uid]))[0].endpoints == ("a:1",)
     assert run(two.successors([prefix + "."])) == {prefix + ".": {int(uid.split(".")[1])}}
     directory = Directory(two)
+    ends(directory.client)
     known, *others = directory.get_experts([uid, "no name", "expert", "", uid + ".5", None])
     assert known.uid == uid and others == [None] * 5
-    loop.run(directory.client.close(), 60)
 
 
 def test_uids_of_any_alphabet_are_served_and_saved(serve, tmp_path):
@@ -177,14 +175,13 @@ def test_uids_and_prefixes():
     assert prefixes_of("grid.1.7") == [("grid", 1), ("grid.1", 7)]
 
 
-def test_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
-    nowhere = EtcdDiscovery("127.0.0.1:1")
+def test_etcd_that_does_not_answer_costs_no_more_than_the_timeout(ends):
+    nowhere = ends(EtcdDiscovery("127.0.0.1:1"))
     with within(20), pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):
         loop.run(nowhere.get(["expert.0"], timeout=0.5), 60)
-    loop.run(nowhere.close(), 60)
 
 
-def test_owner_keeps_its_experts_when_strangers_claim_them(serve, tmp_path, caplog):
+def test_owner_keeps_its_experts_when_strangers_claim_them(ends, serve, tmp_path, caplog):
     """The trained expert was deleted as soon as the directory named another owner."""
     discovery = StaticList()
     options = {"ttl": 0.3, "checkpoint_dir": tmp_path, "expert_uids": ("expert.0",)}
@@ -193,7 +190,7 @@ def test_owner_keeps_its_experts_when_strangers_claim_them(serve, tmp_path, capl
     x = torch.ones(2, 16)
     expert(x).sum().backward()
     learned = expert(x)
-    own = RemoteExpert("expert.0", server.endpoint, Client(settings=Settings(patience=0.0)))
+    own = RemoteExpert("expert.0", server.endpoint, ends(Client(settings=Settings(patience=0.0))))
 
     discovery._records["expert.0"] = ExpertRecord("expert.0", ("127.0.0.1:1",))  # the claim of a stranger
     wait_until(lambda: server.service.withheld == {"expert.0"})

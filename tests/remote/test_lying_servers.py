@@ -146,20 +146,12 @@ class LyingServer:
 
 
 @pytest.fixture
-def lying():
-    started = []
-
-    def start(**lies):
-        started.append(LyingServer(**lies))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+def lying(ends):
+    return lambda **lies: ends(LyingServer(**lies))
 
 
-def test_honest_answers_of_the_lying_server_pass(lying):
-    expert = RemoteExpert("expert.0", lying().endpoint, Client(settings=QUICK))
+def test_honest_answers_of_the_lying_server_pass(ends, lying):
+    expert = RemoteExpert("expert.0", lying().endpoint, ends(Client(settings=QUICK)))
     x = torch.zeros(4, D, requires_grad=True)
     y = expert(x)
     y.sum().backward()
@@ -167,10 +159,10 @@ def test_honest_answers_of_the_lying_server_pass(lying):
 
 
 @pytest.mark.parametrize(("method", "data"), LIES)
-def test_every_lie_of_a_server_is_a_remote_error(lying, method, data):
+def test_every_lie_of_a_server_is_a_remote_error(ends, lying, method, data):
     """RuntimeError, OverflowError and WireError came through as they were; bad gradients were taken."""
     server = lying(**{method: data})
-    expert = RemoteExpert("expert.0", server.endpoint, Client(settings=QUICK))
+    expert = RemoteExpert("expert.0", server.endpoint, ends(Client(settings=QUICK)))
     x = torch.zeros(4, D, requires_grad=True)
     believable = data is INFO_LIES["other width"]  # then the input does not fit, and is not sent
     with within(20), pytest.raises(SchemaError if believable else RemoteError):
@@ -194,7 +186,7 @@ def test_mixture_survives_every_lying_server(serve, lying, method, data):
     assert server.host.experts["expert.0"].version == 1
 
 
-def test_output_of_another_width_is_refused_by_mixture_and_layer(serve, lying):
+def test_output_of_another_width_is_refused_by_mixture_and_layer(ends, serve, lying):
     """A schema of its own let a server return rows that did not fit those of the others."""
     one, _ = serve(expert_uids=("expert.0",))
     two, _ = serve(expert_uids=("expert.2",))
@@ -203,7 +195,7 @@ def test_output_of_another_width_is_refused_by_mixture_and_layer(serve, lying):
     where = {"expert.0": one.endpoint, "expert.1": liar.endpoint, "expert.2": two.endpoint}
     moe = RemoteMixtureOfExperts(D, (3,), StaticList(where), "expert", k_best=3, forward_timeout=30)
     assert moe(torch.zeros(4, D)).shape == (4, D)
-    client = Client(settings=QUICK)
+    client = ends(Client(settings=QUICK))
     layer = RemoteExperts([RemoteExpert(uid, at, client) for uid, at in list(where.items())[:2]])
     y = layer(torch.ones(8, D), torch.tensor([4, 4]))
     assert y.shape == (8, D) and (y[4:] == 0).all() and (y[:4] != 0).any()

@@ -259,7 +259,7 @@ def test_call_to_a_server_without_parts_is_sent_whole():
 
 
 @pytest.fixture
-def follower():
+def follower(ends):
     """A server with the methods of replicas; its `appends` are what came."""
 
     class Follower(DeclaredExperts):
@@ -274,12 +274,8 @@ def follower():
             self.appends.append(append)
             return Reply(True, append.end, append.term)
 
-    server = Server(
-        Options(expert_cls="nop", hidden_dim=D, expert_uids=("expert.0",), listen_on=ports.endpoint()),
-        Follower(StaticList()),
-    ).start()
-    yield server
-    server.stop()
+    options = Options(expert_cls="nop", hidden_dim=D, expert_uids=("expert.0",), listen_on=ports.endpoint())
+    return ends(Server(options, Follower(StaticList())).start())
 
 
 def test_updates_of_other_servers_hold_memory_until_they_are_applied(follower):

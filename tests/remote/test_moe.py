@@ -163,9 +163,9 @@ def test_switch_counts_the_utilization_of_its_grid(serve):
         RemoteSwitchMixtureOfExperts(D, (2, 3), directory, "grid", utilization_alpha=0)
 
 
-def test_layer_of_remote_and_local_experts(serve):
+def test_layer_of_remote_and_local_experts(ends, serve):
     server, _ = serve(training=FROZEN)
-    client = Client(settings=Settings(forward_timeout=3, patience=0.0))
+    client = ends(Client(settings=Settings(forward_timeout=3, patience=0.0)))
     torch.manual_seed(0)
     local = [torch.nn.Linear(D, D), torch.nn.Linear(D, D)]
     remote = [RemoteExpert(uid, server.endpoint, client) for uid in ("expert.0", "expert.1")]

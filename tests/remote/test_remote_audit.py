@@ -37,12 +37,12 @@ def test_cheating_server_is_caught(serve, lie):
     assert auditor.caught[server.endpoint] == 1
 
 
-def test_weights_come_from_another_replica(serve):
+def test_weights_come_from_another_replica(ends, serve):
     """A server that answers by its own wrong weights is found by the weights of an honest replica."""
     liar, _ = serve()
     honest, _ = serve()
     liar.compute.call(lambda: [p.add_(1) for p in liar.host.parameters("expert.0").values()]).result(60)
-    client = Client()
+    client = ends(Client())
     handle = client.handle("expert.0", (liar.endpoint, honest.endpoint))
     with pytest.raises(Cheated, match=liar.endpoint):
         Auditor(client, seed=0).check(handle, torch.randn(4, 16))

@@ -25,6 +25,7 @@ from fmoe_ext.remote import (
     protocol,
 )
 from fmoe_ext.remote.client.caller import Caller
+from fmoe_ext.remote.discovery import ExpertRecord
 from fmoe_ext.remote.wire import Message, encode
 from tests import ports
 from tests.remote.conftest import LONG, PATIENT, QUICK, wait_until, within
@@ -48,8 +49,10 @@ def busy_device(server):
     """The thread that computes is stuck."""
     go_on = threading.Event()
     server.compute.call(go_on.wait)
-    yield
-    go_on.set()
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 def works(directory, uid="expert.1"):
@@ -120,10 +123,11 @@ def test_bad_calls_are_refused_and_the_server_goes_on(serve, method, data, text)
     assert works(directory)
 
 
-def test_unknown_uid(serve):
+def test_unknown_uid(ends, serve):
     server, _ = serve()
+    expert = RemoteExpert("expert.9", server.endpoint, ends(Client(settings=QUICK)))
     with within(20), pytest.raises(ExpertGone, match=r"expert\.9"):
-        RemoteExpert("expert.9", server.endpoint, Client(settings=QUICK))(X)
+        expert(X)
 
 
 def test_message_over_the_cap(serve):
@@ -133,10 +137,10 @@ def test_message_over_the_cap(serve):
     assert works(directory)
 
 
-def test_fuzzed_calls_never_stop_a_server(serve):
+def test_fuzzed_calls_never_stop_a_server(ends, serve):
     """1,000 broken messages over the wire (10,000 through the reader alone: test_wire.py), 50 at a time."""
     server, directory = serve(settings=QUICK)
-    rng = random.Random(1)
+    rng, caller = random.Random(1), ends(Caller())
     good = call(meta={"id": "0" * 32}, **{"0": X, "grad": G})
 
     def broken():
@@ -149,12 +153,11 @@ def test_fuzzed_calls_never_stop_a_server(serve):
     async def storm():
         import asyncio
 
-        caller, codes = Caller(), []
+        codes = []
         for _ in range(20):
             methods = [rng.choice((protocol.FORWARD, protocol.BACKWARD, protocol.INFO)) for _ in range(50)]
             calls = [caller.call(server.endpoint, method, broken(), LONG) for method in methods]
             codes += await asyncio.gather(*calls, return_exceptions=True)
-        await caller.close()
         return codes
 
     results = loop.run(storm(), 20 * LONG)
@@ -164,14 +167,14 @@ def test_fuzzed_calls_never_stop_a_server(serve):
     assert works(directory)
 
 
-def test_one_bad_call_does_not_fail_those_it_is_batched_with(serve):
+def test_one_bad_call_does_not_fail_those_it_is_batched_with(ends, serve):
     """Gradients that overflow the weights' are found when their group is split."""
     server, directory = serve(expert_uids=("expert.0",))
     huge = torch.full((2, D), 3e38)
     results = {}
 
     def go(name, x, grad):
-        client = Client(settings=dataclasses.replace(PATIENT, patience=0))
+        client = ends(Client(settings=dataclasses.replace(PATIENT, patience=0)))
         handle = client.handle("expert.0", server.endpoint)
         try:
             results[name] = loop.run(client.backward(handle, (x,), grad, 0, LONG), 2 * LONG)
@@ -217,24 +220,24 @@ def test_hung_server(serve):
     assert works(directory)
 
 
-def test_host_that_swallows_everything():
+def test_host_that_swallows_everything(ends):
     """A port that accepts and never says a word: info has a deadline too."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         settings = Settings(info_timeout=0.5, forward_timeout=0.5, patience=0)
-        expert = RemoteExpert("expert.0", endpoint, Client(settings=settings))
+        expert = RemoteExpert("expert.0", endpoint, ends(Client(settings=settings)))
         with within(20), pytest.raises(RemoteError):  # CallTimeout, not just any TimeoutError
             expert.schema()
         with within(20), pytest.raises(RemoteError):
             expert(X)
 
 
-def test_slow_replica_is_hedged(serve):
+def test_slow_replica_is_hedged(ends, serve):
     one, _ = serve()
     two, _ = serve()
-    client = Client(settings=dataclasses.replace(PATIENT, hedge_after=0.1))
+    client = ends(Client(settings=dataclasses.replace(PATIENT, hedge_after=0.1)))
     expert = RemoteExpert("expert.0", (one.endpoint, two.endpoint), client)
     expert(X)
     with busy_device(one), within(20):
@@ -243,18 +246,56 @@ def test_slow_replica_is_hedged(serve):
     assert torch.isfinite(y).all()
 
 
-def test_server_that_comes_back(serve):
+def test_replica_that_lacks_an_acknowledged_update_is_not_believed(ends, serve):
+    """A member that had left the replicas, but not the client's record, answered for a leader whose answer was lost."""
+    leader, _ = serve()
+    left_behind, _ = serve()
+    client = ends(Client(settings=PATIENT))
+    expert = RemoteExpert("expert.0", (leader.endpoint, left_behind.endpoint), client)
+    expert(X).sum().backward()
+    truth = RemoteExpert("expert.0", leader.endpoint, client)(X)
+    deliver, lost = client.caller.call, []
+
+    async def lose_one_answer(endpoint, *rest):
+        answer = await deliver(endpoint, *rest)
+        if endpoint == leader.endpoint and not lost:
+            lost.append(endpoint)
+            raise CallTimeout(f"the answer of {endpoint} was lost")
+        return answer
+
+    client.caller.call = lose_one_answer
+    y = expert(X)
+    assert lost and left_behind.metrics.count("calls_total", method="forward", code="OK") == 1
+    assert torch.equal(y, truth)
+    assert expert.handle.acknowledged == 1
+
+
+def test_leader_that_lost_updates_is_believed(ends, serve):
+    """All replicas died, and a checkpoint came back: what it has is the expert now, at followers too."""
+    one, _ = serve()
+    two, _ = serve()
+    expert = RemoteExpert("expert.0", one.endpoint, ends(Client(settings=PATIENT)))
+    before = expert(X)
+    expert(X).sum().backward()
+    expert.handle.record = ExpertRecord("expert.0", (two.endpoint,))
+    assert torch.equal(expert(X), before)
+    assert expert.handle.acknowledged == 0
+
+
+def test_server_that_comes_back(ends, serve):
     server, _ = serve()
     endpoint = server.endpoint
-    client = Client(settings=dataclasses.replace(PATIENT, patience=LONG))
+    client = ends(Client(settings=dataclasses.replace(PATIENT, patience=LONG)))
     expert = RemoteExpert("expert.0", endpoint, client)
     expert(X)
     server.stop()
     timer = threading.Timer(0.5, lambda: serve(listen_on=endpoint))
     timer.start()
-    with within(40):
-        expert(X)
-    timer.join()
+    try:
+        with within(40):
+            expert(X)
+    finally:
+        timer.join()
 
 
 def test_port_busy(serve):
@@ -282,9 +323,9 @@ def test_random_free_uids_of_a_pattern(serve):
         serve(discovery=directory.discovery, expert_uids=(), expert_pattern="expert.[0:5]", num_experts=1)
 
 
-def test_queue_full(serve):
+def test_queue_full(ends, serve):
     server, _ = serve(max_waiting=2)
-    expert = RemoteExpert("expert.0", server.endpoint, Client(settings=Settings(forward_timeout=4.0)))
+    expert = RemoteExpert("expert.0", server.endpoint, ends(Client(settings=Settings(forward_timeout=4.0))))
     expert.schema()
 
     def fail():
@@ -352,7 +393,7 @@ def test_forked_child_is_refused_at_once(serve):
     assert text.startswith("this process was forked from one that had called remote experts"), text
 
 
-def test_proxy_of_the_environment_is_named(serve, monkeypatch):
+def test_proxy_of_the_environment_is_named(ends, serve, monkeypatch):
     """ray-project/ray#6662: grpc sends calls of the next room to a proxy that knows nobody there."""
     monkeypatch.setenv("http_proxy", f"http://{ports.endpoint()}")
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
@@ -362,7 +403,5 @@ def test_proxy_of_the_environment_is_named(serve, monkeypatch):
     with pytest.raises(ExpertGone, match=r"calls go to the proxy of .*no_proxy=127\.0\.0\.1 leads past it"):
         expert(torch.ones(1, D))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert RemoteExpert("expert.0", server.endpoint, Client(settings=PATIENT))(torch.ones(1, D)).shape == (
-        1,
-        D,
-    )
+    expert = RemoteExpert("expert.0", server.endpoint, ends(Client(settings=PATIENT)))
+    assert expert(torch.ones(1, D)).shape == (1, D)

@@ -38,29 +38,21 @@ PROBE = Append(UID, Term(1, "a"), 0, End())
 
 
 @pytest.fixture
-def cluster(etcd):
-    servers = []
-
+def cluster(ends, etcd):
     def add(uids=(UID,), ttl=6.0, replicas=2, **options):
         given = {"hidden_dim": D, "expert_uids": uids, "num_experts": 0, "listen_on": ports.endpoint()}
         given["training"] = Training("sgd", lr=0.05)
         placement = ReplicatedExperts(Replication(etcd, replicas, ttl, ack_timeout=5.0, recovery_wait=3.0))
-        servers.append(Server(Options(**{**given, **options}), placement).start())
-        return servers[-1]
+        return ends(Server(Options(**{**given, **options}), placement).start())
 
     add.endpoint = etcd
-    yield add
-    for server in servers:
-        server.stop()
+    return add
 
 
 @pytest.fixture
-def client(etcd):
-    discovery = EtcdDiscovery(etcd)
-    client = Client(discovery, dataclasses.replace(PATIENT, patience=LONG))
-    yield client
-    loop.run(client.close(), 60)
-    loop.run(discovery.close(), 60)
+def client(ends, etcd):
+    discovery = ends(EtcdDiscovery(etcd))
+    return ends(Client(discovery, dataclasses.replace(PATIENT, patience=LONG)))
 
 
 def role(server, uid=UID):
@@ -158,7 +150,7 @@ def test_repeated_request_is_applied_once_also_by_the_next_leader(cluster, clien
     assert state_of(follower)[0] == 1
 
 
-def test_leader_cut_off_acknowledges_nothing(cluster, client):
+def test_leader_cut_off_acknowledges_nothing(ends, cluster, client):
     """It still believes to lead: no update of its is acknowledged, and it takes a copy when the next one calls it."""
     leader, follower = pair_up(cluster(), cluster())
     step(client, 0)
@@ -176,9 +168,8 @@ def test_leader_cut_off_acknowledges_nothing(cluster, client):
     loop.run(cut_off(), 60)
     wait_until(lambda: role(follower) is Role.LEADER, "the follower leads")
     assert role(leader) is Role.LEADER  # so it thinks
-    old = RemoteExpert(
-        UID, leader.endpoint, Client(settings=dataclasses.replace(PATIENT, backward_timeout=12, patience=0))
-    )
+    impatient = ends(Client(settings=dataclasses.replace(PATIENT, backward_timeout=12, patience=0)))
+    old = RemoteExpert(UID, leader.endpoint, impatient)
     y = old(torch.randn(2, D))
     with pytest.raises(RemoteError, match="not the leader"):
         y.sum().backward()

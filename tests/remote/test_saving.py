@@ -15,7 +15,7 @@ from tests import ports
 from tests.remote.conftest import wait_until
 from tests.remote.test_replication import client, cluster, pair_up, role, state_of
 from tests.remote.test_replication import step as replicated_step
-from tests.remote.test_server_process import expert_at, step
+from tests.remote.test_server_process import step
 
 __all__ = ["client", "cluster"]  # fixtures
 
@@ -24,7 +24,7 @@ def read_page(url):
     return urllib.request.urlopen(url, timeout=60).read().decode()
 
 
-def test_expert_that_cannot_be_written_does_not_stop_the_others(start_server, tmp_path):
+def test_expert_that_cannot_be_written_does_not_stop_the_others(expert_at, start_server, tmp_path):
     """expert.1 and expert.2 stayed at version 1, and SIGTERM ended in a traceback."""
     folder, uids = tmp_path / "ckpt", ["expert.0", "expert.1", "expert.2"]
     flags = ("--no_dht", "--expert_uids", *uids, "--checkpoint_dir", folder, "--checkpoint_period", 0.1)
@@ -49,7 +49,7 @@ def test_expert_that_cannot_be_written_does_not_stop_the_others(start_server, tm
     assert not list(folder.glob("*.tmp-*"))
 
 
-def test_full_disk_at_sigterm_is_said_in_one_line(start_server, tmp_path):
+def test_full_disk_at_sigterm_is_said_in_one_line(expert_at, start_server, tmp_path):
     module = tmp_path / "full.py"
     module.write_text(
         "import os\n\ndef fsync(file):\n    raise OSError(28, 'No space left on device')\n\nos.fsync = fsync\n"
@@ -77,7 +77,7 @@ os.fsync = slow
 """
 
 
-def test_slow_disk_delays_no_call_and_is_said(start_server, tmp_path):
+def test_slow_disk_delays_no_call_and_is_said(expert_at, start_server, tmp_path):
     (tmp_path / "disk.py").write_text(DISK)
     (tmp_path / "seconds").write_text("1.5")
     flags = ("--no_dht", "--expert_uids", "expert.0", "expert.1", "--checkpoint_dir", tmp_path / "ckpt")
@@ -94,7 +94,7 @@ def test_slow_disk_delays_no_call_and_is_said(start_server, tmp_path):
     assert Checkpoints(tmp_path / "ckpt").load("expert.0").meta["version"] == "3"
 
 
-def test_disk_that_hangs_at_sigterm_ends_in_one_line(start_server, tmp_path):
+def test_disk_that_hangs_at_sigterm_ends_in_one_line(expert_at, start_server, tmp_path):
     (tmp_path / "disk.py").write_text(
         DISK + "from fmoe_ext.remote.server import saving\nsaving.PATIENCE = 0.5\n"
     )
@@ -109,7 +109,7 @@ def test_disk_that_hangs_at_sigterm_ends_in_one_line(start_server, tmp_path):
         assert f"{uid} (version {version}, on disk none: the disk did not answer within 0.5 s)" in line
 
 
-def test_folder_that_becomes_read_only_is_said_at_sigterm(start_server, tmp_path):
+def test_folder_that_becomes_read_only_is_said_at_sigterm(expert_at, start_server, tmp_path):
     module = tmp_path / "read_only.py"
     module.write_text(
         "from fmoe_ext.remote.server import checkpoints\n\n"
@@ -155,7 +155,9 @@ def test_failed_save_is_tried_again(serve, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["damaged", "renamed", "another width", "second start"])
-def test_checkpoint_that_must_not_be_used_ends_the_start_in_one_line(start_server, tmp_path, fault):
+def test_checkpoint_that_must_not_be_used_ends_the_start_in_one_line(
+    expert_at, start_server, tmp_path, fault
+):
     folder = tmp_path / "ckpt"
     flags = ("--no_dht", "--expert_uids", "expert.0", "expert.7", "--checkpoint_dir", folder)
     first = start_server(*flags)

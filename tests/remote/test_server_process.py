@@ -1,7 +1,6 @@
 """fmoe-server as a process: its flags, its lines, its signals, its pages, its checkpoints."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -25,13 +24,8 @@ from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.main import main, make_server
 from fmoe_ext.remote.server.options import parse
 from fmoe_ext.remote.server.service import NotLeader
-from tests.remote.conftest import PATIENT
 
 D = 16
-
-
-def expert_at(endpoint, uid="expert.0"):
-    return RemoteExpert(uid, endpoint, Client(settings=dataclasses.replace(PATIENT, patience=0)))
 
 
 def step(expert, count=1):
@@ -86,7 +80,7 @@ def test_signal_at_any_line_of_the_wait_ends_it():
     assert run.stdout == "[] True\n", run.stdout + run.stderr
 
 
-def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
+def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(expert_at, start_server, tmp_path):
     flags = ("--no_dht", "--expert_pattern", "expert.[0:5]", "--num_experts", 5, "--expert_cls", "ffn")
     flags += (
         "--checkpoint_dir",
@@ -129,7 +123,7 @@ def version_of(folder):
 
 
 @pytest.mark.parametrize("runs", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_sigkill_at_random_moments_leaves_whole_checkpoints(start_server, tmp_path, runs):
+def test_sigkill_at_random_moments_leaves_whole_checkpoints(expert_at, start_server, tmp_path, runs):
     rng = random.Random(0)
     folder, versions = tmp_path / "ckpt", []
     flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", folder, "--checkpoint_period", 0.01)
@@ -150,7 +144,7 @@ def test_sigkill_at_random_moments_leaves_whole_checkpoints(start_server, tmp_pa
 
 
 @pytest.mark.parametrize("runs", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
+def test_sigterm_at_random_moments_loses_nothing(expert_at, start_server, tmp_path, runs):
     """Every gradient that was acknowledged is on disk; at most one more, whose answer came too late."""
     rng, heard = random.Random(1), 0
     flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", tmp_path / "ckpt")
@@ -424,7 +418,7 @@ def test_error_that_nobody_expected_ends_the_start_in_one_line(start_server, tmp
             main(["--no_dht", "--custom_module_path", str(module)])
 
 
-def test_idle_connections_beyond_the_limit_of_files_do_not_stop_a_client(start_server, tmp_path):
+def test_idle_connections_beyond_the_limit_of_files_do_not_stop_a_client(ends, start_server, tmp_path):
     """1,200 of them against a limit of 1,024 did."""
     module = tmp_path / "few.py"
     module.write_text("import os, resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n")
@@ -434,8 +428,7 @@ def test_idle_connections_beyond_the_limit_of_files_do_not_stop_a_client(start_s
     with contextlib.ExitStack() as stack:
         for _ in range(80):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
-        expert = RemoteExpert(
-            "expert.0", endpoint, Client(settings=Settings(forward_timeout=60, patience=60))
-        )
+        client = ends(Client(settings=Settings(forward_timeout=60, patience=60)))
+        expert = RemoteExpert("expert.0", endpoint, client)
         assert expert(torch.ones(1, D)).shape == (1, D)
     assert process.end() == 0

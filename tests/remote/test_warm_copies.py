@@ -30,36 +30,28 @@ def vanish(server):
 
 
 @pytest.fixture(params=["static", "dht"])
-def directories(request):
+def directories(ends, request):
     """The directories of owner, heir and client: one list, or three nodes."""
     if request.param == "static":
-        yield [StaticList()] * 3
-        return
-    nodes = [loop.run(open_node([], ports.endpoint()), 60)]
+        return [StaticList()] * 3
+    nodes = [ends(loop.run(open_node([], ports.endpoint()), 60))]
     peers = [f"127.0.0.1:{nodes[0].node.port}"]
-    nodes += [loop.run(open_node(peers, listen), 60) for listen in (ports.endpoint(), None)]
-    yield nodes
-    for node in nodes[1:]:  # the last closes with its Directory
-        loop.run(node.close(), 60)
-    loop.run(nodes[0].close(), 60)
+    return nodes + [ends(loop.run(open_node(peers, listen), 60)) for listen in (ports.endpoint(), None)]
 
 
 @pytest.fixture
-def family(directories):
+def family(ends, directories):
     """(owner of an expert, server that keeps a copy, its WarmCopies, the expert from outside)"""
     options = {"hidden_dim": D, "ttl": 6.0}
     copies = WarmCopies(directories[1], [UID], period=0.5)
     placements = DeclaredExperts(directories[0]), DeclaredExperts(directories[1], copies)
-    owner = Server(Options(listen_on=ports.endpoint(), expert_uids=(UID,), **options), placements[0]).start()
-    heir = Server(
-        Options(listen_on=ports.endpoint(), expert_uids=("expert.1",), **options), placements[1]
-    ).start()
-    directory = Directory(directories[2], dataclasses.replace(PATIENT, patience=LONG))
+    owner, heir = (
+        ends(Server(Options(listen_on=ports.endpoint(), expert_uids=(uid,), **options), placement).start())
+        for uid, placement in zip((UID, "expert.1"), placements, strict=True)
+    )
+    directory = ends(Directory(directories[2], dataclasses.replace(PATIENT, patience=LONG)))
     (expert,) = directory.get_experts([UID])
-    yield owner, heir, copies, expert
-    heir.stop()
-    owner.stop()
-    directory.shutdown()
+    return owner, heir, copies, expert
 
 
 def step(expert, count=1):

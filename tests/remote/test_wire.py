@@ -203,7 +203,7 @@ def test_parts_of_a_message_are_its_bytes(part_bytes):
     assert all(torch.equal(back.tensors[name], x) for name, x in tensors.items())
 
 
-def test_state_larger_than_a_message_travels_in_parts(serve):
+def test_state_larger_than_a_message_travels_in_parts(ends, serve):
     """A state passed through the cap on messages: an expert larger than it could not be copied."""
     options = {"hidden_dim": 64, "expert_uids": ("expert.0",), "training": Training("adam")}
     server, directory = serve(max_message_bytes=64 << 10, **options)
@@ -215,7 +215,7 @@ def test_state_larger_than_a_message_travels_in_parts(serve):
     assert all(torch.equal(state.tensors[f"weight/{name}"], p) for name, p in weights.items())
     assert state.meta["version"] == "1"
     assert server.metrics.count("calls_total", method="state", code="OK") == 1
-    small = Client(settings=Settings(max_state_bytes=1000))
+    small = ends(Client(settings=Settings(max_state_bytes=1000)))
     with pytest.raises(Refused, match="sends more than 1000 bytes"):
         loop.run(small.state(expert.handle, server.endpoint, 60), 12)
 

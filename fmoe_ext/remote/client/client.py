@@ -57,6 +57,7 @@ class Handle:
     expert_class: str = ""
     hidden_dim: int = 0
     version: int = 0
+    acknowledged: int = 0  # version of the newest answered update; a replica without it is out of date
     usual_seconds: float | None = None
     gone_until: float = 0.0
     feedback: ErrorFeedback = field(default_factory=lambda: ErrorFeedback("none"))
@@ -141,7 +142,7 @@ class _Attempts:
 
     async def _first(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
         """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
-        record = await self.resolve(handle, deadline)
+        record, acknowledged = await self.resolve(handle, deadline), handle.acknowledged
         waiting: dict[asyncio.Task[Message], str] = {}
         untried = list(record.endpoints)
         failure: errors.RemoteError | None = None
@@ -162,7 +163,18 @@ class _Attempts:
                     endpoint = waiting.pop(task)
                     error = task.exception()
                     if error is None:
-                        return task.result(), endpoint
+                        answer = task.result()
+                        if method != protocol.FORWARD or endpoint == record.endpoints[0]:
+                            return answer, endpoint
+                        # A member that failed leaves the replicas but not this record, and learns no more updates.
+                        with _reading(endpoint, handle.uid):
+                            version = _version(answer)
+                        if version >= acknowledged:
+                            return answer, endpoint
+                        error = errors.NoLeader(
+                            f"{endpoint} has version {version} of {handle.uid}, but version {acknowledged} was "
+                            "acknowledged"
+                        )
                     if not isinstance(error, errors.RemoteError):
                         raise error
                     if failure is None or isinstance(error, errors.Refused):
@@ -222,8 +234,8 @@ class Client:
         return handle.schema
 
     async def forward(self, handle: Handle, inputs: Sequence[torch.Tensor], timeout: float) -> Outcome:
-        """The expert's output for inputs, from any of its replicas."""
-        begin = time.monotonic()
+        """The expert's output for inputs, from any of its replicas that has the updates answered to this handle."""
+        begin, acknowledged = time.monotonic(), handle.acknowledged
         schema = await self.learn(handle, timeout)
         num_rows = schema.check_inputs(inputs, handle.uid)
         tensors = {str(n): x for n, x in enumerate(inputs)}
@@ -242,6 +254,8 @@ class Client:
         handle.usual_seconds = seconds if usual is None else 0.9 * usual + 0.1 * seconds
         handle.gone_until = 0.0
         handle.version = max(handle.version, outcome.version)
+        if outcome.version < acknowledged:  # the leader says so: these updates died with all replicas
+            handle.acknowledged = outcome.version
         if self.watcher is not None:
             with self._noting_cheats(handle):
                 await self.watcher.after_forward(handle, inputs, outcome, timeout - seconds)
@@ -288,6 +302,7 @@ class Client:
             if not all(map(is_finite, outcome.tensors)):
                 raise SchemaError("a gradient holds NaN or infinity")
         handle.version = max(handle.version, outcome.version)
+        handle.acknowledged = max(handle.acknowledged, outcome.version)
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
             with self._noting_cheats(handle):
@@ -327,8 +342,12 @@ def _reading(endpoint: str, uid: str) -> Iterator[None]:
         raise errors.Refused(f"{endpoint} sent a bad answer for {uid}: {error}") from None
 
 
-def _outcome(answer: Message, endpoint: str) -> Outcome:
+def _version(answer: Message) -> int:
     version = answer.meta.get(protocol.VERSION, "")
     if not (version.isascii() and version.isdecimal()) or len(version) > 18:
         raise SchemaError("the answer names no version")
-    return Outcome(tuple(decompress(answer).values()), int(version), endpoint)
+    return int(version)
+
+
+def _outcome(answer: Message, endpoint: str) -> Outcome:
+    return Outcome(tuple(decompress(answer).values()), _version(answer), endpoint)

@@ -8,18 +8,14 @@ from tests import ports
 
 
 @pytest.fixture
-def open_nodes():
+def open_nodes(ends):
     """open_nodes(initial_peers, listen_on, **options) -> KademliaDiscovery"""
-    opened = []
 
     def open_one(initial_peers=(), listen_on="", **options):
         listen_on = ports.endpoint() if listen_on == "" else listen_on
-        opened.append(loop.run(open_node(list(initial_peers), listen_on, **options), 60))
-        return opened[-1]
+        return ends(loop.run(open_node(list(initial_peers), listen_on, **options), 60))
 
-    yield open_one
-    for discovery in opened:
-        loop.run(discovery.close(), 60)
+    return open_one
 
 
 @pytest.fixture

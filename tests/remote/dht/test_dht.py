@@ -30,18 +30,14 @@ DEAD = "127.0.0.1:1"
 
 
 @pytest.fixture
-def dhts():
+def dhts(ends):
     """dhts(peers...) -> DHT that is shut down at the end"""
-    started = []
 
     def make(*peers, **options):
         options = {"listen_on": ports.endpoint(), "start": True, **options}
-        started.append(DHT(initial_peers=list(peers), **options))
-        return started[-1]
+        return ends(DHT(initial_peers=list(peers), **options))
 
-    yield make
-    for dht in started:
-        dht.shutdown()
+    return make
 
 
 def where(dht, uid="expert.0"):

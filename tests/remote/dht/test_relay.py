@@ -15,33 +15,24 @@ D = 16
 
 
 @pytest.fixture
-def relays():
+def relays(ends):
     """relays(**options) -> (Relay, "127.0.0.1:port")"""
-    started = []
 
     def start(listen_on=None, **options):
-        relay = Relay(RelayOptions(**options))
-        started.append(relay)
+        relay = ends(Relay(RelayOptions(**options)))
         return relay, f"127.0.0.1:{loop.run(relay.start(listen_on or ports.endpoint()), 60)}"
 
-    yield start
-    for relay in started:
-        loop.run(relay.close(), 60)
+    return start
 
 
 @pytest.fixture
-def attach():
-    attached = []
-
+def attach(ends):
     def start(relay, target, token=""):
         attachment = Attachment(relay, target, token)
         attachment._port = ports.free_port()  # that it wants, as if it had been there before
-        attached.append(loop.run(attachment.start(30.0), 60))
-        return attached[-1]
+        return ends(loop.run(attachment.start(30.0), 60))
 
-    yield start
-    for attachment in attached:
-        loop.run(attachment.close(), 60)
+    return start
 
 
 async def echo(reader, writer):
