@@ -56,6 +56,20 @@ QUESTIONS = {
     "which expert got which token": ["telemetry"],
     "mixtral to gguf": ["formats"],
     "mixtral to megatron": ["formats", "megatron"],
+    "add experts to my own model": ["fmoefy"],
+    "train on 4 gpus": ["several_processes"],
+    "which token goes to which expert": ["telemetry"],
+    "load imbalance": ["telemetry", "gates"],
+    "router collapse": ["gates", "troubleshooting"],
+    "moe without aux loss": ["gates"],
+    "expert choice": ["gates"],
+    "cpu only": ["install"],
+    "benchmark": ["measurements"],
+    "speed": ["measurements"],
+    "memory limit": ["finetune"],
+    "ollama": ["formats"],
+    "huggingface trainer": ["transformers"],
+    "multi node": ["trainer", "several_processes"],
 }
 PROGRAM = """
 const fs = require("fs"), vm = require("vm");

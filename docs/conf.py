@@ -35,6 +35,9 @@ autodoc_inherit_docstrings = False  # torch.nn.Module's are not about our classe
 python_maximum_signature_line_length = 88
 
 html_theme = "furo"
+pygments_dark_style = (
+    "github-dark"  # the default one underlines names, as if they were links
+)
 html_title = f"fmoe_ext {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

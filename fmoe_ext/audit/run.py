@@ -98,6 +98,16 @@ def audit(
     number; tolerance {dtype: float} has the bound of that. leave_out joins the recipe's. progress is called with each
     Result. timeout: seconds for one case. pool: processes to run on, if not ones of its own.
     Raises AuditError for what cannot be run; what a case raises is part of the report.
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> report = audit(MixtralForCausalLM(config), layouts=("1", "dp2"), accumulation=("1",),
+        ...     recomputation=("none",), padding=("none",), dtypes=("float64",))
+        >>> report.ok
+        True
     """
     given = sendable(model, **parts)
     recipe = recipe_at(given)

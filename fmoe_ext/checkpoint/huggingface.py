@@ -48,6 +48,14 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
     Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp, unless names, those of
     the model's tensors, have it under its own name.
     Raises CheckpointError where experts are missing or shapes do not fit.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=2, d_model=8, d_hidden=16, activation="swiglu",
+        ...     gate="softmax", bias=False, gate_bias=False)
+        >>> theirs = fmoe_ext.checkpoint.to_huggingface(mlp, "mixtral")
+        >>> mlp.load_state_dict(from_huggingface(theirs))
+        <All keys matched successfully>
     """
     tensors, lazy = as_stored(state_dict)
     out: dict[str, StoredTensor] = {}

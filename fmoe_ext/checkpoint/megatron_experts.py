@@ -58,6 +58,16 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Values are tensors or StoredTensors; extra states, which are no weights, are left out. Raises CheckpointError where
     experts are missing or do not fit the router.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=2, d_model=8, d_hidden=16, gate="softmax",
+        ...     bias=False, gate_bias=False)
+        >>> theirs = fmoe_ext.checkpoint.to_megatron_core(mlp.state_dict())
+        >>> theirs["experts.local_experts.1.linear_fc1.weight"].shape
+        torch.Size([16, 8])
+        >>> mlp.load_state_dict(from_megatron_core(theirs))
+        <All keys matched successfully>
     """
     tensors, lazy = as_stored(_weights(state_dict))
     out: dict[str, StoredTensor] = {}

@@ -77,6 +77,16 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
     model: of Transformers, in memory or from fmoe_ext.stream(), in eval(). criterion: reap computes each expert once
     more for the norm of its output; the others only count.
     Raises ValueError for another criterion, for a model without experts modules, and if there is no token.
+
+    Example:
+
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        ...     num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        >>> model = MixtralForCausalLM(config).eval()
+        >>> scores = measure(model, [torch.randint(64, (2, 16))], "frequency")
+        >>> {name: values.sum().item() for name, values in scores.of("frequency").items()}
+        {'model.layers.0.mlp.experts': 64.0}
     """
     with Measurement(model, criterion) as found:
         for batch in batches:

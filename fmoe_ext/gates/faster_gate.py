@@ -105,7 +105,15 @@ class FasterGate(GateOverRanks):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """A gate for FMoE(gate=...): FasterGate on node number rank."""
+    """A gate for FMoE(gate=...): FasterGate on node number rank.
+
+    Example:
+
+        >>> gate = gen_faster_gate(0)
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, gate=gate)
+        >>> mlp(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
+    """
     return functools.partial(make_faster_gate, FasterGate, rank)
 
 

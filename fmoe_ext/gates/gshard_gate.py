@@ -113,6 +113,13 @@ class DCGate(GShardGate):
 
     An expert takes ceil(capacity * T / world_size) choices, T the tokens of all ranks; FastMoE counts the tokens of
     each rank instead, which is the same for equal batches. On one rank nothing is dropped for a capacity >= 1.
+
+    Example:
+
+        >>> gate = DCGate(d_model=8, num_expert=4, world_size=1, random_routing=False)
+        >>> topk_idx, topk_weights = gate(torch.ones(10, 8))  # all tokens choose the same two experts
+        >>> (topk_idx == -1).sum().item()
+        0
     """
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:

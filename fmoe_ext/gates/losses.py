@@ -96,6 +96,13 @@ def sequence_balance_loss(
     of a part.
     Raises ValueError if seq_len does not divide T.
     Equivalent to: mean of balance_loss(s, i) for s, i in zip(scores.split(seq_len), topk_idx.split(seq_len)).
+
+    Example:
+
+        >>> scores = torch.full((4, 2), 0.5)
+        >>> topk_idx = torch.tensor([[0], [1], [0], [0]])  # two sequences of two tokens
+        >>> sequence_balance_loss(scores, topk_idx, seq_len=2)
+        tensor(1.)
     """
     num_tokens, num_experts = scores.shape
     if sequences is not None:

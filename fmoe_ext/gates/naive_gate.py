@@ -152,7 +152,14 @@ def noise_like(x: torch.Tensor, spread: float) -> torch.Tensor:
 
 
 class ZeroGate(BaseGate):
-    """Sends every token to expert 0, top_k times with weight 1 / top_k; for tests. Nothing is learned."""
+    """Sends every token to expert 0, top_k times with weight 1 / top_k; for tests. Nothing is learned.
+
+    Example:
+
+        >>> topk_idx, topk_weights = ZeroGate(8, num_expert=4, world_size=1, top_k=2)(torch.randn(1, 8))
+        >>> topk_idx.tolist(), topk_weights.tolist()
+        ([[0, 0]], [[0.5, 0.5]])
+    """
 
     def __init__(self, _1: int, num_expert: int, world_size: int, top_k: int = 2) -> None:
         super().__init__(num_expert, world_size)

@@ -167,6 +167,13 @@ class SqrtSoftplusGate(SigmoidGate):
 
     The weights are the scores of the chosen experts, divided by their sum. The bias moves as SigmoidGate's; arguments:
     SigmoidGate. Megatron's `--moe-router-score-function sqrtsoftplus`.
+
+    Example:
+
+        >>> gate = SqrtSoftplusGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> topk_idx, topk_weights = gate(torch.randn(10, 8))
+        >>> topk_idx.shape, torch.allclose(topk_weights.sum(1), torch.ones(10))
+        (torch.Size([10, 2]), True)
     """
 
     score = "sqrtsoftplus"
@@ -183,6 +190,14 @@ class BiasedSoftmaxGate(SigmoidGate):
     """The gate of ERNIE 4.5: softmax scores, balanced by a bias that is added for the selection only.
 
     The weights are the softmax of the chosen logits. The bias moves as SigmoidGate's; arguments: SigmoidGate.
+
+    Example:
+
+        >>> gate = BiasedSoftmaxGate(d_model=8, num_expert=4, world_size=1, top_k=2)
+        >>> gate.expert_bias[3] = 2.0  # more than any softmax: every token chooses expert 3
+        >>> topk_idx, topk_weights = gate(torch.randn(10, 8))
+        >>> (topk_idx == 3).any(1).all().item(), torch.allclose(topk_weights.sum(1), torch.ones(10))
+        (True, True)
     """
 
     score = "softmax"

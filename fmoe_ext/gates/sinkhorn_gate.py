@@ -18,6 +18,17 @@ class SinkhornGate(ScoredGate):
     all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks; in
     a compiled graph all rounds are one operator.
     Arguments: ScoredGate without normalize, norm_eps and groups.
+
+    Example:
+
+        >>> gate = SinkhornGate(d_model=4, num_expert=4, world_size=1, top_k=1, gate_bias=False)
+        >>> gate.gate.weight.data.copy_(torch.eye(4)).shape
+        torch.Size([4, 4])
+        >>> x = torch.eye(4) + 5 * torch.eye(4)[0]  # each token is best at expert 0, and then at its own
+        >>> gate.eval()(x)[0].flatten().tolist()
+        [0, 0, 0, 0]
+        >>> sorted(gate.train()(x)[0].flatten().tolist())
+        [0, 1, 2, 3]
     """
 
     def __init__(

@@ -13,6 +13,12 @@ class SwipeGate(GateOverRanks):
     room, there to the expert of number k % num_expert. The weights are the softmax over the logits of the experts
     that were taken. On one rank this is NaiveGate. Which rank has a token matters: one process does the same as
     several only if it gets the parts of its batch, through ranks=.
+
+    Example:
+
+        >>> mlp = fmoe_ext.FMoETransformerMLP(num_experts=4, d_model=8, d_hidden=16, gate=SwipeGate)
+        >>> mlp(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     @property

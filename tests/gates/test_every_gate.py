@@ -195,7 +195,7 @@ def test_token_that_is_not_a_number(name, training):
 
 def test_documentation_lists_every_gate():
     page = Path(__file__).parents[2].joinpath("docs/gates.md").read_text()
-    table = page.split("| name | class |")[1].split("\n\n")[0]
+    table = page.split("| name and class |")[1].split("\n\n")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(GATES)
 
 
