@@ -352,14 +352,7 @@ def _check(source: Path, path: str, layer: Layer) -> None:
 
 def _read(layer: Layer, e: int) -> tuple[Any, Any]:
     """(w1, w2) of one expert, from the files."""
-    buffer = np.zeros(layer.num_bytes(1), np.uint8)
-    for span in layer.spans([e], [0], 1):
-        with open(span.path, "rb") as file:
-            file.seek(span.begin)
-            raw = np.frombuffer(file.read(span.num_bytes), np.uint8)
-        turned = raw if span.turn is None else span.turn(raw).reshape(-1).view(np.uint8)
-        buffer[span.at : span.at + turned.size] = turned
-    found: tuple[Any, Any] = layer.weights(buffer, 1)
+    found: tuple[Any, Any] = layer.build({name: part.read(e)[None] for name, part in layer.parts.items()})
     return found
 
 
