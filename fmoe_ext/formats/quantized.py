@@ -296,7 +296,7 @@ def _stack_in_mxfp4(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
 
     def parts(leaf: str) -> Iterator[torch.Tensor]:
         for e in range(E):
-            packed = frozen.quantize(tensor.rows(e, e + 1).mT.float(), "mxfp4")
+            packed = frozen.quantize(tensor.rows(e, e + 1).mT.float().contiguous(), "mxfp4")
             yield getattr(packed, leaf)
 
     found = {}
