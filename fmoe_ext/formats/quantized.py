@@ -50,7 +50,10 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 class Report(NamedTuple):
-    """What was written. counts: {type: number of tensors}; left_out: tensors that the format has no place for."""
+    """Describes what was written.
+
+    counts: {type: number of tensors}. left_out: names of tensors that the format has no place for.
+    """
 
     counts: dict[str, int]
     bytes_before: int

@@ -423,7 +423,7 @@ def test_command(model, tmp_path, capsys):
     assert str(end.value) == "error: llama.cpp has no type nf4: take --type q4_k, or --to packed"
 
 
-def test_an_ended_call_goes_on(model, tmp_path, monkeypatch):
+def test_export_that_was_ended_goes_on(model, tmp_path, monkeypatch):
     """Shards that are whole stay; another type does not go on with them."""
     monkeypatch.setattr(quantized, "MAX_SHARD_BYTES", 1_000_000)
     write, files = quantized.write_model_files, []
