@@ -23,6 +23,7 @@ COMMANDS = MappingProxyType(
         "checkpoint": ("fmoe_ext.checkpoint.cli", "inspect, merge and convert checkpoints"),
         "dht": ("fmoe_ext.remote.dht.main", "run a node of the DHT without experts (also fmoe-dht)"),
         "doctor": ("fmoe_ext.doctor.cli", "check the invariants of a MoE model, ours or not"),
+        "export": ("fmoe_ext.formats.cli", "write a float model in packed weights, for llama.cpp or vLLM"),
         "gpu": ("fmoe_ext.gpu.cli", "check and time every CUDA kernel on a GPU"),
         "info": ("fmoe_ext.info", "print versions, native modules and settings for a bug report"),
         "pipeline": ("fmoe_ext.planning.cli", "estimate which parallel layout suits a model"),

@@ -12,6 +12,8 @@ from pathlib import Path
 # What a reader types -> the pages of which one is to stand among the first three.
 QUESTIONS = {
     "QLoRA": ["finetune"],
+    "chat jsonl": ["recipe"],
+    "quantize a model": ["formats"],
     "LoRA": ["finetune", "adapters"],
     "larger than memory": ["finetune"],
     "which expert": ["telemetry"],

@@ -46,6 +46,7 @@ from fmoe_ext.gguf.experts import gguf_layers
 from fmoe_ext.gguf.file import open_gguf
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
+GATES = ("gate", "router")  # ends of names: their few columns decide which experts are chosen
 
 
 def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = ()) -> ModelFiles:
@@ -257,3 +258,20 @@ class _InGguf(ModelWeights):
 def experts_modules(model: nn.Module) -> Mapping[str, Any]:
     """{path: module} of the experts that Transformers lets others compute."""
     return {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
+
+
+def linear_layers(skeleton: Any) -> dict[str, nn.Linear]:
+    """{name of the weight: layer} of the linear layers that may stay packed: all but gates and tied ones."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    is_tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
+    head = skeleton.get_output_embeddings() if is_tied else None
+    return {
+        f"{path}.weight": layer
+        for path, layer in skeleton.named_modules()
+        if type(layer) is nn.Linear
+        and not path.endswith(GATES)
+        and layer is not head
+        and len(names[id(layer.weight)]) == 1
+    }

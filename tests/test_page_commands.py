@@ -22,6 +22,7 @@ COVERED = MappingProxyType(
         r"python -m fmoe_ext.info": "tests/test_commands.py",
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
+        r"fmoe adapter merge adapter --base Qwen/Qwen3-30B-A3B|fmoe export merged": "tests/finetune/test_recipe.py",
         r"make finetune$": "tests/finetune/test_example_finetune.py",
         r"make compress$": "tests/compress/test_example_compress.py",
         r"make train-cpp": "tests/test_cpp.py",
@@ -48,6 +49,9 @@ EXCEPTED = MappingProxyType(
         r"sbatch |torchrun --nnodes 4": "needs several machines",
         r".*megatron-0\.19\.2|.*build/torchtitan": "needs a download",
         r"here=\$PWD|PYTHONPATH=<checkout of Megatron-LM>": "needs a checkout of Megatron-LM",
+        r"hf download ": "downloads 61 GB",
+        r"pip install huggingface_hub transformers": "the tests have these packages",
+        r"vllm serve ": "needs a GPU and vLLM",
         r"make finetune ARGS": "needs a model of the reader's",
         r"python -m benchmarks.bench_remote": "measures for minutes, partly with hivemind",
     }
@@ -61,6 +65,13 @@ BLOCKS = MappingProxyType(
         ("from_deepspeed", "world_size=4"): "needs four processes",
         ("megatron", "use_transformer_engine=True"): "Transformer Engine needs a GPU",
         ("megatron", "load_dense=load"): "tests/megatron_lm/test_megatron_core.py",
+        **dict.fromkeys(
+            (
+                *(("recipe", "chats.jsonl"), ("recipe", "def examples"), ("recipe", "def ask")),
+                *(("recipe", "trainer.train()"), ("recipe", "xllamacpp.Server")),
+            ),
+            "tests/finetune/test_recipe.py",
+        ),
         ("remote", "DHT(initial_peers"): "tests/remote/test_page.py",
         ("remote", "RemoteMixtureOfExperts("): "tests/remote/test_page.py",
         ("several_processes", "init_groups(ep=4)"): "needs four processes",

@@ -46,6 +46,15 @@ class Part:
         """Counts the bytes of one expert in a buffer."""
         return self.dtype.itemsize * int(np.prod(self.shape))
 
+    def read(self, expert: int) -> torch.Tensor:
+        """Reads one expert from the files [*shape]."""
+        buffer = np.zeros(self.num_bytes, np.uint8)
+        for span in self.spans[expert]:
+            raw = [_bytes_of(one) for one in (span, *span.beside)]
+            data = raw[0] if span.turn is None else span.turn(*raw).reshape(-1).view(np.uint8)
+            buffer[span.at : span.at + data.size] = data
+        return torch.from_numpy(buffer).view(self.dtype).view(self.shape)
+
     def cast(self, dtype: torch.dtype) -> "Part":
         """Returns the part whose values are cast to dtype while they are read."""
         if dtype == self.dtype:
@@ -130,6 +139,13 @@ class Layer:
             data = flat[begin : begin + part.num_bytes * num_slots]
             tensors[name] = data.view(part.dtype).view(num_slots, *part.shape)
         return self.build(tensors)
+
+
+def _bytes_of(span: Span) -> "np.ndarray[Any, Any]":
+    raw = np.fromfile(span.path, np.uint8, span.num_bytes, offset=span.begin)
+    if raw.size != span.num_bytes:
+        raise CheckpointError(f"{span.path} is damaged: it ends {span.num_bytes - raw.size} bytes too early")
+    return raw
 
 
 def _aligned(num_bytes: int) -> int:

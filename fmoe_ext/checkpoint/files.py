@@ -247,6 +247,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
 
 
+@contextmanager
+def path_of_unfinished(path: Path) -> Iterator[Path]:
+    """A path for a writer that takes no open file, whose file becomes `path` when the body has ended and it is on disk.
+
+    The caller holds a lock for the place: what killed processes left there is removed.
+    """
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        abandoned.unlink()
+    unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
+    try:
+        yield unfinished
+        sync_file(unfinished)
+        os.rename(unfinished, path)
+        sync_file(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
     """Makes a new file beside a path, locked by this process."""
     while True:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import explained, read_json, sync_file, unique, write_json
+from fmoe_ext.checkpoint.files import explained, path_of_unfinished, read_json, write_json
 from fmoe_ext.checkpoint.shards import CONFIG
 from fmoe_ext.compress.cut import config_with
 from fmoe_ext.model_files import GgufModel
@@ -48,17 +48,9 @@ class GgufCut:
             write_json(work / CONFIG, config_with(read_json(beside), self.num_experts, self.number))
         if (work / name).exists():
             return work / name
-        for abandoned in work.glob(f".{name}.*.tmp"):
-            abandoned.unlink()
-        unfinished = work / f".{name}.{unique()}.tmp"
-        try:
-            with explained(work / name, sum(file.stat().st_size for file in self.files.weights)):
-                self._write(unfinished, kept)
-            sync_file(unfinished)
-            unfinished.rename(work / name)
-            sync_file(work)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        num_bytes = sum(file.stat().st_size for file in self.files.weights)
+        with explained(work / name, num_bytes), path_of_unfinished(work / name) as unfinished:
+            self._write(unfinished, kept)
         return work / name
 
     def _write(self, path: Path, kept: Mapping[str, Iterable[int]]) -> None:

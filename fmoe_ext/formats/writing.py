@@ -304,7 +304,7 @@ def _read_vocabulary(tokenizer: Any, plan: Plan) -> Vocabulary | None:
 def _check_tokenizer(tokenizer: Any) -> None:
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return
-    if not _tokenizer_files(tokenizer):
+    if not tokenizer_files(tokenizer):
         raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
 
 
@@ -312,10 +312,11 @@ def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
     elif tokenizer is not None:
-        for file in _tokenizer_files(tokenizer):
+        for file in tokenizer_files(tokenizer):
             shutil.copy(file, folder / file.name)
 
 
-def _tokenizer_files(tokenizer: str | Path) -> list[Path]:
+def tokenizer_files(tokenizer: str | Path) -> list[Path]:
+    """Finds the files of a tokenizer in a folder, or under a name in the hub's cache."""
     folder = local_path(tokenizer, ())
     return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})

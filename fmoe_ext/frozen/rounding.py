@@ -14,6 +14,7 @@ import torch
 
 from fmoe_ext.frozen.formats import FORMATS, Format
 from fmoe_ext.frozen.formats.base import Grid
+from fmoe_ext.frozen.formats.nvfp4 import in_e4m3
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
 COLUMNS = 64  # that are rounded one after the other before the rest of a row is corrected
@@ -69,14 +70,13 @@ def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
     is_better = errors[0] < errors[1]
 
     def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        first, second = (t.flatten(2).unflatten(2, (parts, -1)) for t in (new, old))
-        return torch.where(is_better[..., None], first, second).view_as(old)
+        first, second = (_as_bytes(t).flatten(2).unflatten(2, (parts, -1)) for t in (new, old))
+        return torch.where(is_better[..., None], first, second).view(old.dtype).view_as(old)
 
     data = chosen(fresh.data, kept.data)
     if kept.scale is None or fresh.scale is None:
         return replace(kept, data=data)
-    raw = [t.view(torch.uint8) if t.element_size() == 1 else t for t in (fresh.scale, kept.scale)]
-    return replace(kept, data=data, scale=chosen(*raw).view(kept.scale.dtype))
+    return replace(kept, data=data, scale=chosen(fresh.scale, kept.scale))
 
 
 def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
@@ -93,6 +93,9 @@ def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | N
     nearest = quantize(target, packed.format)
     if packed.scale is None or nearest.scale is None:
         return replace(packed, data=nearest.data)
+    if packed.format == "nvfp4" and packed.zero is not None:  # whose factor of the whole matrix stays
+        scale = in_e4m3(_grid(nearest).step * packed.zero[..., 1:] / packed.zero[..., :1])
+        return _nearest_values(replace(packed, scale=scale.view(packed.scale.dtype)), target)
     if packed.zero is not None or nearest.scale.shape != packed.scale.shape:
         return None
     if not packed.scale.dtype.is_floating_point or packed.scale.element_size() == 1:
@@ -233,14 +236,18 @@ def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) ->
 
 def _rows_of(candidates: list[Quantized], best: torch.Tensor) -> Quantized:
     def chosen(parts: list[torch.Tensor]) -> torch.Tensor:
-        rows = parts[0].clone()
+        rows = _as_bytes(parts[0]).clone()
         for i, part in enumerate(parts):
-            rows[0, best == i] = part[0, best == i]
-        return rows
+            rows[0, best == i] = _as_bytes(part)[0, best == i]
+        return rows.view(parts[0].dtype)
 
     first = candidates[0]
     data = chosen([q.data for q in candidates])
     if first.scale is None:
         return replace(first, data=data)
-    raw = [q.scale.view(torch.uint8) if first.scale.element_size() == 1 else q.scale for q in candidates]  # type: ignore[union-attr]
-    return replace(first, data=data, scale=chosen(raw).view(first.scale.dtype))  # type: ignore[arg-type]
+    return replace(first, data=data, scale=chosen([q.scale for q in candidates]))  # type: ignore[misc]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits as uint8, for which torch has operators."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

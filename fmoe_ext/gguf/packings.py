@@ -12,6 +12,7 @@ import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.frozen.formats import GGUF
+from fmoe_ext.frozen.formats.base import nibbles
 
 Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # uint8 [rows, bytes] -> [rows, *]
 
@@ -64,3 +65,18 @@ def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen
         factor = torch.ones(1, device=rows.device) if factor is None else factor
         tensors["zero"] = factors(factor, len(rows))[None].contiguous()
     return frozen.Quantized(kind, tensors["data"], tensors.get("scale"), tensors.get("zero"))
+
+
+def rows_of(weight: frozen.Quantized) -> torch.Tensor:
+    """Makes a weight of `packed()`, of any number of experts, rows uint8 [E, out, bytes] of a file again.
+
+    Factors of NVFP4 are not in the rows: a file has them in a tensor of their own.
+    """
+    if weight.scale is None:
+        return weight.data
+    scale = weight.scale.view(torch.uint8)
+    # blocks of a file: 4 scales and 4 * 16 values of NVFP4, one scale and 32 values of MXFP4
+    scale = scale.unflatten(-1, (-1, 4 if weight.format == SCALED else 1))
+    halves = nibbles(weight.data.flatten(2)).unflatten(-1, (*scale.shape[2:], 2, -1))
+    data = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(3)
+    return torch.cat((scale, data), -1).flatten(2)

@@ -3,10 +3,12 @@
 llama.cpp computes a model by a graph that is fixed for each architecture: what a configuration says beyond the keys of
 that graph would be ignored in silence, so check_writable() refuses it by name. Tensors differ from Transformers' in
 name and layout (transforms.py). Each is a StoredTensor that is read and rearranged when it is written, so that memory
-holds one at a time.
+holds one at a time, and an expert of those that are packed.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -14,17 +16,25 @@ from typing import Any
 
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.gguf.architecture import Architecture, first_layer
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.metadata import FREQUENCIES, architecture_for
+from fmoe_ext.gguf.packings import SCALED, rows_of
 from fmoe_ext.gguf.vocabulary import Vocabulary
 
 DOWNLOAD = "pip install gguf"
 CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
+# Packings that are written, with the name of llama.cpp's for a file of most weights in them
+PACKED = MappingProxyType(
+    {"q4_k": "MOSTLY_Q4_K_S", "q8_0": "MOSTLY_Q8_0", "mxfp4": "MOSTLY_MXFP4_MOE", "nvfp4": "MOSTLY_NVFP4"}
+)
+WIDER = "q8_0"  # for rows that are no whole blocks of another packing, as llama.cpp's own tool does
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def check_writable(config: Any) -> Architecture:
@@ -48,44 +58,94 @@ def check_writable(config: Any) -> Architecture:
 
 
 def write_gguf(
-    path: Path, tensors: Mapping[str, StoredTensor], config: Any, vocabulary: Vocabulary | None = None
-) -> None:
-    """Writes a model in Transformers' names in memory to one file, a tensor at a time; float64 becomes float32.
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    config: Any,
+    vocabulary: Vocabulary | None = None,
+    packings: Mapping[str, str] = NOTHING,
+) -> dict[str, int]:
+    """Writes a model in Transformers' names in memory to one file, a tensor at a time -> {type: number of tensors}.
 
-    path: a file that does not exist. vocabulary: None for a file that takes token ids alone. Raises CheckpointError for
-    what llama.cpp has no place for.
+    path: a file that does not exist. vocabulary: None for a file that takes token ids alone. packings: {name in
+    Transformers: a name in PACKED} of weights to round to the nearest values; experts are read by their parts().
+    float64 becomes float32. Raises CheckpointError for what llama.cpp has no place for.
     """
     gguf = _import_gguf()
+    float32 = gguf.GGMLQuantizationType.F32
     architecture = check_writable(config)
-    named = dict(_parts(tensors, architecture, config))
+    named = {
+        name: (tensor, packing) for name, tensor, packing in _parts(tensors, architecture, config, packings)
+    }
+    types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing) in named.items()}
     writer = gguf.GGUFWriter(path, architecture.name)
-    types = {}
-    for name, tensor in named.items():
-        is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
-        # llama.cpp computes with vectors and gates in float32, and has no float64
-        is_float32 = is_vector or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES
-        types[name] = torch.float32 if is_float32 else tensor.dtype
     try:
-        with explained(path, sum(tensor.num_bytes for tensor in named.values())):
+        with explained(path, sum(tensor.num_bytes for tensor, _ in named.values())):
             write_facts(writer, config, architecture)
+            if packings:
+                writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+                most = max(packings.values(), key=[*packings.values()].count)
+                writer.add_file_type(gguf.LlamaFileType[PACKED[most]])
             if vocabulary is None:
                 writer.add_tokenizer_model("no_vocab")
             else:
                 vocabulary.write(writer)
-            for name, tensor in named.items():
-                dtype = types[name]
-                num_bytes = tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize
-                kind = getattr(gguf.GGMLQuantizationType, _NAMES[dtype])
+            for name, (tensor, _) in named.items():
+                kind = gguf.GGMLQuantizationType[types[name]]
+                block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+                num_bytes = math.prod(tensor.shape) // block * block_bytes
                 writer.add_tensor_info(name, tensor.shape, None, num_bytes, kind)
+                if types[name].lower() == SCALED:
+                    count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+                    writer.add_tensor_info(_factors_of(name), (count,), None, 4 * count, float32)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, tensor in named.items():
-                value = tensor.read().to(types[name]).cpu().contiguous()
-                writer.write_tensor_data(value.reshape(-1).view(torch.uint8).numpy())
+            for name, (tensor, _) in named.items():
+                for values in _values(tensor, types[name].lower()):
+                    writer.write_tensor_data(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     finally:
         with suppress(OSError):  # of buffers that a full disk did not take, which has been said
             writer.close()
+    return dict(Counter(name.lower() for name in types.values()))
+
+
+def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Container[str]) -> str:
+    """The name of GGUF's type for a tensor."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
+    # llama.cpp computes with vectors and gates in float32, and has no float64
+    if is_vector or ".ffn_gate_inp" in name:
+        return "F32"
+    for wanted in (packing, WIDER) if packing else ():
+        # Gemma 4's file has another factor of its experts under this name
+        is_free = wanted != SCALED or _factors_of(name) not in named
+        block = GGML_QUANT_SIZES[GGMLQuantizationType[wanted.upper()]][0]
+        if is_free and tensor.shape[-1] % block == 0:
+            return wanted.upper()
+    return _NAMES.get(tensor.dtype, "F32")
+
+
+def _factors_of(name: str) -> str:
+    """The name of the factors that a weight in NVFP4 has beside it."""
+    return f"{name.removesuffix('weight')}scale"
+
+
+def _values(tensor: StoredTensor, kind: str) -> Iterator[torch.Tensor]:
+    """Yields what a file has of a tensor of a type, an expert in memory at a time where it is packed."""
+    if kind not in PACKED:
+        dtype = next(dtype for dtype, name in _NAMES.items() if name.lower() == kind)
+        yield tensor.read().to(dtype)
+        return
+    rows, factors = [], []
+    for part in tensor.parts():
+        packed = frozen.quantize(part if part.dim() == 3 else part[None], kind)
+        rows.append(rows_of(packed))
+        if packed.zero is not None:
+            factors.append(packed.zero[:, 0, 0])
+    yield torch.cat(rows)
+    if factors:
+        yield torch.cat(factors)
 
 
 def write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
@@ -103,19 +163,22 @@ def write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
 
 
 def _parts(
-    tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Any
-) -> Iterator[tuple[str, StoredTensor]]:
-    """(name in the file, tensor) of a model's tensors."""
+    tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Any, packings: Mapping[str, str]
+) -> Iterator[tuple[str, StoredTensor, str | None]]:
+    """(name in the file, tensor, its packing) of a model's tensors."""
     for name, transform in architecture.tensors(config, tensors).items():
         tensor = tensors[name]
         shapes = [part.shape for part in transform.write(torch.empty(tensor.shape, device="meta"))]
         for i, (part, shape) in enumerate(zip(transform.parts, shapes, strict=True)):
             # each part reads the tensor again: kept, it would stay in memory until the last part is written
             read = lambda tensor=tensor, write=transform.write, i=i: write(tensor.read())[i]  # noqa: E731
-            yield part, StoredTensor(tuple(shape), tensor.dtype, read)
+            parts = None
+            if "_exps." in part:  # of which an expert is written as all are
+                parts = lambda t=tensor, write=transform.write, i=i: (write(one)[i] for one in t.parts())  # noqa: E731
+            yield part, StoredTensor(tuple(shape), tensor.dtype, read, parts=parts), packings.get(name)
     factors = architecture.factors(config)
     if factors is not None:
-        yield FREQUENCIES, StoredTensor(tuple(factors.shape), torch.float32, lambda: factors)
+        yield FREQUENCIES, StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None
 
 
 def _import_gguf() -> Any:

@@ -13,6 +13,7 @@ import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.finetune.adapters import cli, repack
 from fmoe_ext.finetune.adapters.reading import read_adapter
+from tests import published_packings
 from tests.finetune.streamed_models import (
     WIDE,
     pack,
@@ -25,7 +26,8 @@ from tests.finetune.streamed_models import (
 from tests.huggingface.huggingface_models import make_ids
 
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-KINDS = ["mxfp4", "mxfp4 of GPT-OSS", "int4", "q4_k"]
+KINDS = ["mxfp4", "mxfp4 of GPT-OSS", "int4", "q4_k", "nvfp4", "mxfp8"]
+PUBLISHED = {"nvfp4": "nvfp4-pack-quantized", "mxfp8": "mxfp8"}
 
 
 def made(folder, kind, std=0.1):
@@ -37,10 +39,12 @@ def made(folder, kind, std=0.1):
         )
         source = pack(save(folder / "model", architecture, torch.bfloat16, **sizes))
     else:
-        sizes = SIZES if kind == "int4" else WIDE | {"num_hidden_layers": 1}
+        sizes = WIDE | {"num_hidden_layers": 1} if kind == "q4_k" else SIZES
         source = save(folder / "model", dtype=torch.bfloat16, **sizes)
         if kind == "q4_k":
             source, _ = write_gguf(source, kind)
+        elif kind in PUBLISHED:
+            pack_linear(source, PUBLISHED[kind], published_packings)
         else:
             pack_linear(source, kind)
     model = with_adapters(fmoe_ext.stream(source, 2**30, dtype=torch.float32))
@@ -199,7 +203,7 @@ def test_other_packings_are_refused(name, said, tmp_path):
         pack_linear(source, name)
     with_adapters(fmoe_ext.stream(source, 2**30, dtype=torch.float32)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(
-        SystemExit, match=f"the experts of .* are {said}.*--to packed is for mxfp4, int4, q4_k"
+        SystemExit, match=f"the experts of .* are {said}.*--to packed is for mxfp4, int4, q4_k, mxfp8, nvfp4"
     ):
         run(tmp_path, source, tmp_path / "adapter")
     assert not (tmp_path / "out").exists()

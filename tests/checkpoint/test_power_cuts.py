@@ -2,8 +2,8 @@
 
 After each cut that tests/power_cuts.py knows the place of the result must be empty, refused by our readers and by
 Transformers, or whole and right; and the same command, and one with other inputs, must end with the right bytes or say
-what is in the way. Of fmoe_ext_command.COMMANDS these write models: adapter, checkpoint and prune; then there are
-export, save_pretrained, checkpoint.save and Megatron's files. `serve` has tests of its own (tests/remote/simulation).
+what is in the way. Of fmoe_ext_command.COMMANDS these write models: adapter, checkpoint, export, prune; then there are
+export(), save_pretrained, checkpoint.save and Megatron's files. `serve` has tests of its own (tests/remote/simulation).
 """
 
 import functools
@@ -26,6 +26,7 @@ from fmoe_ext.checkpoint.shards import INDEX
 from fmoe_ext.compat.megatron import checkpoint as megatron
 from fmoe_ext.compress.cli import main as prune
 from fmoe_ext.finetune.adapters.cli import main as adapter
+from fmoe_ext.formats.cli import main as export_quantized
 from tests import power_cuts
 
 pytest.importorskip("transformers")
@@ -44,6 +45,7 @@ QUICK = [
     "adapter merge",
     "adapter merge --to packed",
     "checkpoint convert hf-mixtral",
+    "export --to packed",
 ]
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
 
@@ -107,6 +109,11 @@ def repacked(root, other, given):
     assert adapter(["merge", *line, *options]) == 0
 
 
+def quantized(root, other, given, to="packed", type="fp8"):
+    line = [str(given / f"model{int(other)}"), "--to", to, "--type", type, "-o", str(root / "out")]
+    assert export_quantized(line) == 0
+
+
 def converted_adapter(root, other, given):
     line = ["convert", str(given / f"adapter{int(other)}"), "--to", "unsloth", "-o", str(root / "out")]
     assert adapter([*line, "--packing", "rank_major"]) == 0
@@ -146,6 +153,8 @@ CASES = {
     "save_pretrained, fmoefied": Case(save_fmoefied, is_over=True),
     "prune": Case(pruned),
     "prune gguf": Case(pruned, options={"kind": "file/model.gguf"}),
+    "export --to packed": Case(quantized),
+    "export --to gguf": Case(quantized, options={"to": "gguf", "type": "q8_0"}),
     "adapter merge": Case(merged),
     "adapter merge --to packed": Case(repacked),
     "adapter convert": Case(converted_adapter),

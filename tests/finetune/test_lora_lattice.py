@@ -22,7 +22,9 @@ def on_lattice(source, format, dtype=torch.float32):
 EXPORTED = list(itertools.product(KINDS, (torch.float32, torch.bfloat16)))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), rest_is_long(EXPORTED, [EXPORTED[i] for i in (1, 2, 5, 6)]))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), rest_is_long(EXPORTED, [EXPORTED[i] for i in (1, 2, 5, 6, 8, 11)])
+)
 def test_exported_model_has_the_logits_of_the_training_forward(kind, dtype, tmp_path):
     source, _ = made(tmp_path, kind)
     model = on_lattice(source, kind.partition(" ")[0], dtype).train()
@@ -75,7 +77,7 @@ def test_other_formats_are_refused(tmp_path):
     for source, format, said in (
         (packed, "int4", r'^quantize="int4" trains .* are mxfp4: give stream\(\)'),
         (plain, "mxfp4", r'^quantize="mxfp4" trains .* are floats: give stream\(\)'),
-        (packed, "nf4", '^quantize must be one of mxfp4, int4, q4_k, but got "nf4"'),
+        (packed, "nf4", '^quantize must be one of mxfp4, int4, q4_k, mxfp8, nvfp4, but got "nf4"'),
     ):
         with pytest.raises(ValueError, match=said):
             on_lattice(source, format)

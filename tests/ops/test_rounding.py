@@ -41,7 +41,8 @@ def test_error_on_other_inputs_is_below_that_of_no_change(format, size, bar):
     assert sum(ways.values()) == OUT and found.data.shape == packed.data.shape
     assert ratio(found.dequantize()[0], weight, change, inputs(1, seed=1)) < bar
     nearest = frozen.quantize((weight + change)[None], format).dequantize()[0]
-    assert ratio(nearest, weight, change, inputs(1, seed=1)) > 1
+    if (format, size) != ("mxfp8", 0.05):  # whose steps are smaller than this change
+        assert ratio(nearest, weight, change, inputs(1, seed=1)) > 1
 
 
 def test_small_change_for_white_inputs_leaves_mxfp4_as_it_is():
@@ -60,7 +61,7 @@ def test_no_row_errs_more_than_without_the_change(format):
     assert (errors <= error_of(change, moments) * (1 + 1e-4)).all()
 
 
-@pytest.mark.parametrize("format", ROUNDED)
+@pytest.mark.parametrize("format", [name for name in ROUNDED if name != "nvfp4"])
 def test_nearest_values_have_the_better_scale_of_each_block(format):
     packed, weight, change = case(format, 0.3)
     assert torch.equal(to_nearest(packed, weight).dequantize()[0], weight)
@@ -79,6 +80,26 @@ def test_nearest_values_have_the_better_scale_of_each_block(format):
     assert (errors[1] < errors[2]).any() and (errors[2] < errors[1]).any()
 
 
+def test_nearest_values_of_nvfp4_keep_the_factor_of_the_matrix():
+    """Each block of 16 errs no more than with its scale as it was, and all together hardly more than packed anew."""
+    packed, weight, change = case("nvfp4", 0.3)
+    assert torch.equal(to_nearest(packed, weight).dequantize()[0], weight)
+    target = weight + change
+    found = to_nearest(packed, target)
+    assert torch.equal(found.zero, packed.zero) and found.scale.dtype == packed.scale.dtype
+    levels = (
+        packed.kind.grid(packed).values
+        * packed.kind.grid(packed).step[0].repeat_interleave(16, -1)[..., None]
+    )
+    kept = levels.gather(-1, (levels - target[..., None]).abs().argmin(-1, keepdim=True))[..., 0]
+    fresh = frozen.quantize(target[None], "nvfp4").dequantize()[0]
+    errors = [
+        (v - target).square().unflatten(1, (-1, 16)).sum(-1) for v in (found.dequantize()[0], kept, fresh)
+    ]
+    assert (errors[0] <= errors[1] * (1 + 1e-4) + 1e-6).all() and (errors[0] < errors[1]).any()
+    assert errors[0].sum() < 1.02 * errors[2].sum()
+
+
 def test_zero_points_and_groups_of_128_are_kept():
     generator = torch.Generator().manual_seed(2)
     words = torch.randint(-(2**31), 2**31, (1, OUT, IN // 8), generator=generator, dtype=torch.int64).int()
@@ -95,7 +116,7 @@ def test_zero_points_and_groups_of_128_are_kept():
 def test_other_formats_are_refused(format):
     packed = frozen.quantize(torch.randn(1, OUT, IN), format)
     with pytest.raises(
-        ValueError, match=f"^{format} is not rounded by second moments: mxfp4, int4, q4_k are"
+        ValueError, match=f"^{format} is not rounded by second moments: mxfp4, int4, q4_k, mxfp8, nvfp4 are"
     ):
         round_packed(packed, packed.dequantize()[0], torch.eye(IN))
 

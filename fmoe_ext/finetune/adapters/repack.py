@@ -340,7 +340,9 @@ def _experts(module: Any, layer: Layer) -> Experts:
 
 
 def _check(source: Path, path: str, layer: Layer) -> None:
-    spans = [span for part in layer.parts.values() for of_expert in part.spans for span in of_expert]
+    # zero points and factors stay as they are, whatever they are made of
+    parts = [part for name, part in layer.parts.items() if not name.endswith(".zero")]
+    spans = [span for part in parts for of_expert in part.spans for span in of_expert]
     formats = {w.format for w in _read(layer, 0)} if layer.is_packed else {"floats"}
     if not formats <= set(ROUNDED) or any(span.turn is not None for span in spans):
         kind = ", ".join(sorted(formats)) + (" in another layout" if formats <= set(ROUNDED) else "")
@@ -352,14 +354,7 @@ def _check(source: Path, path: str, layer: Layer) -> None:
 
 def _read(layer: Layer, e: int) -> tuple[Any, Any]:
     """(w1, w2) of one expert, from the files."""
-    buffer = np.zeros(layer.num_bytes(1), np.uint8)
-    for span in layer.spans([e], [0], 1):
-        with open(span.path, "rb") as file:
-            file.seek(span.begin)
-            raw = np.frombuffer(file.read(span.num_bytes), np.uint8)
-        turned = raw if span.turn is None else span.turn(raw).reshape(-1).view(np.uint8)
-        buffer[span.at : span.at + turned.size] = turned
-    found: tuple[Any, Any] = layer.weights(buffer, 1)
+    found: tuple[Any, Any] = layer.build({name: part.read(e)[None] for name, part in layer.parts.items()})
     return found
 
 
@@ -367,7 +362,7 @@ def _put(work: Path, layer: Layer, name: str, e: int, packed: Quantized) -> None
     """Writes one expert's weight to its place in the copies of the files."""
     for key, part in layer.parts.items():
         weight, _, piece = key.partition(".")
-        if weight == name:
+        if weight == name and piece != "zero":  # which rounding leaves alone
             raw = _raw(getattr(packed, piece))
             for span in part.spans[e]:
                 _patch(work / span.path.name, span.begin, raw[span.at : span.at + span.num_bytes])

@@ -25,14 +25,14 @@ from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
+from fmoe_ext.finetune.streaming.packed_linear import keep_packed
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
 from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slow
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
-from fmoe_ext.model_files import ModelFiles, ModelWeights, open_model
+from fmoe_ext.model_files import ModelFiles, ModelWeights, linear_layers, open_model
 
 
 def stream(
@@ -150,7 +150,7 @@ def _take_packed(
 ) -> dict[str, PackedTensor]:
     """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
     packed = {}
-    linear = packable(skeleton)
+    linear = linear_layers(skeleton)
     for name, tensor in weights.others(dtype).items():
         parameter = weights.parameter(name)
         layer = linear.get(parameter) if parameter else None

@@ -15,8 +15,6 @@ from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.finetune.streaming.pool import in_huge_pages
 
-GATES = ("gate", "router")  # ends of names: their few columns decide which experts are chosen
-
 
 class PackedLinear(nn.Linear):
     """A linear layer with a packed weight, which is frozen: the product decodes it.
@@ -49,23 +47,6 @@ class PackedLinear(nn.Linear):
         memo[id(self)] = copied = PackedLinear.__new__(PackedLinear)
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
-
-
-def packable(skeleton: Any) -> dict[str, nn.Linear]:
-    """{name of the weight: layer} of the linear layers that may stay packed: all but gates and tied ones."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    is_tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
-    head = skeleton.get_output_embeddings() if is_tied else None
-    return {
-        f"{path}.weight": layer
-        for path, layer in skeleton.named_modules()
-        if type(layer) is nn.Linear
-        and not path.endswith(GATES)
-        and layer is not head
-        and len(names[id(layer.weight)]) == 1
-    }
 
 
 def keep_packed(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:

@@ -19,6 +19,7 @@ from fmoe_ext.frozen.formats.base import (
 )
 
 BLOCK, E2M1_MAX = 32, 6.0
+CODES = (*range(15, 8, -1), *range(8))  # in the order of their values, without -0
 
 
 def _check(q: Packed) -> Shape:
@@ -58,7 +59,7 @@ def _decode(q: Packed) -> torch.Tensor:
 
 def _grid(q: Packed) -> Grid:
     assert q.scale is not None
-    codes = torch.tensor([*range(15, 8, -1), *range(8)], dtype=torch.uint8, device=q.device)
+    codes = torch.tensor(CODES, dtype=torch.uint8, device=q.device)
     step = steps(q.scale)
     return Grid(e2m1(q.device)[codes.int()], codes, step, torch.zeros_like(step))
 

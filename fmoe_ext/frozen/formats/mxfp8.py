@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fmoe_ext.frozen.formats.base import Format, Packed, Shape, Tensors, refuse, require, same_shape
+from fmoe_ext.frozen.formats.base import Format, Grid, Packed, Shape, Tensors, refuse, require, same_shape
 from fmoe_ext.frozen.formats.fp8_block import E4M3_MAX
 from fmoe_ext.frozen.formats.mxfp4 import BLOCK, steps
 
@@ -23,6 +23,18 @@ def _check(q: Packed) -> Shape:
 def _decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     return (q.data.float().unflatten(-1, (-1, BLOCK)) * steps(q.scale)[..., None]).flatten(-2)
+
+
+def _grid(q: Packed) -> Grid:
+    assert q.scale is not None
+    # from -448 to 448, without -0 and NaN
+    codes = torch.tensor([*range(0xFE, 0x80, -1), *range(0x7F)], dtype=torch.uint8, device=q.device)
+    step = steps(q.scale)
+    return Grid(codes.view(torch.float8_e4m3fn).float(), codes, step, torch.zeros_like(step))
+
+
+def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn)
 
 
 def _pack(weight: torch.Tensor) -> Tensors:
@@ -44,4 +56,6 @@ MXFP8 = Format(
     _decode,
     _pack,
     of_bytes=lambda rows: rows.view(torch.float8_e4m3fn),
+    grid=_grid,
+    recode=_recode,
 )

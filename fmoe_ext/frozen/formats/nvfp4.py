@@ -10,8 +10,10 @@ import torch
 
 from fmoe_ext.frozen.formats.base import (
     Format,
+    Grid,
     Packed,
     Shape,
+    Tensors,
     WithZero,
     nibbles,
     pairs,
@@ -19,9 +21,10 @@ from fmoe_ext.frozen.formats.base import (
     same_shape,
 )
 from fmoe_ext.frozen.formats.fp8_block import E4M3_MAX
-from fmoe_ext.frozen.formats.mxfp4 import E2M1_MAX, e2m1, nearest_e2m1
+from fmoe_ext.frozen.formats.mxfp4 import CODES, E2M1_MAX, e2m1, nearest_e2m1
 
 SCALED = 16  # columns of a scale
+E4M3_MIN = 2**-9  # above zero
 
 
 def _check(q: Packed) -> Shape:
@@ -36,11 +39,35 @@ def _check(q: Packed) -> Shape:
     return E, out, 2 * half
 
 
-def _decode(q: Packed) -> torch.Tensor:
+def _steps(q: Packed) -> torch.Tensor:
     assert q.scale is not None and q.zero is not None
-    step = q.scale.view(torch.float8_e4m3fn).float() * q.zero[..., :1] / q.zero[..., 1:]
+    return q.scale.view(torch.float8_e4m3fn).float() * q.zero[..., :1] / q.zero[..., 1:]
+
+
+def _decode(q: Packed) -> torch.Tensor:
     values = e2m1(q.device)[nibbles(q.data).int()]
-    return (values.unflatten(-1, (-1, SCALED)) * step[..., None]).flatten(-2)
+    return (values.unflatten(-1, (-1, SCALED)) * _steps(q)[..., None]).flatten(-2)
+
+
+def _grid(q: Packed) -> Grid:
+    codes = torch.tensor(CODES, dtype=torch.uint8, device=q.device)
+    step = _steps(q)
+    return Grid(e2m1(q.device)[codes.int()], codes, step, torch.zeros_like(step))
+
+
+def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
+    return pairs(codes)
+
+
+def in_e4m3(scale: torch.Tensor) -> torch.Tensor:
+    """Scales rounded to E4M3, at least its smallest number: of a block whose scale is 0 nothing would be left."""
+    return scale.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _rescale(q: Packed, factor: torch.Tensor) -> Tensors:
+    assert q.scale is not None
+    scale = in_e4m3(q.scale.view(torch.float8_e4m3fn).float() * factor)
+    return q.data, scale.view(q.scale.dtype)
 
 
 def _pack(weight: torch.Tensor) -> WithZero:
@@ -48,8 +75,7 @@ def _pack(weight: torch.Tensor) -> WithZero:
     largest = blocks.abs().amax(-1)
     factor = largest.amax((1, 2), keepdim=True) / (E2M1_MAX * E4M3_MAX)
     factor = torch.where(factor > 0, factor, 1)
-    # At least the smallest number of E4M3: of a block whose scale is 0 nothing would be left.
-    scale = (largest / E2M1_MAX / factor).clamp(min=2**-9).to(torch.float8_e4m3fn)
+    scale = in_e4m3(largest / E2M1_MAX / factor)
     codes = nearest_e2m1(blocks / (scale.float() * factor)[..., None]).flatten(2)
     factors = torch.cat((factor, torch.ones_like(factor)), -1).expand(*weight.shape[:2], 2)
     return pairs(codes), scale, factors.contiguous()
@@ -64,4 +90,7 @@ NVFP4 = Format(
     _check,
     _decode,
     _pack,
+    grid=_grid,
+    recode=_recode,
+    rescale=_rescale,
 )

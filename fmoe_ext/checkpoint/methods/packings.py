@@ -1,0 +1,139 @@
+"""Packings as folders are written in: the tensors of a linear layer, and the quantization_config that names them.
+
+The other way round than the rest of this room, whose readers find the same values again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from fmoe_ext.checkpoint.methods.base import NVFP4_BLOCK
+from fmoe_ext.checkpoint.methods.fp8 import FP8_BLOCK, MX_BLOCK
+from fmoe_ext.frozen import Quantized
+from fmoe_ext.frozen.formats.nf4 import NF4_CODE
+
+
+class Packing(NamedTuple):
+    """A packing of folders.
+
+    format: its name in frozen.FORMATS. tensors: packed [1, out, in] -> {what follows the layer's name: tensor}.
+    config: quantization_config but for the layers that stay as they are; ignored: its key for their names.
+    fused: the layers that a server joins have one factor, or it takes the largest of them for all.
+    """
+
+    format: str
+    tensors: Callable[[Quantized], dict[str, torch.Tensor]]
+    config: Mapping[str, Any]
+    ignored: str
+    fused: bool = False
+
+    def quantization_config(self, plain: Iterable[str]) -> dict[str, Any]:
+        """quantization_config of a folder. plain: names of the linear layers that are not packed."""
+        return {**self.config, self.ignored: sorted(set(plain))}
+
+
+def _compressed(format: str, **weights: Any) -> dict[str, Any]:
+    kind = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": kind, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": format}},
+        "kv_cache_scheme": None,
+    }
+
+
+def _mxfp4(packed: Quantized) -> dict[str, torch.Tensor]:
+    assert packed.scale is not None
+    return {"weight_packed": packed.data[0].flatten(1), "weight_scale": packed.scale[0]}
+
+
+def _nvfp4(packed: Quantized) -> dict[str, torch.Tensor]:
+    assert packed.scale is not None and packed.zero is not None
+    factors = packed.zero[0, 0]
+    # compressed-tensors divides by it
+    whole = (factors[1] / factors[0])[None]
+    return {"weight_packed": packed.data[0], "weight_scale": packed.scale[0], "weight_global_scale": whole}
+
+
+def _with_inverse(packed: Quantized) -> dict[str, torch.Tensor]:
+    assert packed.scale is not None
+    return {"weight": packed.data[0], "weight_scale_inv": packed.scale[0]}
+
+
+def _nf4(packed: Quantized) -> dict[str, torch.Tensor]:
+    assert packed.scale is not None
+    state = {
+        "quant_type": "nf4",
+        "blocksize": packed.kind.block,
+        "dtype": "bfloat16",
+        "shape": list(packed.shape[1:]),
+    }
+    text = bytearray(json.dumps(state).encode())
+    return {
+        "weight": packed.data.reshape(-1, 1),
+        "weight.absmax": packed.scale.flatten(),
+        "weight.quant_map": torch.tensor(NF4_CODE, device="cpu"),
+        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(text, dtype=torch.uint8),
+    }
+
+
+PACKINGS: Mapping[str, Packing] = MappingProxyType(
+    {
+        "mxfp4": Packing(
+            "mxfp4",
+            _mxfp4,
+            _compressed(
+                "mxfp4-pack-quantized", strategy="group", group_size=MX_BLOCK, scale_dtype="torch.uint8"
+            ),
+            "ignore",
+        ),
+        "nvfp4": Packing(
+            "nvfp4",
+            _nvfp4,
+            _compressed(
+                "nvfp4-pack-quantized",
+                strategy="tensor_group",
+                group_size=NVFP4_BLOCK,
+                scale_dtype="torch.float8_e4m3fn",
+            ),
+            "ignore",
+            fused=True,
+        ),
+        "mxfp8": Packing(
+            "mxfp8",
+            _with_inverse,
+            {"quant_method": "mxfp8", "weight_block_size": [1, MX_BLOCK], "activation_scheme": "dynamic"},
+            "modules_to_not_convert",
+        ),
+        "fp8": Packing(
+            "fp8_block",
+            _with_inverse,
+            {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+                "activation_scheme": "dynamic",
+            },
+            "modules_to_not_convert",
+        ),
+        "nf4": Packing(
+            "nf4",
+            _nf4,
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": False,
+                "bnb_4bit_compute_dtype": "bfloat16",
+            },
+            "llm_int8_skip_modules",
+        ),
+    }
+)
