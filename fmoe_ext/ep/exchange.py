@@ -45,7 +45,7 @@ def start_exchange(
     recv_splits: Sequence[int],
     group_name: str,
 ) -> "Transfer":
-    """Starts the exchange of rows of each x [sum(send_splits), *] into its out [sum(recv_splits), *] -> for wait().
+    """Start the exchange of rows of each x [sum(send_splits), *] into its out [sum(recv_splits), *] -> for wait().
 
     Rows for rank p follow those for rank p - 1. Over a communicator of our own all tensors travel in one group of
     calls. All are contiguous and on one device; nothing here is differentiable.
@@ -58,7 +58,7 @@ def start_exchange(
 
 
 class _BesideProducts:
-    """A work of NCCL. Products that are started before it ends, or is waited for, leave it some SMs."""
+    """A work of NCCL. Products that start before it ends, or before it is waited for, leave it some SMs."""
 
     def __init__(self, work: Any):
         self._work = work
@@ -97,7 +97,7 @@ def _start_over_group(outs, xs, send_splits, recv_splits, group):
 
 
 def _start_over_nccl(outs, xs, send_splits, recv_splits, group):
-    """Over a communicator of our own, where this build has it and the group is one of NCCL."""
+    """Start over a communicator of our own, where this build has it and the group is one of NCCL."""
     if _C_nccl is None or dist.get_backend(group) != "nccl":
         return _start_over_group(outs, xs, send_splits, recv_splits, group)
     by_device, device = _nccl.setdefault(group, {}), xs[0].device
@@ -107,7 +107,7 @@ def _start_over_nccl(outs, xs, send_splits, recv_splits, group):
 
 
 def _as_bytes(x):
-    """x [N, *] as [N, bytes of a row] uint8, without a copy."""
+    """View x [N, *] as [N, bytes of a row] uint8, without a copy."""
     row_bytes = x.element_size() * math.prod(x.shape[1:])
     return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
@@ -125,7 +125,7 @@ _turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default
 
 @contextmanager
 def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
-    """In the block go_on() is called before this thread waits for rows that are under way.
+    """Call go_on() in the block before this thread waits for rows that are under way.
 
     But not for those that were under way when it was called last: they have had their time.
     """
@@ -145,12 +145,12 @@ class Transfer:
         self._turn = 0 if self._turns is None else self._turns.taken
 
     def is_new(self, turns: _Turns) -> bool:
-        """True if no other thread has had a turn since."""
+        """Return whether no other thread has had a turn since."""
         return self._turns is turns and self._turn == turns.taken
 
 
 def wait(transfers: Sequence[Transfer], group_name: str) -> None:
-    """Waits for what start_exchange() started; the error of a dead or absent rank says which group it was in."""
+    """Wait for what start_exchange() started; the error of a dead or absent rank says which group it was in."""
     turns = _turns.get()
     if turns is not None and any(transfer.is_new(turns) for transfer in transfers):
         turns.taken += 1
@@ -161,7 +161,7 @@ def wait(transfers: Sequence[Transfer], group_name: str) -> None:
 
 
 def check(group_name: str) -> None:
-    """RuntimeError if an exchange in the group was aborted; to be called before what came is used on the host.
+    """Raise RuntimeError if an exchange in the group was aborted; call it before the host uses what came.
 
     A copy to the host that waited for it returns like any other, with whatever was in the buffer.
     """
@@ -220,19 +220,19 @@ class _NcclWork:
         self.communicator.check()  # the host does not wait here: what fails later is said by the next call
 
     def is_completed(self):
-        """True if it has ended; False while a graph is captured, where nobody can ask."""
+        """Return whether it has ended; False while a graph is captured, where nobody can ask."""
         return not torch.cuda.is_current_stream_capturing() and self.event.query()
 
 
 def _release(stream, event, tensors):
-    """Drops the tensors of an exchange, whose memory the stream then uses after the event."""
+    """Drop the tensors of an exchange, whose memory the stream then uses after the event."""
     stream.wait_event(event)
     tensors.clear()
 
 
 @torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())
 def exchange_counts(counts: torch.Tensor, group: str) -> torch.Tensor:
-    """Sends row p of counts to rank p and returns the rows that were sent to this rank, in the order of ranks.
+    """Send row p of counts to rank p and return the rows that were sent to this rank, in the order of ranks.
 
     counts [W, n] int64, W ranks in the group -> [W, n] int64.
     Equivalent to: torch.distributed.all_to_all_single. FastMoE: expert_exchange.
@@ -269,7 +269,7 @@ def _(counts, group):
 def global_exchange(
     x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
 ) -> torch.Tensor:
-    """Sends the first send_splits[0] rows of x to rank 0 of the group, the next to rank 1, ...; returns what came.
+    """Send the first send_splits[0] rows of x to rank 0 of the group, the next to rank 1, ...; return what came.
 
     x [sum(send_splits), *] of any dtype -> [sum(recv_splits), *], rows by source rank. Zero rows are fine.
     Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
