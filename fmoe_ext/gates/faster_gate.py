@@ -62,12 +62,12 @@ class FasterGate(GateOverRanks):
         self.gpus_per_node = gpus_per_node
 
     def reset_parameters(self) -> None:
-        """Notes the experts of this node again; after .to_empty() of a gate made on the meta device."""
+        """Note the experts of this node again; after .to_empty() of a gate made on the meta device."""
         self.is_local.zero_()
         self.is_local[self._local_experts.start : self._local_experts.stop] = True
 
     def check_spread(self, size: int) -> None:
-        """Raises ValueError if size ranks are more than one node: only a gate that is made there knows its own."""
+        """Raise ValueError if size ranks are more than one node: only a gate that is made there knows its own."""
         if size > self.gpus_per_node:
             raise ValueError(
                 f"a FasterGate made for one process takes all {size} ranks for one node of {self.gpus_per_node}: make "
@@ -105,7 +105,7 @@ class FasterGate(GateOverRanks):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """A gate for FMoE(gate=...): FasterGate on node number rank."""
+    """Return a gate for FMoE(gate=...): FasterGate on node number rank."""
     return functools.partial(make_faster_gate, FasterGate, rank)
 
 
@@ -118,7 +118,7 @@ def make_faster_gate(
     top_k: int = 2,
     gate_bias: bool = True,
 ) -> Gate:
-    """cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
+    """Make a cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
     if top_k != 2:
         raise ValueError(f"FasterGate chooses two experts: top_k must be 2, but got {top_k}")
     return cls(d_model, n_expert, world_size, rank, gate_bias)

@@ -47,7 +47,7 @@ class SwipeGate(GateOverRanks):
     def swipe_once(
         self, idx: torch.Tensor, capacity: torch.Tensor, bias: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Admits one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
+        """Admit one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
 
         capacity may be a scalar, the room of this rank; so is what is left then.
         bias: number of the expert, among those of a rank, that takes what is moved there.
