@@ -111,6 +111,7 @@ class LayerCounters:
         numbers = torch.arange(1, num + 1, device=loads.device).unsqueeze(1)
         last = (numbers * (loads > 0)).amax(0)  # [E], the last forward with a token, 0 for none
         sums["idle_steps"].mul_(last == 0).add_(num - last)
+        # one by one: a forward with more choices than wanted must not hide what another dropped
         for forward, num_kept in zip(noted, loads.sum(1), strict=True):
             sums["num_dropped"] += (forward.num_wanted - num_kept).clamp(min=0)
         sums["num_tokens"] += sum(forward.num_tokens for forward in noted)

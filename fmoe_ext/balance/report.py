@@ -101,13 +101,13 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     bin_of = {step: index * num_bins // len(steps) for index, step in enumerate(steps)}
     first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
     small = [gate.num_experts for gate in gates if gate.num_experts <= _MAX_TOGETHER]
+    # pairs take E x E numbers: counted where all gates together have few of them
     widest = _MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
     summaries = {}
     for gate in gates:
         experts = gate.num_experts
         load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
         dropped, tokens = torch.zeros(2, num_bins, device="cpu")
-        # pairs take E x E numbers: counted where all gates together have few of them
         pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
         summaries[gate.name] = GateSummary(gate, load, dropped, tokens, pairs)
     for record in _records(files, allow_truncated):

@@ -58,7 +58,7 @@ class Cut:
                 raise CheckpointError(
                     f"{base.folder}: {file.name} names single experts, whose numbers would change"
                 )
-        given = model.config.to_dict()
+        given = model.config.to_dict()  # with defaults that config.json leaves out
         with torch.device("meta"):  # shapes alone
             whole, smaller = (
                 type(model)._from_config(type(model.config).from_dict(config))

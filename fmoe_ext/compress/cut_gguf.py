@@ -48,6 +48,7 @@ class GgufCut:
             write_json(work / CONFIG, config_with(read_json(beside), self.num_experts, self.number))
         if (work / name).exists():
             return work / name
+        # of a call that ended early; a file under its own name is whole
         for abandoned in work.glob(f".{name}.*.tmp"):
             abandoned.unlink()
         unfinished = work / f".{name}.{unique()}.tmp"

@@ -150,7 +150,7 @@ class _Meter:
         self.mass.index_add_(0, idx.flatten(), w.flatten())
         if self.saliency is None:
             return
-        self.is_busy = True
+        self.is_busy = True  # the forward below calls this hook again
         try:
             # one choice at a time: the output of K together has no norm of each
             for k in range(topk_idx.shape[1]):

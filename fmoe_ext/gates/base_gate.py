@@ -308,6 +308,7 @@ class BaseGate(nn.Module):
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
             return self.choose(lambda: topk_idx), topk_weights
         tape = self.tape
+        # the first forward chose and weighed in one operator: its repetition must keep the same tensors
         if getattr(tape, "is_fused", False):
             chosen = tape.choose(None)
             return ops.topk_gate_again(logits, chosen, score, normalize, scale=scale, **options)

@@ -71,6 +71,7 @@ def drop_over_capacity(
         return one_by_one.view_as(topk_idx)
     parts = ranks.gather(topk_idx)
     begin = sum(part.shape[0] for part in parts[: ranks.rank])
+    # a column after the other, so that equal weights go in the order of "position"; all ranks sort the same numbers
     by_position = torch.cat(parts).t().flatten()
     weights = torch.cat(ranks.gather(topk_weights.detach())).t().flatten()
     order = weights.argsort(descending=True, stable=True)

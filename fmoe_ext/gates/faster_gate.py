@@ -95,12 +95,15 @@ class FasterGate(GateOverRanks):
         outgoing = ~self.is_local[first]  # [T]
         allowed = int(self.outgoing_fraction * first.shape[0])
         score = logits.gather(1, first[:, None]).squeeze(1).masked_fill(~outgoing, -torch.inf)
+        # the place of each token among those that want to leave, by its score there
         place = score.argsort(descending=True, stable=True).argsort()
         leaves = outgoing & (place < allowed)
         in_node = ops.topk_gate(logits.masked_fill(~self.is_local, -torch.inf), self.top_k)[0]
         limited = in_node.clone()
         limited[:, 0] = torch.where(leaves, first, in_node[:, 0])
+        # a token that leaves has its best expert of this node second
         limited[:, 1] = torch.where(leaves, in_node[:, 0], in_node[:, 1])
+        # by torch.where: the host does not wait for how many want to leave
         return torch.where(outgoing.sum() > allowed, limited, best)
 
 

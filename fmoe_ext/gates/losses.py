@@ -193,6 +193,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
         )
     if model.training and not torch.compiler.is_compiling():
         _warn_of_no_balance(model, gates)
+    # losses that were read belong to an earlier forward, unless nothing is new: then the last ones are asked for again
     new = [gate for gate in gates if gate.loss is not None and not gate.loss_is_read]
     if new:
         for gate in gates:
