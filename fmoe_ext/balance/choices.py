@@ -18,8 +18,8 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -45,11 +45,11 @@ class BadLog(ValueError):
 
 
 class Choice(NamedTuple):
-    """Choices of one forward, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
+    """Choices of one forward of a gate, or the ids of a step's tokens."""
 
     step: int
-    gate: str | None
-    topk_idx: torch.Tensor
+    gate: str | None  # None for the ids
+    topk_idx: torch.Tensor  # [T, K] int64, -1 for dropped choices; the ids [T]
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,29 @@ class ChoiceLog:
     def __init__(self, model: nn.Module, path: str | Path, every: int, max_bytes: int) -> None:
         if every < 1 or max_bytes < 1:
             raise ValueError(f"every and max_bytes must be positive, but got {every} and {max_bytes}")
-        self.every = every
-        self.max_bytes = max_bytes
-        self.path = Path(path)
-        self._part = self.path.with_suffix(self.path.suffix + ".part")
-        self._num_bytes = 0  # of whole steps on the disk, which a full disk leaves
-        self._views = views_of(model, "log")
-        _check_gates(list(self._gates_of({}).values()))
-        least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
+        views = views_of(model, "log")
+        # A gate that says no top_k shows how many choices it makes at the first step, when the header is written.
+        self._gates = {name: Gate(name, view.num_experts, view.top_k or 1) for name, view in views.items()}
+        _check_gates(list(self._gates.values()))
+        least = len(_header(self._gates)) + _CRC.size + _HEAD.size
         if max_bytes < least:
             raise ValueError(
                 f"max_bytes={max_bytes} has no room for one record: the names of the gates take {least} bytes already"
             )
-        self._gates: dict[str, Gate] = {}
-        self._chosen: list[tuple[str, torch.Tensor]] = []  # of this step, on the gates' devices
-        self._num_ended = 0
+        self.every = every
+        self.max_bytes = max_bytes
+        self.path = Path(path)
+        self._part = self.path.with_suffix(self.path.suffix + ".part")  # the thinned file while it is written
         self._file: BinaryIO | None = None
+        self._num_bytes = 0  # whole steps of the file
+        self._num_ended = 0
+        self._chosen: list[tuple[str, torch.Tensor]] = []  # since the last end_step(), on the gates' devices
         self._hooks: list[RemovableHandle] = [
-            view.module.register_forward_hook(self._hook(name, view)) for name, view in self._views.items()
+            view.module.register_forward_hook(self._hook(name, view)) for name, view in views.items()
         ]
 
     def _hook(self, name: str, view: GateView) -> Any:
+        # a function, not a bound method or partial: a deepcopy of the model would copy this log with its file
         def note(module: nn.Module, _: Any, output: Any) -> None:
             if self._num_ended % self.every == 0 and module.training and is_counted():
                 topk_idx, _ = view.read_real(output)
@@ -121,7 +123,13 @@ class ChoiceLog:
             )
             return
         if self._file is None:
-            self._begin({name: topk_idx.shape[1] for name, topk_idx in chosen})
+            for name, topk_idx in chosen:
+                self._gates[name] = replace(self._gates[name], top_k=topk_idx.shape[1])
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("wb+")
+            self._file.write(_header(self._gates))
+            self._file.flush()
+            self._num_bytes = self._file.tell()
         numbers = {name: index for index, name in enumerate(self._gates)}
         records = [_record(number, numbers[name], part) for name, part in chosen]
         if token_ids is not None:
@@ -138,25 +146,17 @@ class ChoiceLog:
         try:
             self._write_step(b"".join(records))
         except OSError as error:
-            self._give_up(error)
-
-    def _begin(self, widths: dict[str, int]) -> None:
-        """Open the file. widths: the choices that each gate makes for a token."""
-        self._gates = self._gates_of(widths)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("wb+")
-        self._file.write(_header(list(self._gates.values())))
-        self._file.flush()
-        self._num_bytes = self._file.tell()
-
-    def _gates_of(self, widths: dict[str, int]) -> dict[str, Gate]:
-        return {
-            name: Gate(name, view.num_experts, widths.get(name, view.top_k or 1))
-            for name, view in self._views.items()
-        }
+            # A full disk must not end the training: the log ends with its last whole step.
+            with contextlib.suppress(OSError):
+                self.close()
+            self._file = None
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, self._num_bytes)
+                self._part.unlink(missing_ok=True)
+            warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=2)
 
     def _write_step(self, data: bytes) -> None:
-        """Writes a step, unless it is among those that the file must do without."""
+        """Writes a step, unless the file is full and loses every second one, this among them."""
         assert self._file is not None
         while self._file.tell() + len(data) > self.max_bytes:
             if not self._thin():
@@ -169,25 +169,15 @@ class ChoiceLog:
         self._file.flush()
         self._num_bytes = self._file.tell()
 
-    def _give_up(self, error: OSError) -> None:
-        """Ends the log with its last whole step: a full disk must not end the training."""
-        with contextlib.suppress(OSError):
-            self.close()
-        self._file = None
-        with contextlib.suppress(OSError):
-            os.truncate(self.path, self._num_bytes)
-            self._part.unlink(missing_ok=True)
-        warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=3)
-
     def _thin(self) -> bool:
-        """Rewrites the file with every second step; whether that left anything out."""
+        """Rewrite the file with every second step -> whether that left anything out."""
         assert self._file is not None
         steps = list(dict.fromkeys(record.step for record, _ in _read(self.path, False)[1]))
         if len(steps) < 2:
             return False
         kept = set(steps[::2])
         with self._part.open("wb") as file:
-            file.write(_header(list(self._gates.values())))
+            file.write(_header(self._gates))
             for record, raw in _read(self.path, False)[1]:
                 if record.step in kept:
                     file.write(raw)
@@ -237,7 +227,7 @@ def log_choices(
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> tuple[list[Gate], Iterator[Choice]]:
-    """The gates of a log and, one after the other, its records.
+    """Read the gates of a log and, one after the other, its records.
 
     Raises BadLog for what is no log, and, when they are reached, for a damaged record and for one that is cut off;
     allow_truncated ends there instead, as a run that was killed leaves it.
@@ -272,7 +262,7 @@ def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple
 
 
 def _check_gates(gates: list[Gate]) -> None:
-    """ValueError for gates that no log can be about."""
+    """Raise ValueError for gates that no log can be about; those of a file may be forged."""
     for gate in gates:
         if type(gate.name) is not str or type(gate.num_experts) is not int or type(gate.top_k) is not int:
             raise ValueError("a gate is not described by a name and two numbers")
@@ -326,7 +316,7 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
     expected = num_tokens * per_token * width
     stream = zlib.decompressobj()
     try:
-        body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)
+        body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)  # no more: a few KB may hold GB
     except zlib.error as error:
         raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
     if len(body) != expected:
@@ -342,7 +332,7 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
 
 
 def _width(num_experts: int) -> int:
-    """Bytes of a choice."""
+    """Count the bytes of a choice; one number is left for dropped choices."""
     return 1 if num_experts < 255 else 2
 
 
@@ -360,6 +350,6 @@ def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
     return _CRC.pack(zlib.crc32(rest)) + rest
 
 
-def _header(gates: list[Gate]) -> bytes:
-    text = json.dumps({"gates": [vars(gate) for gate in gates]}).encode()
+def _header(gates: Mapping[str, Gate]) -> bytes:
+    text = json.dumps({"gates": [vars(gate) for gate in gates.values()]}).encode()
     return _MAGIC + _CRC.pack(len(text)) + text

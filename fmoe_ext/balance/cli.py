@@ -15,7 +15,7 @@ from fmoe_ext.balance.report import summarize_logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: written; 2: a log or the vocabulary cannot be read, or the page not be written."""
+    """Run the command -> 0: written; 2: a log or the vocabulary cannot be read, or the page cannot be written."""
     parser = argparse.ArgumentParser(
         prog="fmoe balance", description="Shows which tokens chose which expert."
     )
@@ -59,7 +59,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read_vocabulary(path: Path) -> dict[int, str]:
-    """{id: text} of a JSON file with {text: id} or a list of texts; ValueError for anything else."""
+    """Read {id: text} from a JSON file with {text: id} or a list of texts; ValueError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -1,9 +1,8 @@
 """Counters of one gate, on its device.
 
-Counting must cost a step little and must never wait for the device. So a forward is counted by one operator
-and noted; what was noted is summed up every _MAX_NOTED forwards, or when a sum is read, in as many operations
-as there are counters. A compiled program and a CUDA graph run again without this code: in these nothing is
-noted, all is summed.
+Counting must cost a step little and must never wait for the device. So a forward is counted by one operator and noted.
+What was noted is summed up every _MAX_NOTED forwards, or when a sum is read, in as many operations as there are
+counters. A compiled program and a CUDA graph run again without this code: there each forward is summed at once.
 """
 
 import math
@@ -27,6 +26,8 @@ class _Forward(NamedTuple):
 
 
 def _summed(name: str) -> Any:
+    """A property that sums up what was noted before the counter is read or set."""
+
     def get(counters: "LayerCounters") -> torch.Tensor:
         counters.sum_up()
         return counters._sums[name]
@@ -52,7 +53,9 @@ class LayerCounters:
 
     def __init__(self, num_experts: int, device: torch.device | str) -> None:
         self._noted: list[_Forward] = []
-        self._lock = threading.RLock()  # of threads that count at the same time
+        self._lock = (
+            threading.RLock()
+        )  # threads may count at the same time; reset() holds it while it sums up
         self._num_experts = num_experts
         self._sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in self.NAMES}
         self._sums["gate_entropy_sum"] = torch.zeros((), dtype=torch.float64, device=device)
@@ -66,7 +69,7 @@ class LayerCounters:
 
     @torch.no_grad()
     def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
-        """topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if the K columns are more."""
+        """Count a forward: topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if K is more."""
         if topk_idx.device != self._sums["num_steps"].device:
             self.to(topk_idx.device)
         num_tokens, num_columns = topk_idx.shape
@@ -108,6 +111,7 @@ class LayerCounters:
         numbers = torch.arange(1, num + 1, device=loads.device).unsqueeze(1)
         last = (numbers * (loads > 0)).amax(0)  # [E], the last forward with a token, 0 for none
         sums["idle_steps"].mul_(last == 0).add_(num - last)
+        # one by one: a forward with more choices than wanted must not hide what another dropped
         for forward, num_kept in zip(noted, loads.sum(1), strict=True):
             sums["num_dropped"] += (forward.num_wanted - num_kept).clamp(min=0)
         sums["num_tokens"] += sum(forward.num_tokens for forward in noted)

@@ -35,7 +35,7 @@ def summarize(
     gate_entropy_sum: float = 0.0,
     num_tokens: float = 0,
 ) -> dict[str, Any]:
-    """Summary of a load [E], as numbers of Python.
+    """Summarise a load [E] as numbers of Python.
 
     -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
     deviation / mean), entropy (of the load, / log E: 1 = balanced, 0 = one expert), dropped_share (of all choices),
@@ -92,7 +92,7 @@ class LoadMonitor:
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reset: bool = True,
     ) -> Record:
-        """The summary of every layer since the last reset; the only call here that waits for the device.
+        """Summarise every layer since the last reset; the only call here that waits for the device.
 
         sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them.
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
@@ -134,7 +134,7 @@ class LoadMonitor:
         self._hooks = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and history, for a checkpoint."""
+        """Return counters and history, for a checkpoint."""
         counters = {
             name: {key: getattr(layer, key).clone() for key in LayerCounters.NAMES}
             for name, layer in self.counters.items()
@@ -171,11 +171,11 @@ def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
 
 
 def _counting_hook(view: GateView, counters: LayerCounters) -> Callable[..., None]:
+    # a function: a deepcopy of the model shares it, and would copy a partial with its counters and their lock
     def count(gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not gate.training or not is_counted():
-            return
-        topk_idx, topk_weights = view.read_real(output)
-        counters.count(topk_idx, topk_weights, view.top_k)
+        if gate.training and is_counted():
+            topk_idx, topk_weights = view.read_real(output)
+            counters.count(topk_idx, topk_weights, view.top_k)
 
     return count
 
@@ -223,7 +223,7 @@ def write(record: Record, target: Any) -> None:
 
 
 def draw(history: Sequence[Record], path: str | Path) -> None:
-    """The picture of LoadMonitor.plot, from a list of records (for example the lines that write() wrote)."""
+    """Draw the picture of LoadMonitor.plot from a list of records, for example the lines that write() wrote."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -17,7 +17,7 @@ _NUM_TOGETHER_PICTURES = 12
 
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
-    """The page. vocabulary: the text of token ids."""
+    """Write the page. vocabulary: the text of token ids."""
     body = "".join(
         (
             _head(summary),
@@ -33,7 +33,7 @@ def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str
 
 
 def _head(summary: Summary) -> str:
-    """The answer in short: which share the busiest expert got, and whether any got none."""
+    """Answer in short: which share the busiest expert got, and whether any got none."""
     gates = summary.gates
     choices = sum(int(gate.load.sum()) for gate in gates)
     dropped = sum(float(gate.dropped.sum()) for gate in gates)
@@ -57,7 +57,7 @@ def _head(summary: Summary) -> str:
 
 
 def _recent_share(gate: GateSummary) -> torch.Tensor:
-    """The load of the last quarter over its mean [E] float64."""
+    """Divide the load of the last quarter by its mean: [E] float64."""
     recent = gate.recent.double()
     return recent / recent.mean().clamp(min=1e-9)
 
@@ -193,7 +193,7 @@ def _about(summary: Summary) -> str:
 
 
 def _lift(gate: GateSummary) -> torch.Tensor:
-    """Frequency of two experts sharing a token, over what is expected of pairs drawn by their loads [E, E].
+    """Divide how often two experts share a token by what independent draws by their loads would give: [E, E].
 
     NaN for the diagonal, and where fewer than _MIN_EXPECTED tokens are expected, which say nothing.
     """
@@ -201,7 +201,7 @@ def _lift(gate: GateSummary) -> torch.Tensor:
     together = gate.together.double()
     share = together.sum(1) / together.sum().clamp(min=1)
     expected = share[:, None] * share[None, :]
-    expected.fill_diagonal_(0)
+    expected.fill_diagonal_(0)  # no token chooses an expert twice, so the rest has to sum up to all pairs
     expected *= together.sum() / expected.sum().clamp(min=1e-12)
     lift = torch.where(expected < _MIN_EXPECTED, torch.nan, together / expected.clamp(min=_MIN_EXPECTED))
     return lift.fill_diagonal_(torch.nan)
@@ -212,7 +212,7 @@ def _numbers(count: int) -> list[str]:
 
 
 def _curve(values: list[float]) -> str:
-    """Values from 1 upwards as a small line."""
+    """Draw values from 1 upwards as a small line."""
     top = max(2.0, *values)
     last = max(len(values) - 1, 1)
     points = " ".join(

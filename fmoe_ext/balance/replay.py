@@ -1,9 +1,9 @@
 """Replay of routing: record which experts the gates of a model choose, and make them choose the same again.
 
-A gate's forward asks a tape for its choices (views.py). While a _Recorder listens, the gate chooses by
-itself, and the tape keeps what it chose before and after choices were dropped. While a _Player gives, the
-gate takes the choices of the forward with the same number, and computes weights and gradients from its
-present logits. Choices of all tokens are cut to the real ones where valid_tokens() leaves padding out.
+A gate's forward asks a tape for its choices (views.py). A _Recorder lets the gate choose by itself, and keeps what it
+chose before and after choices were dropped. A _Player gives it the choices of the forward with the same number; the
+gate computes weights and gradients from its present logits. Where valid_tokens() leaves padding out, choices that were
+recorded for all tokens are cut to the real ones.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Player:
 
 
 def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """given [T, K], own where a token has none; ValueError for other sizes."""
+    """Fill the given choices [T, K] up with the gate's own; ValueError for other sizes."""
     if given.shape != own.shape:
         raise ValueError(f"the choices are {list(given.shape)}, but the gate chooses {list(own.shape)}")
     given = given.to(own.device)

@@ -1,8 +1,10 @@
 """Summaries of a run's logs of choices: summarize_logs(), which page.py draws.
 
-The logs are read three times, a record at a time, so that a run of any length fits the memory: for its steps,
-which decide on the bins; for the load of each expert in each bin, and how often two share a token; and for
-the tokens that feed the experts which the load has shown to be dead or overloaded.
+The logs are read three times, a record at a time, so that a run of any length fits the memory:
+
+1. for its steps, which are dealt to at most _MAX_BINS bins;
+2. for the load of each expert in each bin, and how often two experts share a token;
+3. for the tokens of the experts that the load has shown to be dead or overloaded.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class GateSummary:
 
     @property
     def recent(self) -> torch.Tensor:
-        """The load of the last quarter [E]."""
+        """Sum the load of the last quarter: [E]."""
         return self.load[-max(1, len(self.load) // LAST_SHARE) :].sum(0)
 
     @property
@@ -68,11 +70,11 @@ class GateSummary:
 class Summary:
     """A run."""
 
-    paths: list[Path]  # of the logs
-    steps: list[int]  # that were logged
+    paths: list[Path]  # its logs
+    steps: list[int]  # those that were logged
     bins: list[int]  # the first step of each
     gates: list[GateSummary]
-    num_bytes: int  # of the logs
+    num_bytes: int  # all logs together
     has_ids: bool  # the logs have the tokens' ids
 
 
@@ -99,13 +101,13 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     bin_of = {step: index * num_bins // len(steps) for index, step in enumerate(steps)}
     first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
     small = [gate.num_experts for gate in gates if gate.num_experts <= _MAX_TOGETHER]
+    # pairs take E x E numbers: counted where all gates together have few of them
     widest = _MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
     summaries = {}
     for gate in gates:
         experts = gate.num_experts
         load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
         dropped, tokens = torch.zeros(2, num_bins, device="cpu")
-        # pairs take E x E numbers: counted where all gates together have few of them
         pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
         summaries[gate.name] = GateSummary(gate, load, dropped, tokens, pairs)
     for record in _records(files, allow_truncated):
@@ -137,11 +139,11 @@ def _add(summary: GateSummary, number: int, topk_idx: torch.Tensor) -> None:
 
 
 def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allow_truncated: bool) -> bool:
-    """Tokens of the notable experts; True if the logs have tokens at all."""
+    """Find the most frequent tokens of the notable experts -> whether the logs have tokens at all."""
     counts: dict[tuple[str, int], torch.Tensor] = {}
     has_ids = False
     for path in files:
-        pending: list[Choice] = []
+        pending: list[Choice] = []  # a step's records; its ids follow them
         for record in read_log(path, allow_truncated=allow_truncated)[1]:
             if pending and pending[0].step != record.step:
                 pending = []

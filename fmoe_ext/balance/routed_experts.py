@@ -1,4 +1,4 @@
-"""The choices of a model as inference engines return them: an array [tokens, layers, K] of expert numbers a sequence.
+"""Choices of a model as inference engines return them: an array [tokens, layers, K] of expert numbers a sequence.
 
 vLLM: `routed_experts` (and `prompt_routed_experts` before it), integers. SGLang: the same as base64 of int32, without a
 row for the last token. Both number only layers that have experts, in order, and experts as the checkpoint does.
@@ -23,7 +23,7 @@ def routed_experts(
     sequence_first: bool = False,
     forward: int = -1,
 ) -> list[torch.Tensor]:
-    """Choices of a forward: an int16 tensor [tokens, layers, K] for each sequence.
+    """Return the choices of a forward: an int16 tensor [tokens, layers, K] for each sequence.
 
     valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. Recorded
     may be all tokens or, as under valid_tokens(), the real ones. sequence_first: tokens came as [S, B], as Megatron has
@@ -48,6 +48,7 @@ def routed_experts(
     mask = valid.bool().cpu()
     places = _places(mask, sequence_first)
     if rows.shape[0] == int(mask.sum()):
+        # recorded under valid_tokens(): a real token's row is its number among the real ones
         order = (mask.t() if sequence_first else mask).flatten().long().cumsum(0) - 1
         places = [order[place] for place in places]
     elif rows.shape[0] != mask.numel():
@@ -108,7 +109,7 @@ def load_routed_experts(
 
 
 def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> torch.Tensor:
-    """base64 of int32, as SGLang sends it -> [tokens, num_layers, top_k]; ValueError if it is none of that.
+    """Decode base64 of int32, as SGLang sends it -> [tokens, num_layers, top_k]; ValueError if it is none of that.
 
     Example:
 
@@ -132,12 +133,12 @@ def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> tor
 
 
 def encode_routed_experts(array: torch.Tensor) -> str:
-    """The inverse of decode_routed_experts(): integers [tokens, layers, K] -> base64 of int32."""
+    """Encode integers [tokens, layers, K] as base64 of int32, for decode_routed_experts()."""
     return base64.b64encode(array.to(torch.int32).contiguous().numpy().tobytes()).decode()
 
 
 def _places(mask: torch.Tensor, sequence_first: bool) -> list[torch.Tensor]:
-    """Places of each sequence's real tokens among all B * S: mask [B, S]."""
+    """Find the places of each sequence's real tokens among all B * S: mask [B, S]."""
     if mask.dim() != 2:
         raise ValueError(f"valid must be [B, S], but is {list(mask.shape)}")
     number = torch.arange(mask.numel(), device="cpu")

@@ -1,7 +1,9 @@
 """Record and replay the choices of a model's gates, ours and other libraries'.
 
-Ours are BaseGates. The routers of Transformers and Megatron-core are known by what they have, not by their classes.
-They choose by one torch.topk over their experts, which is where choices are recorded and played.
+Ours are BaseGates, which ask a tape themselves. The routers of Transformers and Megatron-core are known by what they
+have, not by their classes, so that neither library is imported. They choose by one torch.topk over their experts: hooks
+before and after the forward put a TorchFunctionMode around it, which hands that call to the tape. Their scores,
+weights, losses and gradients stay their own.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ class Tape(Protocol):
     """State of a gate while its choices are recorded or replayed."""
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The choices of a forward [T, K]; pick() makes the gate's own."""
+        """Return the choices of a forward [T, K]; pick() makes the gate's own."""
         ...
 
     def after_forward(self, view: GateView, output: Any) -> Any:
-        """Output that replaces the gate's own; None for its own."""
+        """Return an output to replace the gate's own, or None."""
         ...
 
 
 class GateView:
-    """One gate of a model. num_experts: of all ranks; top_k: choices of a token, None where they vary."""
+    """One gate of a model."""
 
     def __init__(self, module: nn.Module, num_experts: int, top_k: int | None):
         self.module = module
-        self.num_experts = num_experts
-        self.top_k = top_k
+        self.num_experts = num_experts  # of all ranks
+        self.top_k = top_k  # choices of a token, None where they vary
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a forward's output -> topk_idx, topk_weights [T, K], -1 for dropped choices."""
@@ -183,10 +185,6 @@ class _TransformersRouter(RouterView):
         sizes = (getattr(module, "num_experts", None), getattr(module, "top_k", None))
         return type(module).__name__.endswith("Router") and all(isinstance(n, int) for n in sizes)
 
-    @classmethod
-    def of(cls, module: Any) -> _TransformersRouter:
-        return cls(module, module.num_experts, module.top_k)
-
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [part for part in output if isinstance(part, torch.Tensor)]
         topk_idx = next((part for part in parts if not part.is_floating_point()), None)
@@ -206,10 +204,6 @@ class _MegatronRouter(RouterView):
     def fits(module: nn.Module) -> bool:
         return all(hasattr(module, name) for name in ("topk", "num_experts", "routing", "gating"))
 
-    @classmethod
-    def of(cls, module: Any) -> _MegatronRouter:
-        return cls(module, module.num_experts, module.topk)
-
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, routing_map = (part.flatten(0, -2) for part in output[:2])
         weights, topk_idx = probabilities.masked_fill(~routing_map, -1).topk(self.top_k, dim=-1)
@@ -228,15 +222,16 @@ class _MegatronRouter(RouterView):
 
 
 def views_of(model: nn.Module, purpose: str) -> dict[str, GateView]:
-    """{name: GateView} of every gate of a model; ValueError if there is none."""
+    """Find every gate of a model: {name: GateView}; ValueError if there is none."""
     found: dict[str, GateView] = {}
+    module: Any
     for name, module in model.named_modules():
         if isinstance(module, BaseGate):
             found[name] = GateView(module, module.num_experts, getattr(module, "top_k", None))
         elif _TransformersRouter.fits(module):
-            found[name] = _TransformersRouter.of(module)
+            found[name] = _TransformersRouter(module, module.num_experts, module.top_k)
         elif _MegatronRouter.fits(module):
-            found[name] = _MegatronRouter.of(module)
+            found[name] = _MegatronRouter(module, module.num_experts, module.topk)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no gate to {purpose}: no BaseGate, no router of Transformers 5 or of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fmoe_ext.finetune.text import read_tokens, tokenize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: written; 2: could not be done."""
+    """Run the command -> 0: written; 2: could not be done."""
     options = _parser().parse_args(arguments)
     try:
         if options.tokens:
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out=options.held_out,
             scores=options.scores,
             dry_run=options.dry_run,
-            say=_say,
+            say=partial(print, file=sys.stderr, flush=True),
         )
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _as_text(report: dict[str, Any], out: str | None) -> str:
-    """Formats the report as lines: a row a layer, and the losses."""
+    """Format the report as lines: a row a layer, and the losses."""
     rows = [
         (path, str(len(layer["kept"])), str(len(layer["pruned"])), f"{layer['lost_mass']:.2%}")
         for path, layer in report["layers"].items()
@@ -64,10 +65,6 @@ def _as_text(report: dict[str, Any], out: str | None) -> str:
         f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written"
     )
     return "\n".join(lines)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

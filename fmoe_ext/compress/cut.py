@@ -1,6 +1,14 @@
 """A folder's tensors without some experts: bytes of the others are copied, packed ones as they are.
 
-Transformers says what to cut: the parameters whose shape has another size in the model with fewer experts.
+Transformers says what to cut. The model is made twice without values, once with fewer experts; parameters whose shapes
+differ depend on their number, in the one dimension that differs. Their tensors in the files are
+
+    of one expert    names with its number, which are left out or numbered anew, or averaged where experts merge
+    stacks           of all experts of a layer, whose first dimension is cut
+    of a router      cut in that dimension; entries behind the experts (shared ones, choices of none) stay
+    tables           of hash routing, whose entries are numbers of experts
+
+What depends on the number and is none of these is refused before anything is read.
 """
 
 from __future__ import annotations
@@ -10,7 +18,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,8 +30,9 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_files
 from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.compress.choose import TOP_K
-from fmoe_ext.compress.merge import Shares, merged, mixed
 from fmoe_ext.model_files import FolderModel, experts_modules
+
+Shares: TypeAlias = Mapping[int, Mapping[int, float]]  # {expert that stays: {expert: its share}}, of a layer
 
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
@@ -49,7 +58,7 @@ class Cut:
                 raise CheckpointError(
                     f"{base.folder}: {file.name} names single experts, whose numbers would change"
                 )
-        given = model.config.to_dict()
+        given = model.config.to_dict()  # with defaults that config.json leaves out
         with torch.device("meta"):  # shapes alone
             whole, smaller = (
                 type(model)._from_config(type(model.config).from_dict(config))
@@ -80,7 +89,7 @@ class Cut:
         return work
 
     def tensors(self, kept: Mapping[str, Shares]) -> dict[str, StoredTensor]:
-        """{name: tensor} of the experts in `kept` alone, in that order. kept: {path: {expert: shares of it}}."""
+        """Make {name: tensor} with the experts in `kept` alone, in that order. kept: {path: {expert: shares of it}}."""
         place = {path: {old: new for new, old in enumerate(shares)} for path, shares in kept.items()}
         covered = {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
         found = {}
@@ -92,14 +101,14 @@ class Cut:
                 if expert in place[path]:
                     mix = kept[path][expert]
                     parts = {e: self.base.tensors[f"{before}{e}{after}"] for e in mix}
-                    found[f"{before}{place[path][expert]}{after}"] = merged(name, parts, mix)
+                    found[f"{before}{place[path][expert]}{after}"] = _merged(name, parts, mix)
                 continue
             parameter = self._names.renamed.get(name, name)
             if name in self._stacks:
-                stored = mixed(stored, 0, kept[self._stacks[name]], ())
+                stored = _mixed(stored, 0, kept[self._stacks[name]], ())
             elif parameter in self._dims:
                 shares, dim = kept[self._layer_of(parameter)], self._dims[parameter]
-                stored = mixed(stored, dim, shares, self._behind(parameter))
+                stored = _mixed(stored, dim, shares, self._behind(parameter))
                 covered.add(parameter)
             elif parameter.endswith(f".{TABLE}"):
                 stored = _table(stored, [*kept[self._layer_of(parameter)]], self.num_experts)
@@ -118,7 +127,7 @@ class Cut:
         return any(name.endswith(f".{TABLE}") for name in self._shapes)
 
     def _changed(self, after: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """{parameter: dimension} of what has another size with fewer experts."""
+        """Find what has another size with fewer experts: {parameter: dimension}."""
         dims = {}
         for name, shape in self._shapes.items():
             new = after.get(name)
@@ -135,7 +144,7 @@ class Cut:
         return dims
 
     def _behind(self, parameter: str) -> range:
-        """Entries of a router that are behind those of experts: shared ones, or choices of no expert (_BEHIND)."""
+        """Find the entries of a router behind the experts: shared ones, or choices of no expert (_BEHIND)."""
         size = self._shapes[parameter][self._dims[parameter]]
         text = self.config.get("text_config")
         said = {part.get(key) for part in (self.config, text) if isinstance(part, dict) for key in _BEHIND}
@@ -146,7 +155,7 @@ class Cut:
         return range(self.num_experts, size)
 
     def matrices(self, path: str) -> Iterator[torch.Tensor]:
-        """Weights [E, n] of the experts at a path, a projection at a time; CheckpointError for packed ones."""
+        """Read the weights [E, n] of the experts at a path, a projection at a time; CheckpointError for packed ones."""
         stacks = [name for name, of_path in self._stacks.items() if of_path == path]
         found: dict[str, list[StoredTensor]] = {name: [self.base.tensors[name]] for name in stacks}
         for stem, (of_path, e) in self._of_one.items():
@@ -163,7 +172,7 @@ class Cut:
             yield torch.cat([t.read().reshape(self.num_experts // len(tensors), -1) for t in tensors])
 
     def _of_experts(self) -> tuple[dict[str, tuple[str, int]], dict[str, str]]:
-        """({begin of the names of one expert's tensors: (path, expert)}, {name of a stack: path})."""
+        """Find experts' tensors: ({begin of the names of one expert's: (path, expert)}, {name of a stack: path})."""
         of_one: dict[str, tuple[str, int]] = {}
         stacks: dict[str, str] = {}
         for path, module in self.layers.items():
@@ -183,7 +192,7 @@ class Cut:
         return of_one, stacks
 
     def _expert_of(self, name: str) -> tuple[str, int, str, str] | None:
-        """(path, expert, text before its number, text after) of a tensor of one expert."""
+        """Split the name of one expert's tensor: (path, expert, text before its number, text after)."""
         stem = name
         while (stem := stem.rpartition(".")[0]) and f"{stem}." not in self._of_one:
             pass
@@ -194,7 +203,7 @@ class Cut:
         return path, expert, f"{before}.", f".{after}{name.removeprefix(stem)}"
 
     def _layer_of(self, parameter: str) -> str:
-        """The path of the experts that a router's parameter belongs to: the one that shares most of its begin."""
+        """Find the path of the experts that a router's parameter belongs to: the one with the longest common begin."""
 
         def shared(path: str) -> int:
             pairs = zip(path.split("."), parameter.split("."), strict=False)
@@ -203,7 +212,7 @@ class Cut:
         return max(self.layers, key=shared)
 
     def _unloaded(self) -> set[str]:
-        """Tensors of layers that predict further tokens: their experts cannot be measured, so they are left out."""
+        """Find tensors of layers that predict further tokens: their experts cannot be measured, so they go."""
         stems = {path.partition("layers.")[0] for path in self.layers}
         inside = [re.match(r"(.*?)layers\.(\d+)\.", name) for name in self._shapes]
         # layers behind those of the loaded model, for Transformers makes none that predict further tokens
@@ -221,7 +230,7 @@ class Cut:
 
 
 def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """config.json with another number of experts, in the configuration of the text model too.
+    """Copy config.json with another number of experts, in the configuration of the text model too.
 
     Raises CheckpointError if no key says how many experts there are.
     """
@@ -240,7 +249,7 @@ def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
 
 
 def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> StoredTensor:
-    """A table of experts [vocabulary, K]: the next expert that stays, and that a token does not have, replaces one."""
+    """Cut a table of experts [vocabulary, K]: the next expert that stays, and that a token lacks, replaces one."""
 
     def read() -> torch.Tensor:
         place = {old: new for new, old in enumerate(kept)}
@@ -254,3 +263,39 @@ def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> Store
         return rows.to(stored.dtype)
 
     return StoredTensor(stored.shape, stored.dtype, read)
+
+
+def _merged(name: str, parts: Mapping[int, StoredTensor], shares: Mapping[int, float]) -> StoredTensor:
+    """Average experts' tensors; a single one keeps its bytes. Raises CheckpointError for packed ones."""
+    first = next(iter(parts.values()))
+    if len(shares) == 1:
+        return parts[next(iter(shares))]
+    if any(part.dtype not in FLOATS for part in parts.values()):
+        raise CheckpointError(f"{name} is packed: merging would round it again. Prune without merging")
+
+    def read() -> torch.Tensor:
+        total = sum(part.read().double() * shares[e] for e, part in parts.items() if e in shares)
+        return torch.as_tensor(total, device="cpu").to(first.dtype)
+
+    return StoredTensor(first.shape, first.dtype, read)
+
+
+def _mixed(stored: StoredTensor, dim: int, shares: Shares, behind: Sequence[int]) -> StoredTensor:
+    """Average the entries of a router's tensor or of a stack of experts along dim; those behind stay."""
+    mixes = [*shares.values(), *({e: 1.0} for e in behind)]
+    shape = (*stored.shape[:dim], len(mixes), *stored.shape[dim + 1 :])
+    if stored.dtype not in FLOATS and any(len(mix) > 1 for mix in mixes):
+        raise CheckpointError(f"a tensor {list(stored.shape)} of experts is packed: prune without merging")
+
+    def parts() -> Iterator[torch.Tensor]:
+        whole = stored.read() if dim else None
+        for mix in mixes:
+            rows = {e: stored.rows(e, e + 1) if whole is None else whole.narrow(dim, e, 1) for e in mix}
+            if len(mix) == 1:
+                yield next(iter(rows.values()))
+            else:
+                total = sum(rows[e].double() * share for e, share in mix.items())
+                yield torch.as_tensor(total, device="cpu").to(stored.dtype)
+
+    whole = StoredTensor(shape, stored.dtype, lambda: torch.cat([*parts()], dim))
+    return whole if dim else StoredTensor(shape, stored.dtype, whole.read, parts=parts)

@@ -16,9 +16,9 @@ from fmoe_ext.model_files import GgufModel
 
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
-ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
+_ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
 _COUNT = "expert_count"
-HEADER = "general.architecture"  # which the writer makes itself
+_HEADER = "general.architecture"  # which the writer makes itself
 
 
 class GgufCut:
@@ -35,7 +35,7 @@ class GgufCut:
         self._layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
         self._architecture = self._reader.architecture
         for tensor in self._reader.tensors:
-            self._path_of(tensor)
+            self._path_of(tensor)  # refuses what is not known how to cut before a text is read for hours
 
     def write(self, work: Path, kept: Mapping[str, Iterable[int]]) -> Path:
         """Writes the smaller model into a folder, one file even of a split one, unless it is there -> the file.
@@ -60,7 +60,7 @@ class GgufCut:
         writer.data_alignment = self._reader.alignment
         try:
             for name, field in self._reader.fields.items():
-                if name != HEADER:
+                if name != _HEADER:
                     value = self.number if name == f"{self._architecture}.{_COUNT}" else field.contents()
                     if value == []:  # which the gguf package leaves out when it writes a file
                         continue
@@ -82,14 +82,14 @@ class GgufCut:
                 writer.close()
 
     def _path_of(self, tensor: Any) -> str | None:
-        """The path of the experts whose number is the first dimension of a tensor; None for others."""
+        """Find the path of the experts whose number is the first dimension of a tensor; None for others."""
         match = _OF_LAYER.fullmatch(tensor.name)
         path = self._layers.get(int(match[1])) if match else None
         if match and path is None and "_exps." in match[2]:
             raise CheckpointError(f"{self.file}: {tensor.name} has experts of no layer of the model")
         if match is None or path is None:
             return None
-        if not _STACKS.fullmatch(match[2]) and match[2] not in ROUTER:
+        if not _STACKS.fullmatch(match[2]) and match[2] not in _ROUTER:
             if "exps" in match[2] or "exp_" in match[2]:  # shared experts are "shexp", which stay
                 raise CheckpointError(f"{self.file}: it is not known how to cut experts from {tensor.name}")
             return None

@@ -1,8 +1,8 @@
 """prune(): a folder of Transformers without the experts that a text needs least, in the packing it came in.
 
 The model is streamed over the text once, and hooks count what each expert does (scores). The best of each layer stay
-(choose), or some are merged into others (merge). Their bytes are copied from the files (cut, gguf), so that packed
-experts lose nothing; the result is streamed again over held-out text, which proves that it loads and gives its loss.
+(choose), or some are merged into others. Their bytes are copied from the files (cut, cut_gguf), so that packed experts
+lose nothing; the result is streamed again over held-out text, which proves that it loads and gives its loss.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, fingerprint, write_json
 from fmoe_ext.checkpoint.shards import check_is_free, continued
-from fmoe_ext.compress.choose import best, number_to_keep
-from fmoe_ext.compress.cut import Cut
+from fmoe_ext.compress.choose import best, best_merged, number_to_keep, similarities
+from fmoe_ext.compress.cut import Cut, Shares
 from fmoe_ext.compress.cut_gguf import GgufCut
-from fmoe_ext.compress.merge import Shares, choose, similarities
 from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Measurement, Scores
 from fmoe_ext.finetune.streaming.model import stream
@@ -80,15 +79,14 @@ def prune(
     """
     if not dry_run:
         check_is_free(Path(out))
-    job = _Job(open_model(folder), memory, keep, experts, criterion, say)
-    job.take_merge(merge)
+    job = _Job(open_model(folder), memory, keep, experts, criterion, merge, say)
     job.take_text(tokens, seq_len, held_out, batch)
     file = None if scores is None else Path(scores)
     return job.measured(file, {})[0] if dry_run else job.run(Path(out).absolute(), file)
 
 
 class _Job:
-    """One model that is to lose experts. model: streamed, until what was measured is complete."""
+    """One model that is to lose experts."""
 
     def __init__(
         self,
@@ -97,14 +95,16 @@ class _Job:
         keep: float | None,
         experts: int | None,
         criterion: str,
+        merge: float | None,
         say: Say,
     ) -> None:
         if criterion not in CRITERIA:
             raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
-        self.files, self.memory, self.criterion, self.say = files, memory, criterion, say
+        self.files, self.memory, self.criterion, self.merge, self.say = files, memory, criterion, merge, say
         self.folder = files.path
-        self.model: Any = stream(files, memory)
+        self.model: Any = stream(files, memory)  # until all is measured
         self.config = self.model.config.get_text_config()
+        self.groups = int(getattr(self.config, "n_group", None) or 1)  # that the router chooses experts among
         sizes = {int(m.num_experts) for m in experts_modules(self.model).values()}
         if len(sizes) != 1:
             raise CheckpointError(
@@ -118,26 +118,15 @@ class _Job:
         else:
             assert isinstance(files, FolderModel)
             self.cut = Cut(files, self.model, self.size, self.number)
-
-    def take_merge(self, least: float | None) -> None:
-        """Notes the least cosine of experts that are merged; CheckpointError for models that are not merged."""
-        self.least = least
-        if least is None:
-            return
-        if not 0 < least <= 1:
-            raise CheckpointError(f"merge must be above 0 and at most 1, but got {least}")
-        if isinstance(self.cut, GgufCut) or self.cut.has_tables or self.groups > 1:
+        if merge is not None and not 0 < merge <= 1:
+            raise CheckpointError(f"merge must be above 0 and at most 1, but got {merge}")
+        if merge is not None and (isinstance(self.cut, GgufCut) or self.cut.has_tables or self.groups > 1):
             raise CheckpointError(
                 f"{self.folder}: experts of GGUF files, of tables and of groups are not merged: prune without merging"
             )
 
-    @property
-    def groups(self) -> int:
-        """Groups of experts that the router chooses among."""
-        return int(getattr(self.config, "n_group", None) or 1)
-
     def take_text(self, tokens: Tensor, seq_len: int, held_out: float, batch: int) -> None:
-        """Splits the text, and notes what belongs to this measurement alone."""
+        """Split the text, and note what belongs to this measurement alone."""
         if batch < 1:
             raise CheckpointError(f"batch must be at least 1, but got {batch}")
         calibration, self.test = sequences(tokens, seq_len, held_out, self.size, self.config.vocab_size)
@@ -151,9 +140,9 @@ class _Job:
         }
 
     def run(self, out: Path, scores: Path | None) -> dict[str, Any]:
-        """Measures, and writes `out` -> the report; scores: a file for them instead of one beside `out`."""
+        """Measure, and write `out` -> the report; scores: a file for them instead of one beside `out`."""
         self.earlier(scores)  # refuses another text before a folder is made
-        choices = {"keep": self.number, "criterion": self.criterion, "merge": self.least}
+        choices = {"keep": self.number, "criterion": self.criterion, "merge": self.merge}
         with continued(out, "pruning", self.about | choices) as job:
             work = job.folder
             report, kept = self.measured(scores or job.place / SCORES, job.done)
@@ -174,10 +163,10 @@ class _Job:
         return report
 
     def _card(self, report: Mapping[str, Any]) -> str:
-        """The model card: without the name of the folder, so that the same job writes the same bytes anywhere."""
+        """Write the model card without the name of `out`, so that the same job writes the same bytes anywhere."""
         losses = [report[f"loss_{when}"] for when in ("before", "after")]
         before, after = (None if loss is None else f"{loss:.4f}" for loss in losses)
-        merging = f" --merge {self.least}" if self.least is not None else ""
+        merging = f" --merge {self.merge}" if self.merge is not None else ""
         facts = {
             "experts of a layer": f"{self.size} -> {self.number}, by {self.criterion}",
             "text, SHA-256 of its token ids": f"`{self.about['text']}`, {report['tokens']:,} tokens read",
@@ -196,7 +185,7 @@ class _Job:
         )
 
     def measured(self, file: Path | None, done: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shares]]:
-        """(report before anything is written, {path: experts that stay, with their shares}); frees the model."""
+        """Return (report before anything is written, {path: experts that stay, with their shares}); free the model."""
         found = self._scores(file)
         if "loss_before" not in done:
             done["loss_before"] = self.loss(self.model)
@@ -205,12 +194,12 @@ class _Job:
         by_layer = found.of(self.criterion)
         kept: dict[str, Shares] = {}
         for path, values in by_layer.items():
-            if self.least is None or isinstance(self.cut, GgufCut):
+            if self.merge is None or isinstance(self.cut, GgufCut):
                 kept[path] = {e: {e: 1.0} for e in best(values, self.number, self.groups)}
             else:
                 self.say(f"comparing experts of {path}")
                 cosine = similarities(self.cut.matrices(path))
-                kept[path] = choose(values, found.count[path], cosine, self.number, self.least)
+                kept[path] = best_merged(values, found.count[path], cosine, self.number, self.merge)
         report = {
             "base": str(self.folder),
             "criterion": self.criterion,
@@ -224,7 +213,7 @@ class _Job:
         return report, kept
 
     def earlier(self, file: Path | None) -> Scores | None:
-        """The scores in a file, of a part of the text or all; CheckpointError for those of something else."""
+        """Load the scores in a file, of a part of the text or all; CheckpointError if they are about something else."""
         if file is None or not file.exists():
             return None
         found = Scores.load(file, self.about)
@@ -233,7 +222,7 @@ class _Job:
         return found
 
     def _scores(self, file: Path | None) -> Scores:
-        """The scores, of a file as far as an earlier call came, and measured from there on."""
+        """Take the scores from a file as far as an earlier call came, and measure from there on."""
         before = self.earlier(file)
         done = 0 if before is None else -(-before.tokens // self.batches[0].numel())
         if before is not None and done == len(self.batches):
@@ -249,7 +238,7 @@ class _Job:
 
     @torch.no_grad()
     def loss(self, model: Any) -> float | None:
-        """Mean cross-entropy of the next token over the sequences to test; None without any."""
+        """Compute the mean cross-entropy of the next token over the sequences to test; None without any."""
         losses = []
         for i, one in enumerate(self.test.split(1), 1):
             self.say(f"held-out sequence {i} of {len(self.test)}")

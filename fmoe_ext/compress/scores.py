@@ -21,15 +21,13 @@ CRITERIA = ("reap", "mass", "frequency")
 class Scores:
     """Counts of one pass over a text, for each layer of experts by its path."""
 
-    tokens: int  # of the text
+    tokens: int
     count: dict[str, Tensor]  # [E] int64: tokens that chose an expert
     mass: dict[str, Tensor]  # [E] float64: sum of their weights
-    saliency: dict[
-        str, Tensor
-    ]  # [E] float64: sum of weight times norm of the output; {} unless it was measured
+    saliency: dict[str, Tensor]  # [E] float64: sum of weight times norm of output; {} unless it was measured
 
     def of(self, criterion: str) -> dict[str, Tensor]:
-        """{path: score [E] of each expert, the higher the more it is needed}.
+        """Compute {path: score [E] of each expert, the higher the more it is needed}.
 
         reap: mean of weight times norm of output over the tokens of an expert (REAP, https://arxiv.org/abs/2510.13999);
         mass: sum of weights; frequency: number of tokens. An expert that no token chose has 0.
@@ -54,7 +52,7 @@ class Scores:
 
     @classmethod
     def load(cls, file: Path, about: dict[str, Any]) -> Scores:
-        """The scores in a file of save(); CheckpointError for a damaged file, and for one about something else."""
+        """Load a file of save(); CheckpointError for a damaged file, and for one about something else."""
         content = read_json(file)
         if content.get("about") != about:
             raise CheckpointError(
@@ -72,7 +70,7 @@ class Scores:
 
 
 def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> Scores:
-    """The scores of a model's experts on batches of token ids [B, L].
+    """Measure the scores of a model's experts on batches of token ids [B, L].
 
     model: of Transformers, in memory or from fmoe_ext.stream(), in eval(). criterion: reap computes each expert once
     more for the norm of its output; the others only count.
@@ -129,7 +127,7 @@ class Measurement:
         self.tokens += batch.numel()
 
     def scores(self) -> Scores:
-        """The counts so far."""
+        """Return the counts so far."""
         meters = self._meters.items()
         saliency = {path: m.saliency for path, m in meters if m.saliency is not None}
         return Scores(self.tokens, {p: m.count for p, m in meters}, {p: m.mass for p, m in meters}, saliency)
@@ -151,7 +149,7 @@ class _Meter:
         self.hook = experts.register_forward_hook(self._see, with_kwargs=True)
 
     def _see(self, experts: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
-        if self.is_busy:  # computing a norm
+        if self.is_busy:  # computing a norm, by this module's forward
             return
         order = ("hidden_states", "top_k_index", "top_k_weights")
         x, topk_idx, weights = (named[name] if name in named else given[i] for i, name in enumerate(order))
@@ -162,11 +160,10 @@ class _Meter:
         self.mass.index_add_(0, idx.flatten(), w.flatten())
         if self.saliency is None:
             return
-        self.is_busy = True
+        self.is_busy = True  # the forward below calls this hook again
         try:
-            for k in range(
-                topk_idx.shape[1]
-            ):  # one choice at a time: the output of K together has no norm of each
+            # one choice at a time: the output of K together has no norm of each
+            for k in range(topk_idx.shape[1]):
                 one = torch.ones_like(weights[:, :1])
                 y = experts(x, topk_idx[:, k : k + 1], one)
                 self.saliency.index_add_(0, idx[:, k], w[:, k] * y.double().norm(dim=-1).cpu())

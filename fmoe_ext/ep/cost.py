@@ -65,7 +65,7 @@ class Hardware:
         rows: int = 1024,
         num_experts: int = 1,
     ) -> Hardware:
-        """Measures the ranks of a group with the shapes of a layer, and returns the mean, the same on every rank.
+        """Measure the ranks of a group with the shapes of a layer, and return the mean, the same on every rank.
 
         layer: its experts are computed in 16 bits if its elements have 2 bytes. rows: of each rank, which go to the
         other ranks and to its num_experts experts. FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's
@@ -102,7 +102,7 @@ class Hardware:
 def _measure_link(
     group: dist.ProcessGroup, peers: Sequence[int], rows: int, layer: Layer, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of an empty exchange, and bytes a second to these ranks of a group while all send; a collective call."""
+    """Measure seconds of an empty exchange, and bytes a second to these ranks while all send; a collective call."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
 
     def seconds(each: int) -> float:
@@ -121,7 +121,7 @@ def _measure_link(
 
 
 def _measure_experts(layer: Layer, rows: int, num_experts: int, device: torch.device) -> float:
-    """FLOP a second of ops.expert_mlp's forward on this rank."""
+    """Measure the FLOP a second of ops.expert_mlp's forward on this rank."""
     gated = layer.num_matrices == 3
     make = functools.partial(torch.ones, dtype=_dtype(layer), device=device)
     x = make(rows, layer.d_model)
@@ -177,14 +177,14 @@ class StepTime:
         return self.exchange + self.compute + self.shadowing
 
     def overlapped(self, num_chunks: int) -> float:
-        """With num_chunks chunks: all but one chunk of the smaller part hides behind the larger."""
+        """Estimate the seconds with chunks: all but one chunk of the smaller part hides behind the larger."""
         # one chunk cannot hide: nothing computes before the first has come
         hidden = min(self.exchange, self.compute) * (num_chunks - 1) / num_chunks
         return self.total - hidden
 
 
 def best_overlap(exchange: float, compute: float, latency: float, max_chunks: int) -> int:
-    """The number of chunks with the shortest expected step; the smallest of equal ones.
+    """Choose the number of chunks with the shortest expected step; the smallest of equal ones.
 
     exchange, compute: seconds of a forward's exchanges, there and back, and of its experts. The backward's exchanges
     take as long, its experts twice as long. latency: seconds of a message of no size; each chunk has four.
@@ -200,7 +200,7 @@ def best_overlap(exchange: float, compute: float, latency: float, max_chunks: in
 def step_time(
     load: Sequence[float], num_ranks: int, layer: Layer, hardware: Hardware, shadows: Sequence[int] = ()
 ) -> StepTime:
-    """Expected time of one step.
+    """Estimate the time of one step.
 
     load: rows that each expert gets from all ranks, in the order of their places (rank r holds the r-th part), the
     ranks' tokens being alike. shadows: places of experts that every rank computes for its own tokens.
@@ -228,7 +228,7 @@ def _is_one_node(num_ranks: int, hardware: Hardware) -> bool:
 
 
 def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> float:
-    """Seconds of one way of the tokens. rows: choices of the experts of each rank.
+    """Estimate the seconds of one way of the tokens. rows: choices of the experts of each rank.
 
     A rank's link carries what its experts receive and send back, and what its own tokens send away: the larger. Links
     inside a node and between nodes work at once.
@@ -253,7 +253,7 @@ def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> f
 
 
 def _distinct(rows: Sequence[float], top_k: int) -> list[float]:
-    """Expected number of tokens with a choice of each part. rows: choices of each part."""
+    """Estimate how many tokens have a choice of each part. rows: choices of each part."""
     total = sum(rows)
     if total == 0:
         return [0.0] * len(rows)

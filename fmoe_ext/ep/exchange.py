@@ -1,9 +1,12 @@
 """The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
 
 First the ranks tell each other how many rows come (exchange_counts), then the rows travel (global_exchange, or
-start_exchange and wait for those that overlap with computation). torch's NCCL groups queue all
-collectives on one stream; where this build can, rows take a communicator and a stream of their own, and products leave
-them some SMs.
+start_exchange and wait for rows that overlap with computation). All go through _start(), in one of two ways:
+
+* over the process group, a collective for each tensor;
+* over NCCL by a communicator and a stream of our own, in builds with USE_NCCL=1, all tensors in one group of calls.
+  torch's NCCL groups queue every collective of a group on one stream. An exchange takes _NCCL_SMS thread blocks, which
+  our products leave free meanwhile (ops/chooser.py).
 """
 
 import math
@@ -27,7 +30,7 @@ try:
 except ImportError:
     _C_nccl = None
 
-# What every backend knows; other rows travel as bytes.
+# Every backend knows these; other rows travel as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 _nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExchange"]] = (
@@ -45,20 +48,40 @@ def start_exchange(
     recv_splits: Sequence[int],
     group_name: str,
 ) -> "Transfer":
-    """Starts the exchange of rows of each x [sum(send_splits), *] into its out [sum(recv_splits), *] -> for wait().
+    """Start the exchange of rows of each x [sum(send_splits), *] into its out [sum(recv_splits), *] -> for wait().
 
     Rows for rank p follow those for rank p - 1. Over a communicator of our own all tensors travel in one group of
     calls. All are contiguous and on one device; nothing here is differentiable.
     """
     group = find_group(group_name)
-    if not xs[0].is_cuda:
-        return Transfer(_start_over_group(outs, xs, send_splits, recv_splits, group))
-    work = _start_over_nccl(outs, xs, send_splits, recv_splits, group)
-    return Transfer(_BesideProducts(work) if dist.get_backend(group) == "nccl" else work)
+    work = _start(outs, xs, send_splits, recv_splits, group)
+    return Transfer(_BesideProducts(work) if xs[0].is_cuda and dist.get_backend(group) == "nccl" else work)
+
+
+def _start(
+    outs: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Any:
+    """Start over a communicator of our own, where this build has one for a group of NCCL, else over the group."""
+    if xs[0].is_cuda and _C_nccl is not None and dist.get_backend(group) == "nccl":
+        by_device, device = _nccl.setdefault(group, {}), xs[0].device
+        if device not in by_device:
+            by_device[device] = _NcclExchange(group, device)
+        return by_device[device].start(outs, xs, send_splits, recv_splits)
+    works = []
+    for out, x in zip(outs, xs, strict=True):
+        if x.dtype not in _DTYPES_OF_BACKENDS:  # an exchange moves rows, whatever their numbers mean
+            out, x = _as_bytes(out), _as_bytes(x)
+        splits = list(recv_splits), list(send_splits)
+        works.append(dist.all_to_all_single(out, x, *splits, group=group, async_op=True))
+    return _Works(works)
 
 
 class _BesideProducts:
-    """A work of NCCL. Products that are started before it ends, or is waited for, leave it some SMs."""
+    """A work of NCCL. Products that start before it ends, or before it is waited for, leave it some SMs."""
 
     def __init__(self, work: Any):
         self._work = work
@@ -86,28 +109,8 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
 
-def _start_over_group(outs, xs, send_splits, recv_splits, group):
-    works = []
-    for out, x in zip(outs, xs, strict=True):
-        if x.dtype not in _DTYPES_OF_BACKENDS:  # an exchange moves rows, whatever their numbers mean
-            out, x = _as_bytes(out), _as_bytes(x)
-        splits = list(recv_splits), list(send_splits)
-        works.append(dist.all_to_all_single(out, x, *splits, group=group, async_op=True))
-    return _Works(works)
-
-
-def _start_over_nccl(outs, xs, send_splits, recv_splits, group):
-    """Over a communicator of our own, where this build has it and the group is one of NCCL."""
-    if _C_nccl is None or dist.get_backend(group) != "nccl":
-        return _start_over_group(outs, xs, send_splits, recv_splits, group)
-    by_device, device = _nccl.setdefault(group, {}), xs[0].device
-    if device not in by_device:
-        by_device[device] = _NcclExchange(group, device)
-    return by_device[device].start(outs, xs, send_splits, recv_splits)
-
-
-def _as_bytes(x):
-    """x [N, *] as [N, bytes of a row] uint8, without a copy."""
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """View x [N, *] as [N, bytes of a row] uint8, without a copy."""
     row_bytes = x.element_size() * math.prod(x.shape[1:])
     return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
@@ -125,7 +128,7 @@ _turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default
 
 @contextmanager
 def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
-    """In the block go_on() is called before this thread waits for rows that are under way.
+    """Call go_on() in the block before this thread waits for rows that are under way.
 
     But not for those that were under way when it was called last: they have had their time.
     """
@@ -145,12 +148,12 @@ class Transfer:
         self._turn = 0 if self._turns is None else self._turns.taken
 
     def is_new(self, turns: _Turns) -> bool:
-        """True if no other thread has had a turn since."""
+        """Return whether no other thread has had a turn since."""
         return self._turns is turns and self._turn == turns.taken
 
 
 def wait(transfers: Sequence[Transfer], group_name: str) -> None:
-    """Waits for what start_exchange() started; the error of a dead or absent rank says which group it was in."""
+    """Wait for what start_exchange() started; the error of a dead or absent rank says which group it was in."""
     turns = _turns.get()
     if turns is not None and any(transfer.is_new(turns) for transfer in transfers):
         turns.taken += 1
@@ -161,7 +164,7 @@ def wait(transfers: Sequence[Transfer], group_name: str) -> None:
 
 
 def check(group_name: str) -> None:
-    """RuntimeError if an exchange in the group was aborted; to be called before what came is used on the host.
+    """Raise RuntimeError if an exchange in the group was aborted; call it before the host uses what came.
 
     A copy to the host that waited for it returns like any other, with whatever was in the buffer.
     """
@@ -220,33 +223,25 @@ class _NcclWork:
         self.communicator.check()  # the host does not wait here: what fails later is said by the next call
 
     def is_completed(self):
-        """True if it has ended; False while a graph is captured, where nobody can ask."""
+        """Return whether it has ended; False while a graph is captured, where nobody can ask."""
         return not torch.cuda.is_current_stream_capturing() and self.event.query()
 
 
 def _release(stream, event, tensors):
-    """Drops the tensors of an exchange, whose memory the stream then uses after the event."""
+    """Drop the tensors of an exchange, whose memory the stream then uses after the event."""
     stream.wait_event(event)
     tensors.clear()
 
 
 @torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())
 def exchange_counts(counts: torch.Tensor, group: str) -> torch.Tensor:
-    """Sends row p of counts to rank p and returns the rows that were sent to this rank, in the order of ranks.
+    """Send row p of counts to rank p and return the rows that were sent to this rank, in the order of ranks.
 
     counts [W, n] int64, W ranks in the group -> [W, n] int64.
     Equivalent to: torch.distributed.all_to_all_single. FastMoE: expert_exchange.
     """
-    return _exchange_counts(_start_over_group, counts, group)
-
-
-@exchange_counts.register_kernel("cuda")
-def _(counts, group):
-    return _exchange_counts(_start_over_nccl, counts, group)
-
-
-def _exchange_counts(start, counts, group):
-    world_size = dist.get_world_size(find_group(group))
+    of_group = find_group(group)
+    world_size = dist.get_world_size(of_group)
     _check(counts.dtype == torch.int64, f"counts must be int64, but got {counts.dtype}")
     _check(
         counts.dim() == 2 and counts.shape[0] == world_size,
@@ -254,9 +249,9 @@ def _exchange_counts(start, counts, group):
     )
     out = torch.empty_like(counts, memory_format=torch.contiguous_format)
     each = [1] * world_size
-    work = start([out], [counts.contiguous()], each, each, find_group(group))
+    work = _start([out], [counts.contiguous()], each, each, of_group)
     # Nobody else gets the turn meanwhile: the rows come next, with nothing to compute before them.
-    with explained(find_group(group)):
+    with explained(of_group):
         work.wait()
     return out
 
@@ -269,7 +264,7 @@ def _(counts, group):
 def global_exchange(
     x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
 ) -> torch.Tensor:
-    """Sends the first send_splits[0] rows of x to rank 0 of the group, the next to rank 1, ...; returns what came.
+    """Send the first send_splits[0] rows of x to rank 0 of the group, the next to rank 1, ...; return what came.
 
     x [sum(send_splits), *] of any dtype -> [sum(recv_splits), *], rows by source rank. Zero rows are fine.
     Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
@@ -282,16 +277,8 @@ def global_exchange(
 def _exchange(
     x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
 ) -> torch.Tensor:
-    return _global_exchange(_start_over_group, x, send_splits, recv_splits, group)
-
-
-@torch.library.impl("fmoe_ext::global_exchange", "cuda")
-def _(x, send_splits, recv_splits, group):
-    return _global_exchange(_start_over_nccl, x, send_splits, recv_splits, group)
-
-
-def _global_exchange(start, x, send_splits, recv_splits, group):
-    world_size = dist.get_world_size(find_group(group))
+    of_group = find_group(group)
+    world_size = dist.get_world_size(of_group)
     for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
         _check(
             len(splits) == world_size and min(splits) >= 0,
@@ -303,7 +290,7 @@ def _global_exchange(start, x, send_splits, recv_splits, group):
     )
     out = x.new_empty((sum(recv_splits), *x.shape[1:]))
     x = x.resolve_conj().resolve_neg().contiguous()  # such views hold a flag, which would not travel
-    wait([Transfer(start([out], [x], send_splits, recv_splits, find_group(group)))], group)
+    wait([Transfer(_start([out], [x], send_splits, recv_splits, of_group))], group)
     return out
 
 
@@ -323,6 +310,6 @@ def _backward(ctx, grad):
 register_autograd("fmoe_ext::global_exchange", _backward, _setup_context, places=(0,))
 
 
-def _check(condition, text):
+def _check(condition: bool, text: str) -> None:
     if not condition:
         raise RuntimeError(text)

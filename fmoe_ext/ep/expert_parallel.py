@@ -28,7 +28,7 @@ class LoadCounter:
         self._counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
 
     def add(self, counts: torch.Tensor) -> None:
-        """Adds the choices of a forward, [num_experts]."""
+        """Add the choices of a forward, [num_experts]."""
         if self._counts.device != counts.device:
             self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=counts.device)
         self._counts.add_(counts)  # in place: a CUDA graph repeats it
@@ -92,7 +92,7 @@ class ParallelLayout:
 
     @staticmethod
     def of(parallel: "ParallelLayout | None", **keywords: Any) -> "ParallelLayout":
-        """The layout of a layer that got parallel=, or the keywords of FastMoE's time; ValueError for both."""
+        """Return parallel=, or the layout by the keywords of FastMoE's time; ValueError for both."""
         if parallel is None:
             return ParallelLayout(**keywords)
         defaults = {
@@ -130,7 +130,7 @@ class _Route:
 
 
 def check_route(overlap_degree: int | str, exchange: str, wire: str = "full") -> None:
-    """ValueError for what no layer takes, on one rank or many."""
+    """Raise ValueError for what no layer takes, on one rank or many."""
     if overlap_degree != "auto" and (isinstance(overlap_degree, str) or overlap_degree < 1):
         raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
     if exchange not in (*EXCHANGES, "auto"):
@@ -253,9 +253,8 @@ class ExpertParallel(ExpertPlacement):
         forward = None if step is None else step.forward
         if forward is None:
             return self._route
-        if (
-            forward.way is None
-        ):  # a checkpoint's repetition takes this route, though "auto" has chosen another since
+        # A checkpoint's repetition takes the route of the first time, though "auto" has chosen another since.
+        if forward.way is None:
             forward.way = self._route
         return forward.way
 
@@ -283,14 +282,14 @@ class ExpertParallel(ExpertPlacement):
         return exchange
 
     def pop_load(self, everywhere: bool = False) -> list[int]:
-        """Choices of each expert by all ranks of the group (or of the job) since the last call; collective."""
+        """Sum the choices of each expert by all ranks of the group (or of the job) since the last call; collective."""
         group = dist.group.WORLD if everywhere else find_group(self.group)
         assert group is not None
         return self.load.pop(group)
 
 
 def _even_ends(total: int, parts: int) -> list[int]:
-    """Ends of `parts` ranges that cover [0, total), as equal as can be."""
+    """Return the ends of `parts` ranges that cover [0, total), as equal as can be."""
     return [total * (part + 1) // parts for part in range(parts)]
 
 

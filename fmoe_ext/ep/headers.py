@@ -1,6 +1,7 @@
 """Numbers that every rank sends beside its counts of rows, and other small tensors of known integers.
 
-Headers show ranks that are not in the same place.
+Ranks that are in different layers, or have tokens of another width, would read each other's rows as their own. So each
+message of counts begins with a header, and every rank compares those of all: all raise, or none does.
 """
 
 import functools
@@ -25,25 +26,25 @@ def _kept(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def lookup(table: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-    """table[topk_idx], and -1 for dropped choices."""
+    """Return table[topk_idx], and -1 for dropped choices."""
     return torch.where(topk_idx < 0, -1, table[topk_idx.clamp(min=0).long()])
 
 
-# the same on all ranks
+# What must be the same on all ranks.
 HEADER = (
     "the layer",
     "the dtype of the tokens",
     "the elements of a token",
     "the chunks of experts, of which a compiled graph has one",
 )
-LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one that has none
+LENGTH = len(HEADER) + 1  # behind it: 1 for a rank that has tokens, 0 for one that has none
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def make_header(
     layer_index: int, leaves: Sequence[torch.Tensor], num_chunks: int, num_tokens: int, device: torch.device
 ) -> torch.Tensor:
-    """[LENGTH] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
+    """Make the header [LENGTH] int64 of tokens with these leaves [T, *]; TypeError for a dtype of no expert."""
     dtype = leaves[0].dtype
     if dtype not in _DTYPES:
         raise TypeError(f"tokens must be float64, float32, bfloat16 or float16, but got {dtype}")
@@ -52,7 +53,7 @@ def make_header(
 
 
 def check_headers(headers: list[list[int]], group_name: str) -> None:
-    """Raises RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises."""
+    """Raise RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises."""
     headers = [header[: len(HEADER)] for header in headers]
     if all(header == headers[0] for header in headers):
         return

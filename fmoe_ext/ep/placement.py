@@ -44,11 +44,11 @@ class ExpertPlacement:
         self.layer_index = next_layer_index(self.group)
         self.experts_in_place = list(range(self.num_experts))  # rank r holds the r-th part
         self.shadows: tuple[int, ...] = ()  # experts that are computed where their tokens are
-        # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
+        # where fully_shard_experts() has cut the experts again: the ranks that share the experts of each rank
         self.sharing_ranks: list[list[int]] | None = None
         self.nodes: Nodes | None = None  # of exchange="node"
         self.wire = "full"  # of wire.WIRES
-        self.layout = ""  # what the ranks of the group check once that they have in common
+        self.layout = ""  # the ranks of the group check once that all have this one
         self.row_limit: RowLimit | None = None
         if max_rows_per_rank is not None:
             ranks = dist.get_process_group_ranks(find_group(self.group))
@@ -63,7 +63,7 @@ class ExpertPlacement:
         num_tokens: int,
         step: Step,
     ) -> Plan:
-        """Exchanges with the other ranks how many rows come.
+        """Exchange with the other ranks how many rows come.
 
         handle: of rows in the order of sending. counts [ranks, n]: how many for each rank, of n kinds; ends: where
         chunks end among them. leaves: tensors of tokens. num_tokens: of this rank's own. step: of the forward.
@@ -89,7 +89,7 @@ class ExpertPlacement:
         return _local_numbers(tuple(self.experts_in_place), self.num_local_experts)
 
     def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choices of experts to travel to, and choices of shadowed ones numbered as in shadows; -1 for the rest."""
+        """Split choices: of experts to travel to, and of shadowed ones numbered as in shadows; -1 for the rest."""
         if not self.shadows:
             return topk_idx, None
         number = [-1] * self.num_experts
@@ -111,7 +111,7 @@ class ExpertPlacement:
 def _slots(
     experts_in_place: tuple[int, ...], num_local_experts: int, chunk_ends: tuple[int, ...]
 ) -> tuple[int, ...]:
-    # a chunk's rows lie together, and in it those of a rank, so that they travel without another copy
+    # a chunk's rows lie together, and in it the rows for one rank, so that they travel without another copy
     first = 0
     order: list[int] = []
     for end in chunk_ends:
@@ -163,7 +163,7 @@ class Nodes:
         self.inside = ExpertPlacement(groups.inside, num_local_experts)
 
     def place(self, experts_in_place: Sequence[int]) -> None:
-        """experts_in_place: expert of each place on the ranks of the whole group."""
+        """Take over the expert of each place on the ranks of the whole group."""
         self.across.experts_in_place = [experts_in_place[place] for place in self._places]
 
 
@@ -193,7 +193,7 @@ def find_nodes(group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def _groups(group: dist.ProcessGroup) -> _Groups:
-    """Makes the groups of a group's nodes at the first call, which is collective."""
+    """Make the groups of a group's nodes at the first call, which is collective."""
     if group not in _of_nodes:
         nodes = find_nodes(group)
         sizes = [len(node) for node in nodes]

@@ -37,17 +37,17 @@ class ChunkRows:
 
 
 class Plan(Protocol):
-    """row_idx [R], inverse [T, K]: which choice each row to send is for, as in DispatchHandle."""
+    """Rows that a rank sends, and rows that come."""
 
-    row_idx: torch.Tensor
-    inverse: torch.Tensor
+    row_idx: torch.Tensor  # [R]: the choice that each row to send is for, as in DispatchHandle
+    inverse: torch.Tensor  # [T, K]: the row of each choice
 
     def columns_of(self, number: int) -> torch.Tensor:
-        """The column of counts of each row of a chunk that comes, [N, 1] int32, from its first; -1 for padding."""
+        """Return the column of counts of each row that comes, [N, 1] int32, from the chunk's first; -1: padding."""
         ...
 
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
-        """topk_weights, NaN where the plan had no room for all rows, so that gradients become NaN too."""
+        """Return topk_weights, NaN if the plan had no room for all rows, so that gradients become NaN too."""
         ...
 
 
@@ -72,7 +72,7 @@ class ExactPlan:
         self._sizes = _HostCopies(sent_Wn, received_Wn)
 
     def chunks(self) -> list[ChunkRows]:
-        """The rows of each chunk; it may wait for the sizes."""
+        """List the rows of each chunk; it may wait for the sizes."""
         # waits for the device, once a layer: the exchange takes its sizes from the host
         sent_Wn, self._received_Wn = self._sizes.get()
         check(self._group)

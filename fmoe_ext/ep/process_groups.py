@@ -14,15 +14,15 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# by name; an entry lives as long as the group does
+# Groups by name; an entry lives as long as the group does.
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
-# what was said of a group's timeout
+# Timeouts that register_group() was given.
 _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
-# groups whose timeout a communicator has taken over
+# Groups whose timeout a communicator has taken over.
 _timeouts_in_use: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-# the numbers of the layers of each group
+# The numbers of the layers of each group.
 _layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-# the layouts of layers that the ranks of each group have found to be the same
+# The layouts of layers that the ranks of each group have found to be the same.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +31,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
 def register_group(group: Group = None, timeout: timedelta | None = None) -> str:
-    """The name by which operators find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
+    """Return the name by which operators find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
 
     None is the default group. Any number of groups may be registered, each any number of times.
     timeout: after which an exchange over a communicator of our own (builds with USE_NCCL=1) is aborted and raises on
@@ -62,7 +62,7 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
 
 
 def use_timeout(group: dist.ProcessGroup) -> timedelta:
-    """timeout_of() for a communicator that keeps it: from now on it cannot change."""
+    """Return timeout_of() for a communicator that keeps it: from now on it cannot change."""
     _timeouts_in_use.add(group)
     return timeout_of(group)
 
@@ -73,7 +73,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """The group that register_group() returned this name for."""
+    """Find the group that register_group() returned this name for."""
     try:
         return _groups[name]
     except KeyError:
@@ -84,17 +84,17 @@ def find_group(name: str) -> dist.ProcessGroup:
 
 
 def size_of(group: Group = None) -> int:
-    """The number of ranks of a group, which it registers."""
+    """Register a group -> the number of its ranks."""
     return dist.get_world_size(find_group(register_group(group)))
 
 
 def next_layer_index(name: str) -> int:
-    """A number for a new layer on the group of this name: the same on all ranks that make their layers in one order."""
+    """Number a new layer on the group of this name: alike on all ranks that make their layers in one order."""
     return next(_layers.setdefault(find_group(name), itertools.count()))
 
 
 def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
+    """Raise ValueError on every rank of the group if value is not the same on all; says which ranks differ.
 
     value is a tuple, list or string of plain values; this is a collective call.
     """
@@ -111,7 +111,7 @@ def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
 
 
 def check_agreement(layout: str, name: str) -> None:
-    """Raises ValueError on every rank if layout, a layer's, is not the same on all; collective at its first call."""
+    """Raise ValueError on every rank if layout, a layer's, is not the same on all; collective at its first call."""
     group = find_group(name)
     agreed = _agreed.setdefault(group, set())
     if layout and layout not in agreed:
@@ -163,7 +163,7 @@ def _num_groups(rank: int) -> int | None:
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """A picklable value of every rank of the group, in the order of ranks; a collective call."""
+    """Gather a picklable value of every rank of the group, in the order of ranks; a collective call."""
     values = [None] * dist.get_world_size(group)
     with explained(group):
         dist.all_gather_object(values, value, group=group)
@@ -172,7 +172,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 @contextmanager
 def explained(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A RuntimeError in the block says which exchange failed, and why one does."""
+    """Say in a RuntimeError of the block which exchange failed, and why one does."""
     try:
         yield
     except RuntimeError as error:

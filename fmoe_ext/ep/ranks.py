@@ -31,7 +31,7 @@ class GroupRanks:
         self._device = "cuda" if dist.get_backend(find_group(self.group)) == "nccl" else "cpu"
 
     def num_tokens(self, num_local_tokens: int) -> int:
-        """Tokens of all ranks; a copy to the host."""
+        """Count the tokens of all ranks; a copy to the host."""
         mine = torch.full((1,), num_local_tokens, device=self._device)
         if torch.compiler.is_compiling():
             return int(_sum_over_ranks(mine, 1.0, self.group))
@@ -50,7 +50,7 @@ class GroupRanks:
         return _SumOverRanks.apply(x, self)
 
     def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]:
-        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
+        """Gather x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
 
         same_size: it does not, so that no sizes are exchanged.
         """
@@ -65,7 +65,7 @@ class GroupRanks:
     def apply_capacity(
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor:
-        """As in one process whose batch is the ranks' batches one after the other: first choices first."""
+        """Drop as in one process whose batch is the ranks' batches one after the other: first choices first."""
         # [K, E]
         counts = torch.stack([ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)])
         everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, W, E]
@@ -81,7 +81,7 @@ class GroupRanks:
         return torch.cat(kept, 1)
 
     def balanced_shares(self, logits: torch.Tensor) -> torch.Tensor:
-        """ops.balanced_shares() over these ranks, as one operator of a compiled graph."""
+        """Compute ops.balanced_shares() over these ranks, as one operator of a compiled graph."""
         shares: torch.Tensor = _balanced_shares(logits, self.group)
         return shares
 
@@ -108,7 +108,7 @@ def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @custom_op("fmoe_ext::sum_over_ranks")
 def _sum_over_ranks(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
-    """GroupRanks.sum() in a compiled graph. factor: of the gradient."""
+    """Compute GroupRanks.sum() in a compiled graph. factor: of the gradient."""
     return _all_reduce(x, group)
 
 
@@ -128,7 +128,7 @@ register_autograd(
 
 @custom_op("fmoe_ext::gather_equal")
 def _gather_equal(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    """x of every rank, of one shape -> [num_ranks, *]."""
+    """Gather x of every rank, of one shape -> [num_ranks, *]."""
     out = x.new_empty((num_ranks, *x.shape))
     dist.all_gather(list(out.unbind()), x.contiguous(), group=find_group(group))
     return out
@@ -141,7 +141,7 @@ def _(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
 
 @custom_op("fmoe_ext::gather_sized")
 def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
-    """x [n, *] of every rank -> [sizes[rank], *] each."""
+    """Gather x [n, *] of every rank -> [sizes[rank], *] each."""
     # an operator must not return views of one buffer
     return [part.clone() for part in _gather_padded(x, list(sizes), find_group(group))]
 
@@ -175,7 +175,7 @@ class SliceGroup:
         self.rank = dist.get_rank(find_group(self.group))
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
-        """First and end row of this rank's slice; slices differ by at most one row."""
+        """Return first and end row of this rank's slice; slices differ by at most one row."""
         return num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size
 
     def cut(self, x: Nest) -> Nest:

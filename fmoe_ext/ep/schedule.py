@@ -94,12 +94,11 @@ class Exchange:
         return ExpertInput(x, self._experts_of(number, first, *rest), weights, first, end)
 
     def shadow_input(self) -> ExpertInput:
-        """The tokens of this rank that chose shadowed experts."""
+        """Return the tokens of this rank that chose shadowed experts."""
         assert self._shadow_idx is not None
         places, weights = self._placement.places_of_shadows, self._topk_weights
-        if (
-            self._step.is_traced
-        ):  # the broadcast of shadows must come after the exchange of rows on every rank
+        # In a graph the broadcast of shadows must come after the exchange of rows on every rank.
+        if self._step.is_traced:
             weights = in_turn([weights], self._rows.receive(0)[-1])[0]
         return ExpertInput(self._x, self._shadow_idx, weights, 0, len(places), shadows=places)
 
@@ -123,14 +122,14 @@ class Exchange:
         return map_structure(torch.add, summed, self._shadowed) if self._placement.shadows else summed
 
     def _sort(self) -> DispatchHandle:
-        """The choices in the order of sending."""
+        """Sort the choices in the order of sending."""
         slots, choices_TK = self._placement.slots(self._chunk_ends), self._topk_idx
         if slots != tuple(range(len(slots))):
             choices_TK = lookup(constant(slots, choices_TK.device), choices_TK)
         return sort_choices(choices_TK, len(slots))
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
-        """Tells the other ranks how many rows come for each of their experts."""
+        """Tell the other ranks how many rows come for each of their experts."""
         placement, counts = self._placement, handle.tokens_per_expert
         if len(self._chunk_ends) > 1:  # one chunk is sent in the order of places
             slots = placement.slots(self._chunk_ends)
@@ -144,18 +143,18 @@ class Exchange:
         )
 
     def _pack(self) -> list[torch.Tensor]:
-        """Tensors to send: the rows of each tensor of x, last their weights."""
+        """Make the tensors to send: the rows of each tensor of x, last their weights."""
         leaves, row_idx, inverse = leaves_of(self._x), self._plan.row_idx, self._plan.inverse
         weights = self._plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
         rows = [per_row(ops.permute, leaf, row_idx, inverse) for leaf in leaves]
         return [*rows, *self._pack_choices(weights)]
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """Labels of each row that the experts need, last the weights. weights [T, K] -> [R, 1]."""
+        """Make the labels of each row that the experts need, last the weights. weights [T, K] -> [R, 1]."""
         return [ops.permute(weights.reshape(-1, 1), self._plan.row_idx, self._plan.inverse.reshape(-1, 1))]
 
     def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:
-        """topk_idx of the rows of a chunk, counted from its first expert. received: packed beside the weights."""
+        """Return topk_idx of a chunk's rows, counted from its first expert. received: packed beside the weights."""
         return self._plan.columns_of(number)
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
@@ -201,25 +200,25 @@ class _Transit:
         wire: str = "full",
     ):
         self.group = group
-        self.wire = wire  # of wire.WIRES
+        self.wire = wire  # one of wire.WIRES
         self.chunks = chunks
         self.row_idx, self.inverse = row_idx, inverse
-        self.num_rows = 0
-        # of each chunk: transfer, buffers that are filled, those that travel for them, buffers that are read; all are
-        # kept, for nobody may reuse memory that an exchange reads or fills
+        self.num_rows = 0  # R
+        # For each chunk the transfer, the tensors to fill, the buffers that arrive for them and the buffers that leave.
+        # All are kept: nobody may reuse memory that an exchange reads or fills.
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
 
     def to_experts(self, number: int, rows: Sequence[torch.Tensor]) -> None:
-        """Starts the exchange of a chunk's part of rows [R, *]."""
+        """Start the exchange of a chunk's part of rows [R, *]."""
         chunk = self.chunks[number]
         sources = [_part(x, chunk.rows) for x in rows]
         targets = [x.new_empty((sum(chunk.recv_splits), *x.shape[1:])) for x in rows]
         self._start(number, targets, sources, chunk.send_splits, chunk.recv_splits)
 
     def to_tokens(self, number: int, results: Sequence[torch.Tensor], returned: list[torch.Tensor]) -> None:
-        """Starts the exchange of a chunk's results into its part of returned [R, *]."""
+        """Start the exchange of a chunk's results into its part of returned [R, *]."""
         chunk = self.chunks[number]
         targets = [_part(x, chunk.rows) for x in returned]
         self._start(number, targets, [x.contiguous() for x in results], chunk.recv_splits, chunk.send_splits)
@@ -259,7 +258,7 @@ class _Transit:
                 unpack(arrived, target, self.wire)
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""
+        """Make buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""
         returned = [x.new_empty((self.num_rows, *x.shape[1:])) for x in like]
         end = self.chunks[-1].rows.stop
         if end < self.num_rows:
@@ -269,7 +268,7 @@ class _Transit:
 
 
 def _part(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    """x[rows], without a view where these are all: an operator less."""
+    """Return x[rows], without a view where these are all: an operator less."""
     return x if rows.start == 0 and rows.stop == len(x) else x[rows]
 
 
@@ -340,10 +339,8 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        transit, grads = (
-            ctx.transit,
-            [grad for grad, has_grad in zip(grads, ctx.have_grad, strict=True) if has_grad],
-        )
+        transit = ctx.transit
+        grads = [grad for grad, has_grad in zip(grads, ctx.have_grad, strict=True) if has_grad]
         if transit.returned_grads is None:
             transit.returned_grads = transit.new_returned(grads)
         transit.to_tokens(ctx.number, grads, transit.returned_grads)

@@ -30,7 +30,7 @@ def choose_shadows(
     hardware: Hardware,
     max_shadows: int | None = None,
 ) -> tuple[int, ...]:
-    """The places of the experts to shadow: the most loaded first, as many as make the expected step shortest.
+    """Choose the places of experts to shadow: the most loaded first, as many as make the expected step shortest.
 
     Looks 8 experts past the best number so far: the step time may rise before it falls again.
     """
@@ -51,7 +51,7 @@ def choose_shadows(
 def update_shadows(
     module: nn.Module, hardware: Hardware | None = None, max_shadows: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Chooses the shadowed experts of every expert-parallel layer of a module from its load since the last call.
+    """Choose the shadowed experts of every expert-parallel layer of a module from its load since the last call.
 
     All ranks call it, between steps; it is a collective call. hardware: ep.cost.Hardware, measured with
     the shapes of the first layer if None.
@@ -90,7 +90,7 @@ def fetch(
     group_name: str,
     after: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The parameters of the experts at `places`, on every rank: weights [e, *] of this rank or None -> [S, *] each.
+    """Bring the parameters of the experts at `places` to every rank: weights [e, *] or None -> [S, *] each.
 
     after: what a compiled graph computes first.
     """

@@ -29,11 +29,11 @@ class RowLimit:
         self._seen: torch.Tensor | None = None
 
     def is_read_now(self, x: torch.Tensor) -> bool:
-        """True if too many rows raise in this forward, which reads their number on the host."""
+        """Return whether too many rows raise in this forward, which reads their number on the host."""
         return not x.is_cuda if self.raises_at_once is None else self.raises_at_once
 
     def note(self, needed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
-        """Keeps for raise_if_passed() what would be an error now -> whether all is lost, a bool on the device.
+        """Keep for raise_if_passed() what would be an error now -> whether all is lost, a bool on the device.
 
         needed [ranks]: the most rows that each rank has for one peer. headers [ranks, n]: to be equal.
         """
@@ -60,7 +60,7 @@ class RowLimit:
             )
 
     def raise_for(self, needed: list[int]) -> None:
-        """RuntimeError if one of the needed rows, a list by rank, is more than max_rows."""
+        """Raise RuntimeError if one of the needed rows, a list by rank, is more than max_rows."""
         passed = [
             f"rank {rank} has {rows} rows for another rank"
             for rank, rows in zip(self.ranks, needed, strict=True)
@@ -76,7 +76,7 @@ class RowLimit:
 
 
 def check_max_rows(module: nn.Module) -> None:
-    """Raises RuntimeError if a layer of a module has passed its max_rows_per_rank since the last call.
+    """Raise RuntimeError if a layer of a module has passed its max_rows_per_rank since the last call.
 
     It waits for the device. Every rank of the layer's group gets the same error, which names layer, rank, rows and
     bound. On the CPU the forward itself raises it.

@@ -26,7 +26,7 @@ class TokenExchange(Exchange):
     """An Exchange with a row for each token and chunk of a rank that the token has chosen an expert of."""
 
     def _sort(self) -> DispatchHandle:
-        """One choice of a token stands for all that go the same way."""
+        """Sort by way: one choice of a token stands for all that go the same way."""
         placement, num_ways = self._placement, self._placement.size * len(self._chunk_ends)
         ways_E = constant(placement.ways(self._chunk_ends), self._topk_idx.device)
         self._way_TK, first_TK = token_ways(self._topk_idx, ways_E)
@@ -34,9 +34,8 @@ class TokenExchange(Exchange):
         num_tokens, top_k = first_TK.shape
         if top_k <= num_ways:
             return handle
-        return dataclasses.replace(
-            handle, row_idx=handle.row_idx[: num_tokens * num_ways]
-        )  # no token has more
+        # no token has more rows than ways
+        return dataclasses.replace(handle, row_idx=handle.row_idx[: num_tokens * num_ways])
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
         num_chunks = len(self._chunk_ends)
@@ -45,7 +44,7 @@ class TokenExchange(Exchange):
         return self._placement.plan(handle, counts, ends, leaves, self.num_tokens, self._step)
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """The local number of each choice's expert [R, K], -1 where it goes another way, and all weights [R, K]."""
+        """Make the local number of each choice's expert [R, K], -1 where it goes another way, and weights [R, K]."""
         row_idx, inverse = self._plan.row_idx, self._plan.inverse
         local_E = constant(self._placement.local_numbers, self._topk_idx.device)
         is_wide = self._placement.num_local_experts >= 2**15  # a small dtype otherwise, since they travel

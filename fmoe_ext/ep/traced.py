@@ -27,7 +27,7 @@ from fmoe_ext.routing import DispatchHandle, per_row
 def agree_on_rows(
     sent: torch.Tensor, max_rows: int, layout: str, group: str, after: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """exchange_counts() of sent [ranks, LENGTH + n], whose headers are checked on the host.
+    """Call exchange_counts() with sent [ranks, LENGTH + n], and check the headers on the host.
 
     max_rows: 0, or the limit of the first column after the header. layout: what must be the same on all ranks. after:
     results of exchanges that come first, on every rank in one order.
@@ -54,7 +54,7 @@ def _(
 def _exchange_rows(
     xs: Sequence[torch.Tensor], sizes: torch.Tensor | None, max_rows: int, num_rows: int, group: str
 ) -> list[torch.Tensor]:
-    """Sends the first sizes[0][0] rows of each x to rank 0 of the group, the next to rank 1, ... -> what came.
+    """Send the first sizes[0][0] rows of each x to rank 0 of the group, the next to rank 1, ... -> what came.
 
     xs: [R, *] each, of any dtype; sizes [2, ranks] int64 on the CPU: rows to each rank, and from each; None: max_rows
     to and from each -> [num_rows, *] each, rows by source rank, zero behind. Differentiable: the gradient goes the way
@@ -99,7 +99,7 @@ register_autograd("fmoe_ext::exchange_rows", _backward, _setup_context, places=(
 
 @custom_op("fmoe_ext::in_turn")
 def in_turn(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of xs that no compiler computes before it has after, of a floating dtype.
+    """Copy xs where no compiler does so before it has `after`, of a floating dtype.
 
     So exchanges that need nothing of each other come in one order on all ranks. In the backward that order is reversed.
     """

@@ -38,18 +38,18 @@ class _Stopwatch:
         self._lap_began = 0.0
 
     def begin(self, device: torch.device) -> None:
-        """A forward begins."""
+        """Begin the times of a forward."""
         self.steps.append(defaultdict(float))
         self._lap_began = _now(device)
 
     def lap(self, part: str, device: torch.device) -> None:
-        """The time since the last call belongs to a part of the forward."""
+        """Give the time since the last call to a part of the forward."""
         now = _now(device)
         self.steps[-1][part] += now - self._lap_began
         self._lap_began = now
 
     def medians(self) -> dict[str, float]:
-        """Seconds of each part, and of all of them as "whole"."""
+        """Compute the seconds of each part, and of all of them as "whole"."""
         steps = self.steps[1:]  # buffers are made in the first
         parts = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
         return {**parts, "whole": statistics.median(sum(step.values()) for step in steps)}
@@ -77,7 +77,7 @@ class Tuner:
         return self._next() is None
 
     def choose(self, max_chunks: int) -> tuple[str, int | None]:
-        """The exchange of the next forward, and its number of chunks where that is chosen now.
+        """Choose the exchange of the next forward, and its number of chunks where that is chosen now.
 
         A collective call where is_due; then is_done.
         """
@@ -107,7 +107,7 @@ class Tuner:
         return exchange, num_chunks
 
     def _next(self) -> str | None:
-        """The exchange that is not measured yet."""
+        """Name an exchange that is not measured yet."""
         return next((name for name, watch in self.watches.items() if len(watch.steps) < NUM_STEPS), None)
 
     def _say(self, text: str, *values: object) -> None:
@@ -118,7 +118,7 @@ class Tuner:
 
 
 def timed(kind: type[Exchange]) -> type[_Timed]:
-    """A kind of Exchange that is called with a Stopwatch before its own arguments."""
+    """Derive a kind of Exchange that is called with a Stopwatch before its own arguments."""
     return type(f"Timed{kind.__name__}", (_Timed, kind), {})
 
 

@@ -22,18 +22,18 @@ class WidthGroup:
         self.rank = dist.get_rank(find_group(self.group))
 
     def most_rows(self, x: Tensor) -> int:
-        """The largest number of rows that a rank has; a copy to the host."""
+        """Find the largest number of rows that a rank has; a copy to the host."""
         most = torch.tensor([x.shape[0]], device=x.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=find_group(self.group))
         return int(most)
 
     def gather(self, x: Tensor, num_rows: int, padding: float = 0) -> Tensor:
-        """x [n, *] of every rank, padded to num_rows -> [size * num_rows, *]; the gradient is the ranks' sum."""
+        """Gather x [n, *] of every rank, padded to num_rows -> [size * num_rows, *]; the gradient is the ranks' sum."""
         gathered: Tensor = _Gather.apply(x, self, num_rows, padding)
         return gathered
 
     def sum(self, x: Tensor, num_rows: int) -> Tensor:
-        """The sum of x [size * n, *] over the ranks -> this rank's first num_rows of its n rows."""
+        """Sum x [size * n, *] over the ranks -> this rank's first num_rows of its n rows."""
         total: Tensor = _Sum.apply(x, self, num_rows)
         return total
 

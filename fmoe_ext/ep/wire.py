@@ -14,7 +14,7 @@ _BLOCK = 32
 
 
 def is_packed(x: torch.Tensor, wire: str) -> bool:
-    """True for rows that get shorter: of floats, and of whole blocks. Weights, labels, float64 travel as they are."""
+    """Return whether rows are packed: floats in whole blocks. Weights, labels and float64 travel as they are."""
     is_short = x.dim() != 2 or x.shape[1] < _BLOCK
     if wire == "full" or is_short or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
@@ -27,7 +27,7 @@ def row_bytes(width: int, wire: str) -> int:
 
 
 def pack(x: torch.Tensor, wire: str) -> torch.Tensor:
-    """x [N, D] -> uint8 [N, row_bytes]"""
+    """Pack x [N, D] -> uint8 [N, row_bytes]."""
     x = x.detach().float()
     if wire == "fp8":
         # not 0 for rows of zeros, and no subnormal, which a GPU may flush

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_wrappers(layer: nn.Module) -> None:
-    """Raises ValueError if fully_shard or DeepSpeed joins experts of different ranks; cheap if they are as before.
+    """Raise ValueError if fully_shard or DeepSpeed joins experts of different ranks; cheap if they are as before.
 
     layer: an FMoE, or a module of experts that has an expert_parallel.
     """
@@ -53,7 +53,7 @@ def check_wrappers(layer: nn.Module) -> None:
 
 
 def check_mesh(layer: nn.Module, ranks: list[int]) -> None:
-    """Raises ValueError if fully_shard over these ranks would join different experts."""
+    """Raise ValueError if fully_shard over these ranks would join different experts."""
     if _parallel_of(layer) is not None:
         _refuse_shared(type(layer).__name__, layer, ranks, _SHARDED)
 
@@ -70,7 +70,7 @@ def _parallel_of(layer: nn.Module) -> ExpertParallel | None:
 
 
 def _experts_of(layer: nn.Module) -> nn.Module | None:
-    """The module whose parameters differ between ranks."""
+    """Find the module whose parameters differ between ranks."""
     return getattr(layer, "experts", layer)
 
 
@@ -103,7 +103,7 @@ def _refuse_shared(name: str, layer: nn.Module, ranks: list[int], texts: tuple[s
 
 
 def running_deepspeed() -> Any:
-    """The DeepSpeedEngine that is being built or is running, or None."""
+    """Find the DeepSpeedEngine that is being built or is running; None without one."""
     if "deepspeed.runtime.engine" not in sys.modules:
         return None
     return next(filter(is_deepspeed_engine, _running_modules()), None)
@@ -130,7 +130,7 @@ def _name_in(module: nn.Module, layer: nn.Module) -> str:
 
 
 def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Called by nn.Module for every submodule that any module gets."""
+    """Refuse experts that DistributedDataParallel takes in; called for every submodule that any module gets."""
     if name != "module" or module is None or not isinstance(parent, DistributedDataParallel):
         return
     params = [(name, p) for name, p in module.named_parameters() if name not in parent.parameters_to_ignore]

@@ -1,7 +1,9 @@
 """frozen_mlp over weights that are borrowed for a forward, and once more for its backward.
 
-Weights that are read from files for a while have no place to stay until the backward: autograd would keep the whole
-buffer. So the autograd function saves rows and adapters alone, and asks for the weights again when the backward comes.
+A streamed model reads the experts' weights into a buffer that the next layer overwrites. A weight that autograd saved
+would have to stay there until the backward, as would the whole buffer. So this autograd function saves rows, adapters
+and what the operator keeps (the pre-activation, the adapters' rank rows), and asks for the weights again in the
+backward: two reads of a weight for memory that does not grow with the layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe_ext.frozen.quantized import Quantized, gates_first
+from fmoe_ext.frozen.frozen_mlp import operands
 from fmoe_ext.ops.activations import activation_number
 from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
 
@@ -54,11 +56,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Borrowed, save: bool, *tensors: Any) -> Tensor:
         x, row_weights, *adapters, b1, b2 = tensors
-        routing, given, packing, low, options = _arguments(
-            weights, weights.forward(), x, adapters, b1, b2, save
-        )
+        given = weights.forward(), x, adapters, b1, b2, save
+        routing, both, packing, low, options = _arguments(weights, *given)
         out = torch.ops.fmoe_ext.frozen_mlp(
-            x, routing, given, packing, *low, list(weights.scales), row_weights, options
+            x, routing, both, packing, *low, list(weights.scales), row_weights, options
         )
         ctx.weights, ctx.is_batch_invariant = weights, is_batch_invariant()
         ctx.save_for_backward(*tensors, *out[1:])
@@ -76,7 +77,9 @@ class _Rows(torch.autograd.Function):
         with batch_invariant() if ctx.is_batch_invariant else nullcontext():
             dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(*arguments, options, needs)
         is_interleaved = options[4]
-        if is_interleaved and of_adapters[1]:  # of b of w1, whose rows went in with gates first
+        if (
+            is_interleaved and of_adapters[1]
+        ):  # b of w1 went in with gates first: back to gate, up, gate, up, ...
             found[1] = torch.stack(found[1].chunk(2, 1), 2).flatten(1, 2)
         results = (g if w else None for g, w in zip((dx, dweights, *found), wanted, strict=True))
         return None, None, *results, None, None
@@ -86,21 +89,11 @@ def _arguments(
     call: Borrowed, weights: Any, x: Tensor, adapters: Sequence[Any], b1: Any, b2: Any, save: bool
 ) -> tuple[Any, ...]:
     """Routing, weights, packing, adapters and options of the operator."""
-    w1, w2 = weights
-    data1, scale1, zero1, format1, interleaved = _of(w1)
-    data2, scale2, zero2, format2, _ = _of(w2)
-    low = list(adapters)
-    if interleaved:
-        b1 = None if b1 is None else gates_first(b1)
-        low[1] = None if low[1] is None else gates_first(low[1])
+    (w1, w2), (a1, lb1, a2, lb2) = weights, adapters
+    data1, (scale1, zero1, format1, interleaved), b1, lb1 = operands(w1, b1, lb1)
+    data2, (scale2, zero2, format2, _) = operands(w2)
     # rows are in the experts' order already: the operator's permutation is the identity, with one choice a row
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     routing = [rows, rows[:, None], call.offs]
     options = [activation_number(call.activation), 0, int(save), format1, int(interleaved), format2]
-    return routing, [data1, b1, data2, b2], [scale1, zero1, scale2, zero2], low, options
-
-
-def _of(weight: Any) -> tuple[Any, ...]:
-    if isinstance(weight, Quantized):
-        return weight.rows(), *weight.packing()
-    return weight, None, None, 0, False
+    return routing, [data1, b1, data2, b2], [scale1, zero1, scale2, zero2], [a1, lb1, a2, lb2], options

@@ -1,3 +1,9 @@
+"""frozen_gemm, and the product with a packed weight that frozen_mlp shares.
+
+The CPU's kernels decode a packed weight in registers, tile by tile (csrc/gemm/decode.h). On CUDA a kernel does that for
+MXFP4 alone; any other weight is decoded in memory and multiplied by grouped_gemm. kept.py keeps that copy for a while.
+"""
+
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +25,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 
-# the operator's arguments do not say whether gradients are recorded
+# Set around the operator, whose arguments do not say whether gradients are recorded.
 _has_backward = ContextVar("a backward of this product will follow", default=False)
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
@@ -61,7 +67,7 @@ def frozen_gemm(
         return y
     if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
-    token = _has_backward.set(True)
+    token = _has_backward.set(True)  # the kernel for CUDA below may then keep the decoded weight
     try:
         return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
     finally:
@@ -81,15 +87,13 @@ def frozen_gemm_ref(
 
 
 def _offs_of(offs: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """offs, or those of one expert with all rows."""
+    """Return offs, or one end for a single expert that has all rows."""
     return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs
 
 
+# Dimensions of the arguments.
 _RANKS = MappingProxyType(
-    {
-        **{"x": 2, "grad_y": 2, "weight": 3, "offs": 1, "bias": 2},
-        **{"weight_scale": 3, "weight_zero": 3},
-    }
+    {"x": 2, "grad_y": 2, "weight": 3, "offs": 1, "bias": 2, "weight_scale": 3, "weight_zero": 3}
 )
 
 
@@ -133,6 +137,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
         packing = scale, zero, *ctx.packing
         grads[0] = call("fmoe_ext::frozen_gemm_backward", grad_y, weight, offs, *packing)
     if ctx.needs_input_grad[3]:
+        # a grouped_gemm without columns is its bias alone: the gradient sums each expert's rows of grad_y
         no_columns = grad_y.new_empty((grad_y.shape[0], 0)), grad_y.new_empty((*weight.shape[:2], 0))
         needs = [False, False, True]
         found = call("fmoe_ext::grouped_gemm_backward", grad_y, *no_columns, _offs_of(offs, grad_y), needs)

@@ -1,5 +1,5 @@
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,18 +63,18 @@ def frozen_mlp(
     """
     number = activation_number(activation)
     chooser.before(x)
-    w1, b1, lora1, packing1 = _parts(w1, b1, lora1)
-    w2, b2, lora2, packing2 = _parts(w2, b2, lora2)
+    (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
+    data1, packing1, b1, lb1 = operands(w1, b1, lb1)
+    data2, packing2, b2, lb2 = operands(w2, b2, lb2)
     if packing2[-1]:
         raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
-    for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
+    for name, weight in (("w1", data1), ("b1", b1), ("w2", data2), ("b2", b2)):
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
                 f"{name}.requires_grad_(False), or train it with expert_mlp"
             )
-    (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
-    tensors = (x, w1, b1, w2, b2, a1, lb1, a2, lb2)
+    tensors = (x, data1, b1, data2, b2, a1, lb1, a2, lb2)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
     transformed = torch.is_grad_enabled() and is_transformed(*learned)
     if transformed:
@@ -92,16 +92,16 @@ def frozen_mlp(
     return torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
 
 
-def _parts(
-    weight: torch.Tensor | Quantized, bias: torch.Tensor | None, lora: Lora | None
-) -> tuple[torch.Tensor, torch.Tensor | None, Lora | None, tuple[Any, ...]]:
-    """(weight or its bytes, bias and adapter with gates before ups, what the operator needs to decode it)."""
+def operands(weight: torch.Tensor | Quantized, *of_rows: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return the weight or its bytes, its Quantized.packing(), and of_rows with gates before ups.
+
+    of_rows: what has an entry for each row of the weight in its first dimension after E: bias, b of an adapter.
+    """
     if not isinstance(weight, Quantized):
-        return weight, bias, lora, (None, None, 0, False)
+        return weight, (None, None, 0, False), *of_rows
     if weight.interleaved:
-        bias = None if bias is None else gates_first(bias)
-        lora = None if lora is None else lora._replace(b=gates_first(lora.b))
-    return weight.rows(), bias, lora, weight.packing()
+        of_rows = tuple(None if t is None else gates_first(t) for t in of_rows)
+    return weight.rows(), weight.packing(), *of_rows
 
 
 def frozen_mlp_ref(
@@ -121,7 +121,8 @@ def frozen_mlp_ref(
 ) -> torch.Tensor:
     """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the decoded weights."""
     if isinstance(w1, Quantized):
-        _, b1, lora1, _ = _parts(w1, b1, lora1)
+        _, _, b1, lb1 = operands(w1, b1, None if lora1 is None else lora1.b)
+        lora1 = None if lora1 is None else lora1._replace(b=lb1)
         w1 = w1.dequantize(x.dtype)
     if isinstance(w2, Quantized):
         w2 = w2.dequantize(x.dtype)
@@ -132,6 +133,7 @@ def frozen_mlp_ref(
     return expert_mlp_ref(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine)
 
 
+# Dimensions of the arguments and of the entries of their lists.
 _RANKS = MappingProxyType(
     {
         **dict.fromkeys(("row_idx", "offs"), 1),
@@ -143,7 +145,7 @@ _RANKS = MappingProxyType(
 
 
 def _named(arguments: FrozenMlp | FrozenMlpBackward) -> SimpleNamespace:
-    """The arguments and the entries of their lists by name (ops/arguments.py)."""
+    """Name the arguments and the entries of their lists (ops/arguments.py)."""
     return SimpleNamespace(**by_name(arguments._asdict()))
 
 
@@ -212,121 +214,51 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 2, 4, 5, 6, 7))
 
 
-class _FrozenWeight:
-    """w1 or w2 of a call, packed or not; its products have gates before ups."""
+# What follows computes both operators by grouped_gemm, one product after another, for devices without a kernel of their
+# own. R rows in the experts' order, T tokens, K choices of each, D and H the widths of a token and of an expert.
 
-    def __init__(self, a: SimpleNamespace, which: int) -> None:
-        self.weight, self.format = (a.w1, a.w1_format) if which == 1 else (a.w2, a.w2_format)
-        tensors = (a.w1_scale, a.w1_zero) if which == 1 else (a.w2_scale, a.w2_zero)
-        self.packing = *tensors, self.format, which == 1 and bool(a.w1_interleaved)
-        self.keep = bool(getattr(a, "save", False))  # of a forward: a backward will follow
+
+class _Linear(NamedTuple):
+    """w1 or w2 of a call, with its adapter: weight + scale * b @ a. Its products have gates before ups."""
+
+    weight: torch.Tensor  # [E, out, in], or the bytes of a packed one
+    packing: tuple[Any, ...]  # Quantized.packing(); format 0 for a float weight
+    a: torch.Tensor | None  # [E, rank, in]
+    b: torch.Tensor | None  # [E, out, rank]
+    scale: float
+    offs: torch.Tensor
+    keep: bool  # a backward will follow (kept.py)
 
     def product(
-        self,
-        rows: torch.Tensor,
-        offs: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        transposed: bool = False,
-    ) -> torch.Tensor:
-        """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed."""
-        if self.format == 0:
-            return grouped_gemm(rows, self.weight, offs, bias, transposed)
-        return packed_product(rows, self.weight, offs, bias, transposed, *self.packing, keep=self.keep)
+        self, rows: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows @ weight.T + bias [R, out] and scale * rows @ a.T [R, rank]; transposed: [R, in], by b."""
+        if self.packing[2] == 0:
+            out = grouped_gemm(rows, self.weight, self.offs, bias, transposed)
+        else:
+            weight = self.weight, self.offs, bias, transposed, *self.packing
+            out = packed_product(rows, *weight, keep=self.keep)
+        if self.a is None or self.b is None:
+            return out, rows.new_empty((rows.shape[0], 0))
+        first, second = (self.b, self.a) if transposed else (self.a, self.b)
+        thin = grouped_gemm(rows, first, self.offs, transposed=transposed).mul_(self.scale)
+        return out.add_(grouped_gemm(thin, second, self.offs, transposed=transposed)), thin
 
 
-def _product(
-    rows: torch.Tensor, weight: _FrozenWeight, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows @ weight[e].T + bias[e] with the adapter's part, and the adapter's rank rows. low: (a, b, scale)."""
-    a, b, scale = low
-    out = weight.product(rows, offs, bias)
-    if a is None:
-        return out, rows.new_empty((rows.shape[0], 0))
-    thin = grouped_gemm(rows, a, offs).mul_(scale)
-    return out.add_(grouped_gemm(thin, b, offs)), thin
-
-
-def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """frozen_mlp by grouped_gemm, one product after another, for devices without a kernel of its own."""
-    a = _named(FrozenMlp(*arguments))
-    w1, w2 = _FrozenWeight(a, 1), _FrozenWeight(a, 2)
-    x_rows = permute(a.x, a.row_idx, a.inverse)
-    h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
-    hidden = FUNCTIONS[a.activation](h)
-    rows, u2 = _product(hidden, w2, a.offs, a.b2, (a.lora_a2, a.lora_b2, a.scale2))
-    if a.combine:
-        y = unpermute(rows, a.row_idx, a.inverse, a.topk_weights)
-    else:
-        y = rows if a.topk_weights is None else (rows * _weights_of_rows(a)).to(rows.dtype)
-    return y, h if a.save else h.new_empty(0), u1, u2
+def _linears(a: SimpleNamespace) -> tuple[_Linear, _Linear]:
+    packing1 = a.w1_scale, a.w1_zero, a.w1_format, bool(a.w1_interleaved)
+    packing2 = a.w2_scale, a.w2_zero, a.w2_format, False
+    shared = a.offs, bool(a.save)
+    return (
+        _Linear(a.w1, packing1, a.lora_a1, a.lora_b1, a.scale1, *shared),
+        _Linear(a.w2, packing2, a.lora_a2, a.lora_b2, a.scale2, *shared),
+    )
 
 
 def _weights_of_rows(a: SimpleNamespace) -> torch.Tensor:
-    """topk_weights [R, 1] in expert-major order; zero for rows of no choice."""
+    """topk_weights [R, 1] in the experts' order; zero for rows of no choice."""
     found: torch.Tensor = a.topk_weights.reshape(-1)[a.row_idx.clamp(min=0).long()]
     return found.masked_fill(a.row_idx < 0, 0)[:, None]
-
-
-def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """frozen_mlp_backward by grouped_gemm, one product after another."""
-    if torch.is_grad_enabled():  # as csrc/checks.h
-        raise RuntimeError(
-            "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "
-            "fmoe_ext.frozen.frozen_mlp"
-        )
-    a = _named(FrozenMlpBackward(*arguments))
-    w1, w2 = _FrozenWeight(a, 1), _FrozenWeight(a, 2)
-    needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
-    low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
-    dout = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
-    dhidden, t2 = _product_transposed(dout, w2, a.offs, low2)
-    with torch.enable_grad():
-        h = a.h.detach().requires_grad_()
-        hidden = FUNCTIONS[a.activation](h)
-
-    def none() -> torch.Tensor:
-        return a.x.new_empty(0)
-
-    # before the weights scale dhidden: <grad_y, y> of an unweighted row is <dhidden, hidden>, so y is not kept
-    dtopk_weights = _grad_of_weights(a, dhidden, hidden.detach(), dout) if needs_weights else none()
-
-    # y is linear in w2, so a row's weight may scale dhidden and what the adapter's gradients need instead of dout
-    u2, scaled = a.u2, hidden.detach()
-    if a.topk_weights is not None:
-        weights = _weights_of_rows(a)
-        dhidden, scaled, u2 = ((t * weights).to(t.dtype) for t in (dhidden, scaled, u2))
-    (dh,) = torch.autograd.grad(hidden, h, dhidden)
-    da2 = _outer(t2, scaled, a.lora_a2, a.offs) if needs_a2 else none()
-    db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs_b2 else none()
-    dx_rows, t1 = _product_transposed(dh, w1, a.offs, low1)
-    da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none()
-    db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs_b1 else none()
-    dx = unpermute(dx_rows, a.row_idx, a.inverse, None) if needs_x else none()
-    return dx, da1, db1, da2, db2, dtopk_weights
-
-
-def _product_transposed(
-    rows: torch.Tensor, weight: _FrozenWeight, offs: torch.Tensor, low: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
-    a, b, scale = low
-    out = weight.product(rows, offs, transposed=True)
-    if a is None:
-        return out, rows.new_empty((rows.shape[0], 0))
-    thin = grouped_gemm(rows, b, offs, transposed=True).mul_(scale)
-    return out.add_(grouped_gemm(thin, a, offs, transposed=True)), thin
-
-
-def _grad_of_weights(
-    a: SimpleNamespace, dhidden: torch.Tensor, hidden: torch.Tensor, dout: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of topk_weights [T, K]: <grad_y, y> of each row, y without its weight."""
-    grad = (dhidden * hidden).sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    if a.b2 is not None:
-        no_columns = hidden.new_empty((hidden.shape[0], 0)), hidden.new_empty((*a.b2.shape, 0))
-        grad += (grouped_gemm(*no_columns, a.offs, a.b2) * dout).sum(-1, dtype=grad.dtype)
-    inverse = a.inverse.clamp(min=0).long()
-    return grad[inverse].masked_fill(a.inverse < 0, 0).to(a.topk_weights.dtype)
 
 
 def _outer(
@@ -335,6 +267,66 @@ def _outer(
     """Sum over each expert's rows of left[r].T @ right[r] -> [E, M, N], the shape of like."""
     wanted = [False, True, False]
     return torch.ops.fmoe_ext.grouped_gemm_backward(left, right, like, offs, wanted)[1]
+
+
+def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """frozen_mlp on CUDA."""
+    a = _named(FrozenMlp(*arguments))
+    w1, w2 = _linears(a)
+    x_RD = permute(a.x, a.row_idx, a.inverse)
+    h_RH, u1 = w1.product(x_RD, a.b1)  # of a gated activation [R, 2H]
+    rows_RD, u2 = w2.product(FUNCTIONS[a.activation](h_RH), a.b2)
+    if a.combine:
+        y = unpermute(rows_RD, a.row_idx, a.inverse, a.topk_weights)
+    else:
+        y = rows_RD if a.topk_weights is None else (rows_RD * _weights_of_rows(a)).to(rows_RD.dtype)
+    return y, h_RH if a.save else h_RH.new_empty(0), u1, u2
+
+
+def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """frozen_mlp_backward on CUDA."""
+    if torch.is_grad_enabled():  # as csrc/checks.h
+        raise RuntimeError(
+            "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "
+            "fmoe_ext.frozen.frozen_mlp"
+        )
+    a = _named(FrozenMlpBackward(*arguments))
+    w1, w2 = _linears(a)
+    needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
+
+    def none() -> torch.Tensor:  # a new one each time: an operator must not return a tensor twice
+        return a.x.new_empty(0)
+
+    dout_RD = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
+    dhidden_RH, t2 = w2.product(dout_RD, transposed=True)
+    with torch.enable_grad():
+        h = a.h.detach().requires_grad_()
+        hidden = FUNCTIONS[a.activation](h)
+    hidden_RH, u2 = hidden.detach(), a.u2
+
+    dtopk_weights = none()
+    if needs_weights:
+        # <grad_y, y> of a row without its weight. It equals <dhidden, hidden> + <grad_y, b2>, so y is not kept.
+        grad_R = (dhidden_RH * hidden_RH).sum(-1, dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
+        if a.b2 is not None:
+            # a product of no columns adds the bias alone: b2 of each row's expert
+            no_columns = hidden_RH.new_empty((hidden_RH.shape[0], 0)), hidden_RH.new_empty((*a.b2.shape, 0))
+            grad_R += (grouped_gemm(*no_columns, a.offs, a.b2) * dout_RD).sum(-1, dtype=grad_R.dtype)
+        grad_TK = grad_R[a.inverse.clamp(min=0).long()].masked_fill(a.inverse < 0, 0)
+        dtopk_weights = grad_TK.to(a.topk_weights.dtype)
+
+    # y is linear in w2, so a row's weight may scale dhidden and what the adapter's gradients need instead of dout
+    if a.topk_weights is not None:
+        weights = _weights_of_rows(a)
+        dhidden_RH, hidden_RH, u2 = ((t * weights).to(t.dtype) for t in (dhidden_RH, hidden_RH, u2))
+    (dh_RH,) = torch.autograd.grad(hidden, h, dhidden_RH)
+    da2 = _outer(t2, hidden_RH, a.lora_a2, a.offs) if needs_a2 else none()
+    db2 = _outer(dout_RD, u2, a.lora_b2, a.offs) if needs_b2 else none()
+    dx_RD, t1 = w1.product(dh_RH, transposed=True)
+    da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none()
+    db1 = _outer(dh_RH, a.u1, a.lora_b1, a.offs) if needs_b1 else none()
+    dx = unpermute(dx_RD, a.row_idx, a.inverse, None) if needs_x else none()
+    return dx, da1, db1, da2, db2, dtopk_weights
 
 
 _library.impl("frozen_mlp", composed, "CUDA")

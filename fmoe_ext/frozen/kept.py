@@ -16,9 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-_SHARE = (
-    4  # of the free memory, the default bound is one part: activations come after the first layer is decoded
-)
 _Key: TypeAlias = tuple[Any, ...]
 
 
@@ -45,11 +42,10 @@ class KeptWeights:
     def __init__(self, free_bytes: Callable[[torch.device], int]) -> None:
         self._free_bytes = free_bytes
         self._limit: int | None = None
-        # a copy, and what drops it with its weight
+        # A copy, and the finaliser that drops it with its weight.
         self._copies: OrderedDict[_Key, tuple[torch.Tensor, weakref.finalize[Any, Any]]] = OrderedDict()
-        self._lock = (
-            threading.RLock()
-        )  # autograd takes from a thread of its own; a finaliser may run anywhere
+        # Autograd takes a copy from a thread of its own; a finaliser may run in any, inside of these methods too.
+        self._lock = threading.RLock()
 
     def decoded(
         self, weight: torch.Tensor, packing: tuple[Any, ...], dtype: torch.dtype, *, keep: bool, last: bool
@@ -90,8 +86,9 @@ class KeptWeights:
     def _make_room(self, device: torch.device, needed: int) -> bool:
         """Drop the oldest copies until `needed` bytes more fit; False if they cannot."""
         held = self.num_bytes(device)
-        # what is kept counts as free: the bound must not shrink by what it allowed
-        limit = (self._free_bytes(device) + held) // _SHARE if self._limit is None else self._limit
+        # A quarter of what is free by default, for activations come after the first layer is decoded. What is kept
+        # counts as free: the bound must not shrink by what it allowed.
+        limit = (self._free_bytes(device) + held) // 4 if self._limit is None else self._limit
         if needed > limit:
             return False
         for key in [key for key, (copy, _) in self._copies.items() if copy.device == device]:
@@ -110,7 +107,7 @@ class KeptWeights:
 
 
 def _free_on(device: torch.device) -> int:
-    """Bytes that are free on a GPU, those that torch's allocator holds unused among them; 0 on others."""
+    """Count the free bytes of a GPU, with those that torch's allocator holds unused; 0 on other devices."""
     if device.type != "cuda":
         return 0
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -9,17 +9,15 @@ import torch
 from fmoe_ext.frozen.formats import FORMATS, Format
 from fmoe_ext.frozen.formats.base import Shape
 
-INTEGERS = 64  # added to the number of a format for operators, as in csrc/frozen_weight.h
+# Added to the number of a format for operators that may compute in integers, as in csrc/frozen_weight.h.
+_INTEGERS = 64
 
 
 @dataclass(frozen=True)
 class Quantized:
     """A weight [E, out, in] of all experts, packed as its file has it. The first dimension of each tensor is E.
 
-    format: a name in FORMATS, which says what data, scale and zero are; None where a format lacks one of them. zero:
-    zero points of int4; of nvfp4 the factors of its scales.
-    interleaved: the rows are gate, up, gate, up, ..., as GPT-OSS has them. Operators then take b1 and lora1.b in that
-    order too, and compute with all gates before all ups.
+    interleaved: operators take b1 and lora1.b in the order of the rows too, and compute with all gates before all ups.
     int8_activations: for q8_0 and q4_k on the CPU, rows that the weight multiplies may be rounded to 8 bits and the
     products be of integers, where that is faster and no gradients are recorded: not in float64, in batch_invariant(),
     and with AVX-512 for bfloat16 pairs and for over 32 rows an expert. A value of x then errs by up to 1/254 of the
@@ -27,11 +25,11 @@ class Quantized:
     Raises ValueError for an unknown format, missing tensors, other dtypes or shapes, int8_activations of other formats.
     """
 
-    format: str
+    format: str  # a name in FORMATS, which says what the three tensors are
     data: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    interleaved: bool = False
+    scale: torch.Tensor | None = None  # None where blocks of data hold their scales
+    zero: torch.Tensor | None = None  # zero points of int4; of nvfp4 the factors of its scales
+    interleaved: bool = False  # rows are gate, up, gate, up, ..., as GPT-OSS has them
     int8_activations: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +64,7 @@ class Quantized:
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Quantized":
-        """The weight of function(tensor) for each of its tensors: a slice of experts, or another device."""
+        """Apply a function to each tensor: to slice the experts, or to move them to another device."""
         scale, zero = (None if t is None else function(t) for t in (self.scale, self.zero))
         return Quantized(
             self.format, function(self.data), scale, zero, self.interleaved, self.int8_activations
@@ -81,13 +79,13 @@ class Quantized:
     def joined(
         format: str, data: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, parts: int
     ) -> "Quantized":
-        """The weight of parts that were packed apart and whose rows follow each other: gate and up, say."""
+        """Make one weight of parts that were packed apart and whose rows follow each other: gate and up, say."""
         if scale is not None:
             scale = FORMATS[format].join_scale(scale, parts)
         return Quantized(format, data, scale, zero)
 
     def rows(self) -> torch.Tensor:
-        """The bytes of data, uint8 [E, out, bytes of a row], without a copy."""
+        """View data as bytes, uint8 [E, out, bytes of a row], without a copy."""
         return self._rows if self.data.is_contiguous() else _rows_of(self.data)
 
     @cached_property
@@ -98,11 +96,12 @@ class Quantized:
     def packing(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
         """scale, zero, number of the format, interleaved: what operators take beside rows()."""
         scale = self.scale
+        # kPackedLayouts (csrc/gemm/packed.h) has both as bytes
         if scale is not None and scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
             scale = scale.view(torch.uint8)
         number = self.kind.number
         if self.int8_activations and self.data.device.type == "cpu" and not torch.is_grad_enabled():
-            number += INTEGERS
+            number += _INTEGERS
         return scale, self.zero, number, self.interleaved
 
     @staticmethod
@@ -113,13 +112,13 @@ class Quantized:
         number: int,
         interleaved: bool = False,
     ) -> "Quantized":
-        """The weight of what rows() and packing() returned."""
-        has_integers = number >= INTEGERS
-        name = next(name for name, kind in FORMATS.items() if kind.number == number % INTEGERS)
+        """Make a weight from what rows() and packing() returned."""
+        has_integers = number >= _INTEGERS
+        name = next(name for name, kind in FORMATS.items() if kind.number == number % _INTEGERS)
         return Quantized(name, FORMATS[name].of_bytes(rows), scale, zero, interleaved, has_integers)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight [E, out, in], decoded in float32 and rounded to dtype; gates before ups if interleaved."""
+        """Decode the weight [E, out, in] in float32 and round it to dtype; gates before ups if interleaved."""
         weight = self.kind.decode(self).to(dtype)
         return gates_first(weight) if self.interleaved else weight
 
@@ -129,12 +128,12 @@ def _rows_of(data: torch.Tensor) -> torch.Tensor:
 
 
 def gates_first(rows: torch.Tensor) -> torch.Tensor:
-    """Dimension 1 reordered from gate, up, gate, up, ... to all gates, then all ups."""
+    """Reorder dimension 1 from gate, up, gate, up, ... to all gates, then all ups."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
 
 
 def quantize(weight: torch.Tensor, format: str) -> Quantized:
-    """weight [E, out, in] rounded to the nearest values of a format, a name in FORMATS.
+    """Round a weight [E, out, in] to the nearest values of a format, a name in FORMATS.
 
     No calibration: each scale comes from the largest magnitude of its block. int4 has groups of 32, symmetric; nf4
     blocks of 64, without nested scales. Raises ValueError for an unknown format, and for rows that are no whole blocks.

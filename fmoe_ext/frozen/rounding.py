@@ -1,7 +1,15 @@
 """Round a weight to a packed format by the inputs that it multiplies, from the packed weight that it came from.
 
-A packed weight is a point of a lattice. Plain rounding of W + D finds the nearest point, which is W itself while D is
-below half a step everywhere. Rounding by second moments of the inputs moves the error to directions that no input has.
+A packed weight is a point of a lattice: each value is step * level - low with a level of the format. Plain rounding of
+W + D finds the nearest point, which is W itself while D is below half a step everywhere: a small adapter is rounded
+away. What counts is the output, ||X (Q - W - D)||^2 = d H d^T for each row's error d and the inputs' moments H = X^T X.
+So Q minimises that, row by row:
+
+1. Babai's point, as GPTQ finds it: round a column, and move its error to the columns that are left, by the Cholesky
+   factor of H^-1. Columns of large inputs go first, while many others can take up their error.
+2. A few sweeps of coordinate descent: each column to its best level while the others stay.
+3. The same from other starts and scales; each row takes the best (round_packed).
+
 GPTQ: Frantar et al., 2022, https://arxiv.org/abs/2210.17323
 """
 
@@ -17,9 +25,9 @@ from fmoe_ext.frozen.formats.base import Grid
 from fmoe_ext.frozen.formats.nvfp4 import in_e4m3
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
-COLUMNS = 64  # that are rounded one after the other before the rest of a row is corrected
-_SWEEPS = 3  # of single columns after Babai's point
-_DAMPING = 0.01  # of the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
+_COLUMNS = 64  # rounded one after the other before one product corrects the rest of a row
+_SWEEPS = 3
+_DAMPING = 0.01  # times the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
 
 ROUNDED = tuple(name for name, kind in FORMATS.items() if kind.grid is not None)
 
@@ -27,9 +35,9 @@ ROUNDED = tuple(name for name, kind in FORMATS.items() if kind.grid is not None)
 def round_packed(
     packed: Quantized, target: torch.Tensor, hessian: torch.Tensor
 ) -> tuple[Quantized, dict[str, int]]:
-    """target [out, in] in the packing of one expert -> (the weight, number of rows that each way of rounding gave).
+    """Round target [out, in] to one expert's packing -> (the weight, number of rows that each way of rounding gave).
 
-    packed: [1, out, in] of the format, that target is near to: W of W + D. hessian [in, in]: X^T X of the inputs.
+    packed [1, out, in]: W, for a target W + D. hessian [in, in]: X^T X of the inputs.
     Each row is the best, by the error on these inputs, of: file (packed as it is), nearest (quantize), kept (by second
     moments with the scales of packed), refitted (its scales fitted by least squares after that), fresh (by second
     moments with the scales of quantize). Raises ValueError for a format without a grid, and for other shapes.
@@ -51,15 +59,30 @@ def round_packed(
         ways["nearest"] = nearest
         ways["fresh"] = _recoded(nearest, descent(_grid(nearest)))
     errors = torch.stack([error_of(_values(q) - target, hessian) for q in ways.values()])
-    best = errors.argmin(0)
+    best = errors.argmin(0)  # [out]: the way of each row
     counts = {name: int((best == i).sum()) for i, name in enumerate(ways)}
-    return _rows_of([*ways.values()], best), {name: n for name, n in counts.items() if n}
+
+    def best_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+        rows = _as_bytes(parts[0]).clone()
+        for i, part in enumerate(parts):
+            rows[0, best == i] = _as_bytes(part)[0, best == i]
+        return rows.view(parts[0].dtype)
+
+    result = replace(packed, data=best_rows([q.data for q in ways.values()]))
+    if packed.scale is not None:
+        result = replace(result, scale=best_rows([q.scale for q in ways.values() if q.scale is not None]))
+    return result, {name: n for name, n in counts.items() if n}
+
+
+def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """View numbers of 8 bits, for which torch lacks operators, as bytes."""
+    return numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers
 
 
 def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
-    """target [E, out, in] or [out, in] at the nearest values in the packing of packed.
+    """Round target [E, out, in] or [out, in] to the nearest values in the packing of packed.
 
-    Each block has its scale of packed or, where the block then errs less, that of quantize().
+    Each block keeps its scale or, where the block then errs less, takes the one of quantize().
     """
     target = target.view(packed.shape).float()
     kept, fresh = _nearest_values(packed, target), _with_fresh_scales(packed, target)
@@ -80,7 +103,7 @@ def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
 
 
 def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
-    """target [E, out, in] at the nearest values that the scales of packed allow."""
+    """Round target [E, out, in] to the nearest values that the scales of packed allow."""
     grid = _grid(packed)
     width = packed.shape[2] // grid.step.shape[2]
     blocks = target.unflatten(2, (-1, width))
@@ -89,7 +112,7 @@ def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
 
 
 def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | None:
-    """quantize(target) in the dtypes of packed; None where packed has zero points or groups of another size."""
+    """Quantize target in the dtypes of packed; None where packed has zero points or groups of another size."""
     nearest = quantize(target, packed.format)
     if packed.scale is None or nearest.scale is None:
         return replace(packed, data=nearest.data)
@@ -100,20 +123,21 @@ def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | N
         return None
     if not packed.scale.dtype.is_floating_point or packed.scale.element_size() == 1:
         return replace(packed, data=nearest.data, scale=nearest.scale.view(packed.scale.dtype))
+    # in another dtype a scale is rounded, so its codes are chosen again
     same = replace(packed, data=nearest.data, scale=nearest.scale.to(packed.scale.dtype))
     return _nearest_values(same, target)
 
 
 def error_of(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """||X d||^2 [out] of each row d of a difference [out, in]."""
+    """Compute ||X d||^2 [out] of each row d of a difference [out, in]."""
     return ((difference @ hessian) * difference).sum(1)
 
 
 def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> torch.Tensor:
-    """Second moments [in, in] of rows [N, in], drawn to a prior the more the fewer they are; of no rows, the prior.
+    """Estimate second moments [in, in] of rows [N, in]: the fewer the rows, the nearer to a prior.
 
-    prior [in, in]: of other rows like these; the identity at their mean square without one. The share is OAS:
-    Chen et al., 2010, https://arxiv.org/abs/0907.4698
+    prior [in, in]: moments of other rows like these; by default the identity at the mean square of rows. How near is
+    OAS: Chen et al., 2010, https://arxiv.org/abs/0907.4698
     """
     count, width = rows.shape
     if count == 0:
@@ -129,13 +153,14 @@ def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> tor
 
 
 class _Descent:
-    """Finds lattice points near a target in the metric of a Hessian: Babai's point by GPTQ, then column by column."""
+    """Finds lattice points near a target [out, in] in the metric of a Hessian; its columns stand in `order`."""
 
     def __init__(self, target: torch.Tensor, hessian: torch.Tensor) -> None:
-        # columns of large inputs first, while others are left that take their error up
+        # columns of large inputs first, while others are left to take up their error
         self.order = hessian.diag().argsort(descending=True)
         self.back = self.order.argsort()
         self.target = target[:, self.order]
+        # in float64: the inverse of a badly conditioned Hessian is factorised
         sorted_hessian = hessian[self.order][:, self.order].double()
         level = sorted_hessian.diag().mean().clamp(min=1e-30)
         identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
@@ -145,7 +170,7 @@ class _Descent:
         self.hessian = damped.float()
 
     def __call__(self, grid: Grid, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Index into grid.values [out, in]. start: values to improve, instead of Babai's point."""
+        """Return indices [out, in] into grid.values. start: values to improve, instead of Babai's point."""
         width = self.target.shape[1] // grid.step.shape[2]
         step, low = (t[0].repeat_interleave(width, -1)[:, self.order] for t in (grid.step, grid.low))
 
@@ -160,9 +185,12 @@ class _Descent:
         return _nearest(point, step, low, grid.values)[:, self.back]
 
     def _babai(self, value: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        left, point = self.target.clone(), torch.empty_like(self.target)
-        for begin in range(0, left.shape[1], COLUMNS):
-            end = min(begin + COLUMNS, left.shape[1])
+        left, point = (
+            self.target.clone(),
+            torch.empty_like(self.target),
+        )  # left: the target with errors moved in
+        for begin in range(0, left.shape[1], _COLUMNS):
+            end = min(begin + _COLUMNS, left.shape[1])
             errors = torch.empty_like(left[:, begin:end])
             for j in range(begin, end):
                 point[:, j] = value(left[:, j], j)
@@ -173,11 +201,11 @@ class _Descent:
         return point
 
     def _sweep(self, point: torch.Tensor, value: Callable[[torch.Tensor, int], torch.Tensor]) -> bool:
-        """Moves each column to its best value while the others stay, in place -> True if any moved."""
+        """Move each column to its best value while the others stay, in place -> True if any moved."""
         has_moved = False
-        slope = (self.target - point) @ self.hessian
-        for begin in range(0, point.shape[1], COLUMNS):
-            end = min(begin + COLUMNS, point.shape[1])
+        slope = (self.target - point) @ self.hessian  # minus half the gradient
+        for begin in range(0, point.shape[1], _COLUMNS):
+            end = min(begin + _COLUMNS, point.shape[1])
             # within a block each move corrects the slope of the block alone; one product corrects the rest of the row
             here, moves = slope[:, begin:end].clone(), torch.empty_like(slope[:, begin:end])
             for j in range(begin, end):
@@ -203,7 +231,7 @@ def _grid(packed: Quantized) -> Grid:
 
 
 def _values(packed: Quantized) -> torch.Tensor:
-    """[out, in], rows as they lie."""
+    """Decode to [out, in], rows as they lie."""
     return packed.kind.decode(packed)[0]
 
 
@@ -214,7 +242,7 @@ def _recoded(packed: Quantized, index: torch.Tensor) -> Quantized:
 
 
 def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) -> Quantized | None:
-    """packed with each scale multiplied by its best factor while the others stay; None for powers of two."""
+    """Multiply each scale by its best factor, one block of columns after another; None for powers of two."""
     kind = packed.kind
     if kind.rescale is None:
         return None
@@ -227,27 +255,9 @@ def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) ->
         bent = part @ hessian[begin : begin + width]
         curvature = (bent[:, begin : begin + width] * part).sum(1)
         more = (slope[:, begin : begin + width] * part).sum(1) / curvature.clamp(min=1e-30)
+        # the optimum of a parabola; a factor stays between 0.5 and 1.5, whatever a nearly flat one says
         more = torch.where(curvature > 0, more, 0).clamp(-0.5, 0.5)
         slope = slope - more[:, None] * bent
         factors.append(1 + more)
     data, scale = kind.rescale(packed, torch.stack(factors, -1)[None])
     return replace(packed, data=data, scale=scale)
-
-
-def _rows_of(candidates: list[Quantized], best: torch.Tensor) -> Quantized:
-    def chosen(parts: list[torch.Tensor]) -> torch.Tensor:
-        rows = _as_bytes(parts[0]).clone()
-        for i, part in enumerate(parts):
-            rows[0, best == i] = _as_bytes(part)[0, best == i]
-        return rows.view(parts[0].dtype)
-
-    first = candidates[0]
-    data = chosen([q.data for q in candidates])
-    if first.scale is None:
-        return replace(first, data=data)
-    return replace(first, data=data, scale=chosen([q.scale for q in candidates]))  # type: ignore[misc]
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits as uint8, for which torch has operators."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,4 +1,26 @@
-"""Gates choose K experts for each token: forward(inp [T, d_model]) -> topk_idx, topk_weights [T, K]."""
+"""Gates choose K experts for each token: forward(inp [T, d_model]) -> topk_idx, topk_weights [T, K].
+
+    gate                choices                                 load evened out by
+    NaiveGate           top-k of the logits                     nothing
+    NoisyGate           top-k of logits with learned noise      cv^2(importance) + cv^2(load)    Shazeer et al., 2017
+    GShardGate, DCGate  top-2, random second, capacity          E sum_e c_e m_e                  Lepikhin et al., 2020
+    SwitchGate          top-1, noise, capacity                  E sum_e f_e p_e                  Fedus et al., 2021
+    FasterGate          top-2, few tokens leave their node      GShard's loss                    He et al., 2022
+    SwipeGate           top-k, moved to ranks with room         construction                     FastMoE
+    SoftmaxGate         top-k of the softmax                    E sum_e f_e p_e, global batch    Qwen3, Mixtral, OLMoE
+    NormedGate          the same behind an RMS norm             the same                         Gemma 4
+    SigmoidGate         top-k of sigmoids with a bias           the bias, which follows loads    Wang et al., 2024
+    BiasedSoftmaxGate   the same of softmaxes                   the same                         ERNIE 4.5
+    SqrtSoftplusGate    the same of sqrt(softplus)              the same                         DeepSeek-V4
+    QuantileGate        top-k of logits less a bias             a quantile, in one step          Megatron
+    SinkhornGate        top-k after Sinkhorn's iteration        construction                     S-BASE, 2022
+    ExpertChoiceGate    experts choose tokens                   construction                     Zhou et al., 2022
+    HashGate            a table of token ids                    the table                        Roller et al., 2021
+    UniformGate         in turn, for benchmarks                 construction
+
+f_e is the share of choices of expert e, c_e that of first choices, p_e and m_e its mean probability (losses.py). A gate
+is its own file; ScoredGate has what most share: groups, capacity, jitter, and the losses of BalancedGate.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -46,7 +68,7 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
 
 
 def find_gate(name: str) -> Callable[..., nn.Module]:
-    """The gate of that name in GATES; ValueError, with the names there are, for another.
+    """Find the gate of that name in GATES; ValueError, with the names there are, for another.
 
     Example:
 

@@ -53,7 +53,7 @@ class WholeBatch:
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
-        """Counts every forward inside the block, from zero."""
+        """Count every forward inside the block, from zero."""
         for sums in self._sums.values():
             sums.recorded = []
         with torch.no_grad(), uncounted(), _in_place(self._sums):
@@ -63,7 +63,7 @@ class WholeBatch:
 
     @contextmanager
     def second_pass(self) -> Iterator[None]:
-        """Gives every forward inside the block, and its backward, the sums of the others."""
+        """Give every forward inside the block, and its backward, the sums of the others."""
         for gate, sums in self._sums.items():
             if not sums.recorded:
                 raise RuntimeError(f"first_pass() has seen no forward of {type(gate).__name__}")
@@ -74,7 +74,7 @@ class WholeBatch:
 
 @contextmanager
 def all_forwards_first(model: nn.Module) -> Iterator[None]:
-    """Makes the gates' loss that of all forwards inside the block so far; after the last one, of the whole batch.
+    """Make the gates' loss that of all forwards inside the block so far; after the last one, of the whole batch.
 
     One loss, one backward, exact in one pass: the graphs of all microbatches are alive until then.
 
@@ -90,7 +90,7 @@ def all_forwards_first(model: nn.Module) -> Iterator[None]:
 
 
 def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
-    """Weight of one microbatch's gate loss in the loss of the batch, for microbatches of these sizes.
+    """Weigh one microbatch's gate loss in the loss of the batch, for microbatches of these sizes.
 
     As many as its rows; inside WholeBatch and all_forwards_first as much as makes it exact.
     """
@@ -101,12 +101,12 @@ def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
 
 
 def spans_calls(gate: BaseGate) -> bool:
-    """True if the loss of the gate's last forward is that of all forwards: inside all_forwards_first()."""
+    """Return whether the loss of the gate's last forward spans all forwards: inside all_forwards_first()."""
     return isinstance(_sums_of_thread(gate), _SoFar)
 
 
 def _sums_of_thread(gate: BaseGate) -> _Sums | None:
-    """The sums of the block that this thread is in; None outside."""
+    """Find the sums of the block that this thread is in; None outside."""
     ranks = getattr(gate, "_ranks", None)
     while isinstance(ranks, _Sums) and ranks.thread != current_thread():
         ranks = ranks.inner
@@ -114,7 +114,7 @@ def _sums_of_thread(gate: BaseGate) -> _Sums | None:
 
 
 def refuse_all_forwards_first(model: nn.Module, name: str) -> None:
-    """Raises RuntimeError inside all_forwards_first(model): `name` runs backwards before the last forward."""
+    """Raise RuntimeError inside all_forwards_first(model): `name` runs backwards before the last forward."""
     if any(spans_calls(gate) for gate in gates_of(model)):
         raise RuntimeError(
             f"gates.all_forwards_first() is around {name}, which runs backwards before the last forward: "
@@ -134,7 +134,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
-    """Put sums[gate] in the place of gate.ranks, and report each forward to it."""
+    """Replace gate.ranks by sums[gate], and report each forward to it."""
     with ExitStack() as stack:
         for gate, own in sums.items():
             own.thread = current_thread()
@@ -146,7 +146,7 @@ def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
 
 
 def _take_out(gate: Any, own: _Sums) -> None:
-    """Ends the block of these sums; blocks of several threads end in any order."""
+    """End the block of these sums; blocks of several threads end in any order."""
     with _lock:
         if gate._ranks is own:
             gate.ranks = own.inner
@@ -183,7 +183,7 @@ class _Sums:
         return getattr(self.inner, name)
 
     def of_thread(self) -> Any:
-        """Itself for a forward of the block's thread, for others what they would have without it."""
+        """Return itself for a forward of the block's thread, for others what they would have without it."""
         if self._now.microbatch is not None:
             return self
         return self.inner.of_thread() if isinstance(self.inner, _Sums) else self.inner
@@ -206,7 +206,7 @@ class _Sums:
         return len(self.recorded) - 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, joined by those of other microbatches."""
+        """Sum over the ranks, and join the sums of other microbatches."""
         own = self.inner.sum(x)
         microbatch = self._now.microbatch
         return own if microbatch is None else self.joined(own, microbatch)
@@ -216,11 +216,11 @@ class _Sums:
         return own
 
     def share(self, microbatch: int, num_microbatches: int) -> float:
-        """Weight of this microbatch's loss in the loss of the batch."""
+        """Weigh this microbatch's loss in the loss of the batch."""
         return 1 / num_microbatches
 
     def others(self, numbers: range, like: torch.Tensor) -> torch.Tensor:
-        """The sum over these microbatches, of the sum that is asked for now."""
+        """Add up what these microbatches recorded for the sum that is asked for now."""
         now = self._now
         parts = [self.recorded[number][now.slot] for number in numbers if number != now.microbatch]
         now.slot += 1

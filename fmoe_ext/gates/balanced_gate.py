@@ -23,7 +23,7 @@ BALANCE_LOSSES = ("global", "running", "sequence")
 
 
 def _weighted(balance_loss: str | Mapping[str, float] | None) -> dict[str, float]:
-    """{kind: weight} of the argument balance_loss of ScoredGate."""
+    """Read {kind: weight} from the argument balance_loss of ScoredGate."""
     if balance_loss is None:
         return {}
     losses = dict(balance_loss) if isinstance(balance_loss, Mapping) else {str(balance_loss): 1.0}
@@ -62,9 +62,10 @@ class BalancedGate(GateOverRanks):
 
     score = "softmax"
 
-    running_load: torch.Tensor
-    # of the last forward, without weights, if there are several losses
-    balance_values: dict[str, torch.Tensor]
+    running_load: torch.Tensor  # [E] int64: choices since the optimizer's last step, for "running"
+    balance_values: dict[
+        str, torch.Tensor
+    ]  # each loss of the last forward, without weight, if there are several
 
     def __init__(
         self,
@@ -128,20 +129,20 @@ class BalancedGate(GateOverRanks):
             self.reset_running_load()
 
     def reset_parameters(self) -> None:
-        """Gives the gate's own buffers their first values; the linear layer is a module of its own."""
+        """Give the gate's own buffers their first values; the linear layer is a module of its own."""
         if "running" in self.balance_losses:
             self.reset_running_load()
 
     def reset_running_load(self) -> None:
-        """Begins the count of balance_loss="running" anew: for loops whose optimizer is none of torch.optim."""
+        """Begin the count of balance_loss="running" anew: for loops whose optimizer is none of torch.optim."""
         self.running_load.zero_()
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """The scores of all experts [T, E], divided by their sum: what the balance loss averages."""
+        """Compute the scores of all experts [T, E], divided by their sum: what the balance loss averages."""
         return probabilities_of(logits, self.score)
 
     def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-        """The choices [T, K] that the balance losses count."""
+        """Return the choices [T, K] that the balance losses count."""
         return topk_idx
 
     def set_balance_loss(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> None:
@@ -178,8 +179,7 @@ class BalancedGate(GateOverRanks):
         )
 
     def _with_earlier(self, num_choices: torch.Tensor) -> torch.Tensor:
-        """num_choices [E] and those of earlier forwards of this step; a repeated forward has what its first one had."""
-
+        """Add to num_choices [E] those of earlier forwards of this step; a repeated forward has its first one's sum."""
         forward_of_layer(self)
 
         def add() -> torch.Tensor:

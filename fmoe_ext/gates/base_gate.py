@@ -34,19 +34,19 @@ class OneRank:
     rank: int = 0
 
     def num_tokens(self, num_local_tokens: int) -> int:
-        """Tokens of all ranks."""
+        """Count the tokens of all ranks."""
         return num_local_tokens
 
     def first_token(self, num_local_tokens: int) -> int:
-        """Number of this rank's first token among those of all ranks."""
+        """Number this rank's first token among the tokens of all ranks."""
         return 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of x over the ranks, differentiable."""
+        """Sum x over the ranks, differentiable."""
         return x
 
     def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]:
-        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
+        """Gather x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
 
         same_size: it does not, so that no sizes are exchanged.
         """
@@ -55,25 +55,23 @@ class OneRank:
     def apply_capacity(
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor:
-        """topk_idx with -1 for all but the first `capacity` choices of each expert, over the ranks."""
+        """Drop all but the first `capacity` choices of each expert over the ranks: topk_idx with -1 for the rest."""
         return ops.apply_capacity(topk_idx, num_experts, capacity)
 
 
 class _Loss:
-    """The balance loss of one thread's last forward of a gate.
-
-    is_read: by total_loss(), which then takes it for that of an earlier forward. lacks_gradient: of a training forward
-    that ran without gradients. num_calls: forwards with gradients since total_loss() read a loss. of_graph: what the
-    last compiled program had left in the gate by then.
-    """
+    """The balance loss of one thread's last forward of a gate."""
 
     __slots__ = ("is_read", "lacks_gradient", "loss", "num_calls", "of_graph")
 
     def __init__(
         self, loss: torch.Tensor | None, lacks_gradient: bool, num_calls: int, of_graph: Any
     ) -> None:
-        self.loss, self.is_read, self.of_graph = loss, False, of_graph
-        self.lacks_gradient, self.num_calls = lacks_gradient, num_calls
+        self.loss = loss
+        self.is_read = False  # by total_loss(), which then takes it for an earlier forward's
+        self.lacks_gradient = lacks_gradient  # of a training forward that ran without gradients
+        self.num_calls = num_calls  # forwards with gradients since total_loss() read a loss
+        self.of_graph = of_graph  # what the last compiled program had left in the gate by then
 
 
 class _Losses(threading.local):
@@ -164,12 +162,12 @@ class BaseGate(nn.Module):
         )
 
     def check_top_k(self, top_k: int) -> None:
-        """ValueError unless a token can choose top_k experts."""
+        """Raise ValueError unless a token can choose top_k experts."""
         if not 1 <= top_k <= self.num_experts:
             raise ValueError(f"top_k must be between 1 and the {self.num_experts} experts, but got {top_k}")
 
     def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
-        """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
+        """Keep the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             if is_exporting():
@@ -211,7 +209,7 @@ class BaseGate(nn.Module):
         return self.graph_loss_is_read if own is None else own.is_read
 
     def note_read(self) -> int:
-        """Makes loss_is_read true -> how many forwards with gradients there were since it was."""
+        """Make loss_is_read true -> how many forwards with gradients there were since it was."""
         own = None if torch.compiler.is_compiling() else self._loss_of_thread
         if own is None:
             self.graph_loss_is_read = True
@@ -220,7 +218,7 @@ class BaseGate(nn.Module):
         return own.num_calls
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
-        """The balance loss of the last forward, or None; clear=True forgets it and frees its graph.
+        """Return the balance loss of the last forward, or None; clear=True forgets it and frees its graph.
 
         Raises RuntimeError, where gradients are on, for the loss of a training forward that ran without them.
         """
@@ -233,7 +231,12 @@ class BaseGate(nn.Module):
             own.loss = None
         elif clear:  # that of another thread, which keeps it
             self._last_loss = None
-        if loss is not None and lacks_gradient and torch.is_grad_enabled() and _learns(self):
+        if (
+            loss is not None
+            and lacks_gradient
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in self.parameters())
+        ):
             raise RuntimeError(
                 f"the balance loss of {type(self).__name__} has no gradient, so that training would not balance: its "
                 "forward ran under torch.no_grad(), as torch.utils.checkpoint(..., use_reentrant=True) runs it. Pass "
@@ -258,7 +261,7 @@ class BaseGate(nn.Module):
         return False
 
     def warn_of_copies(self, num_copies: int, consequence: str, name: str = "gate") -> None:
-        """Warns once if a bias moves by the load of fewer ranks than the num_copies that hold copies of this gate."""
+        """Warn once if a bias moves by the load of fewer ranks than the num_copies that hold copies of this gate."""
         num_ranks = getattr(getattr(self, "ranks", None), "size", 1)
         if not self.moves_bias or num_ranks >= num_copies or self.is_known_to_part:
             return
@@ -271,7 +274,7 @@ class BaseGate(nn.Module):
         )
 
     def check_spread(self, size: int) -> None:
-        """Raises ValueError if this gate, made for one process, cannot choose for experts on size ranks."""
+        """Raise ValueError if this gate, made for one process, cannot choose for experts on size ranks."""
 
     @property
     def tape(self) -> Any:
@@ -300,11 +303,12 @@ class BaseGate(nn.Module):
         scale: float = 1.0,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
+        """Choose by ops.topk_gate, or while choices are played back take those, weighed by the present logits."""
         if self.weighs_while_choosing:
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
             return self.choose(lambda: topk_idx), topk_weights
         tape = self.tape
+        # the first forward chose and weighed in one operator: its repetition must keep the same tensors
         if getattr(tape, "is_fused", False):
             chosen = tape.choose(None)
             return ops.topk_gate_again(logits, chosen, score, normalize, scale=scale, **options)
@@ -314,7 +318,7 @@ class BaseGate(nn.Module):
         return topk_idx, weights_of(logits, topk_idx, score, normalize, scale)
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """pick(), the choices of this forward; while choices are played back: those."""
+        """Return pick(), the choices of this forward, or while choices are played back those."""
         tape = self.tape if self._tapes else None
         selected = pick() if tape is None else tape.choose(pick)
         note_selected(selected)
@@ -330,12 +334,12 @@ class BaseGate(nn.Module):
 
 
 def _without_forwards() -> dict[str, Any]:
-    """State that forwards leave in a gate, as it is before the first one."""
+    """Make the state that forwards leave in a gate, as it is before the first one."""
     return {"graph_loss": None, "_last_loss": None, "_losses": _Losses(), "_tapes": {}}
 
 
 def put_tape(tapes: dict[int, Any], tape: Any) -> None:
-    """Gives this thread's forwards a tape, None for none."""
+    """Give this thread's forwards a tape, None for none."""
     if tape is None:
         tapes.pop(current_thread(), None)
     else:
@@ -343,7 +347,7 @@ def put_tape(tapes: dict[int, Any], tape: Any) -> None:
 
 
 def tape_of_thread(tapes: dict[int, Any]) -> Any:
-    """The tape of this thread's forwards, None without one; in a compiled program that of any thread.
+    """Find the tape of this thread's forwards, None without one; in a compiled program any thread's.
 
     Autograd repeats the forwards of a GPU on a thread of its own, which Python did not start: it plays the only tape.
     """
@@ -365,12 +369,8 @@ def choices_of(gate: object, returned: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def gates_of(module: nn.Module) -> list[BaseGate]:
-    """The gates of a model, in the order of its modules."""
+    """List the gates of a model, in the order of its modules."""
     return [m for m in module.modules() if isinstance(m, BaseGate)]
-
-
-def _learns(gate: nn.Module) -> bool:
-    return any(p.requires_grad for p in gate.parameters())
 
 
 def weights_of(
@@ -380,7 +380,7 @@ def weights_of(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """The topk_weights that ops.topk_gate would give to choices made elsewhere; 0 for dropped ones (-1).
+    """Weigh choices made elsewhere as ops.topk_gate would; 0 for dropped ones (-1).
 
     logits [T, E], topk_idx [T, K] -> [T, K]; normalize divides by the sum over the choices that are not dropped.
     Raises ValueError for another number of tokens.
@@ -404,14 +404,14 @@ def _log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
 
 
 def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """The scores [T, E] of logits [T, E]: "softmax", "sigmoid" or "sqrtsoftplus"."""
+    """Compute the scores [T, E] of logits [T, E]: "softmax", "sigmoid" or "sqrtsoftplus"."""
     if score == "softmax":
         return logits.softmax(-1)
     return ops.sigmoid(logits) if score == "sigmoid" else _log_sqrt_softplus(logits).exp()
 
 
 def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """The scores [T, E] of logits [T, E], divided by their sum; numbers also where every score of a token underflows.
+    """Divide the scores [T, E] of logits [T, E] by their sum; numbers also where all scores of a token underflow.
 
     Equivalent to: scores_of(logits, score) / scores_of(logits, score).sum(-1, keepdim=True).
     """
@@ -419,14 +419,14 @@ def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
 
 
 def _log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """log(sqrt(softplus(logits))), finite with its gradient where softplus is too small for the dtype."""
-    low = -20.0  # softplus(x) = exp(x) * (1 - exp(x) / 2 + ...)
+    """Compute log(sqrt(softplus(logits))), finite with its gradient where softplus is too small for the dtype."""
+    low = -20.0  # below it log(softplus(x)) is x: softplus(x) = exp(x) * (1 - exp(x) / 2 + ...)
     exact = F.softplus(logits.clamp(min=low)).log()
     return 0.5 * torch.where(logits < low, logits, exact)
 
 
 def _log_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """log(scores_of(logits, score)) [T, E]."""
+    """Compute log(scores_of(logits, score)) [T, E]."""
     if score == "softmax":
         return logits.log_softmax(-1)
     return _log_sigmoid(logits) if score == "sigmoid" else _log_sqrt_softplus(logits)

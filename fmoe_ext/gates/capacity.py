@@ -14,28 +14,28 @@ _DROP_POLICIES = ("position", "token", "score")
 
 
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Choices that each expert takes: ceil(factor * T * K / E), an even share times factor."""
+    """Compute how many choices each expert takes: ceil(factor * T * K / E), an even share times factor."""
     return ceil(factor * as_number(num_tokens) * top_k / num_experts)
 
 
 def as_number(num_tokens: int) -> Any:
-    """num_tokens, or in torch.export, which cannot save the ceil() of a number, a tensor: it computes the same bits."""
+    """Return num_tokens, in torch.export as a tensor: a graph cannot save the ceil() of a number. The same bits."""
     return torch.full((), num_tokens, dtype=torch.float64, device="cpu") if is_exporting() else num_tokens
 
 
 def ceil(x: Any) -> Any:
-    """math.ceil of a number, or of a tensor of one."""
+    """Round up a number, or a tensor of one."""
     return x.ceil().long() if isinstance(x, torch.Tensor) else math.ceil(x)
 
 
 def check_factors(capacity: object) -> None:
-    """ValueError unless capacity is FastMoE's two positive factors, one for training and one for evaluation."""
+    """Raise ValueError unless capacity is FastMoE's two positive factors, one for training and one for evaluation."""
     if not isinstance(capacity, Sequence) or len(capacity) != 2 or not min(capacity) > 0:
         raise ValueError(f"capacity must be two positive factors (training, evaluation), but got {capacity}")
 
 
 def check_capacity(factor: float | None, policy: str) -> None:
-    """ValueError unless factor is positive, or None for no limit, and policy is one of _DROP_POLICIES."""
+    """Raise ValueError unless factor is positive, or None for no limit, and policy is one of _DROP_POLICIES."""
     if policy not in _DROP_POLICIES:
         raise ValueError(f"drop_policy must be one of {_DROP_POLICIES}, but got {policy!r}")
     if factor is not None and factor <= 0:
@@ -43,7 +43,7 @@ def check_capacity(factor: float | None, policy: str) -> None:
 
 
 def fits_drop_choices(topk_idx: torch.Tensor, ranks: Ranks) -> bool:
-    """True if ops.drop_choices drops and counts in one operator: a graph fuses more than that, and a GPU has none."""
+    """Return whether ops.drop_choices is to drop and count at once: a graph fuses more, and a GPU has no kernel."""
     is_alone = type(ranks) is OneRank and topk_idx.device.type == "cpu"
     return is_alone and not torch.compiler.is_compiling()
 
@@ -56,7 +56,7 @@ def drop_over_capacity(
     policy: str,
     ranks: Ranks,
 ) -> torch.Tensor:
-    """topk_idx with -1 for the choices that an expert with more than `capacity` of them does not take.
+    """Drop choices of experts that have more than `capacity` of them: topk_idx with -1 for these.
 
     policy "position": first choices go before second ones, then tokens in order (GShard, Switch Transformer);
     "token": the earlier token goes first, whichever of its choices it is (Megatron's "position", which however takes
@@ -71,6 +71,7 @@ def drop_over_capacity(
         return one_by_one.view_as(topk_idx)
     parts = ranks.gather(topk_idx)
     begin = sum(part.shape[0] for part in parts[: ranks.rank])
+    # a column after the other, so that equal weights go in the order of "position"; all ranks sort the same numbers
     by_position = torch.cat(parts).t().flatten()
     weights = torch.cat(ranks.gather(topk_weights.detach())).t().flatten()
     order = weights.argsort(descending=True, stable=True)

@@ -72,5 +72,6 @@ class ExpertChoiceGate(GateOverRanks):
         picked = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, tokens, True)
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         picked = picked.narrow(0, begin, scores.shape[0])
+        # no probability is below 0, so -1 sorts what was not picked behind
         order = torch.where(picked, scores, -1).sort(dim=1, descending=True, stable=True)
         return torch.where(order.values < 0, -1, order.indices)[:, : self.max_experts].contiguous()

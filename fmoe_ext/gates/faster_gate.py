@@ -62,12 +62,12 @@ class FasterGate(GateOverRanks):
         self.gpus_per_node = gpus_per_node
 
     def reset_parameters(self) -> None:
-        """Notes the experts of this node again; after .to_empty() of a gate made on the meta device."""
+        """Note the experts of this node again; after .to_empty() of a gate made on the meta device."""
         self.is_local.zero_()
         self.is_local[self._local_experts.start : self._local_experts.stop] = True
 
     def check_spread(self, size: int) -> None:
-        """Raises ValueError if size ranks are more than one node: only a gate that is made there knows its own."""
+        """Raise ValueError if size ranks are more than one node: only a gate that is made there knows its own."""
         if size > self.gpus_per_node:
             raise ValueError(
                 f"a FasterGate made for one process takes all {size} ranks for one node of {self.gpus_per_node}: make "
@@ -95,17 +95,20 @@ class FasterGate(GateOverRanks):
         outgoing = ~self.is_local[first]  # [T]
         allowed = int(self.outgoing_fraction * first.shape[0])
         score = logits.gather(1, first[:, None]).squeeze(1).masked_fill(~outgoing, -torch.inf)
+        # the place of each token among those that want to leave, by its score there
         place = score.argsort(descending=True, stable=True).argsort()
         leaves = outgoing & (place < allowed)
         in_node = ops.topk_gate(logits.masked_fill(~self.is_local, -torch.inf), self.top_k)[0]
         limited = in_node.clone()
         limited[:, 0] = torch.where(leaves, first, in_node[:, 0])
+        # a token that leaves has its best expert of this node second
         limited[:, 1] = torch.where(leaves, in_node[:, 0], in_node[:, 1])
+        # by torch.where: the host does not wait for how many want to leave
         return torch.where(outgoing.sum() > allowed, limited, best)
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """A gate for FMoE(gate=...): FasterGate on node number rank.
+    """Return a gate for FMoE(gate=...): FasterGate on node number rank.
 
     Example:
 
@@ -126,7 +129,7 @@ def make_faster_gate(
     top_k: int = 2,
     gate_bias: bool = True,
 ) -> Gate:
-    """cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
+    """Make a cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
     if top_k != 2:
         raise ValueError(f"FasterGate chooses two experts: top_k must be 2, but got {top_k}")
     return cls(d_model, n_expert, world_size, rank, gate_bias)

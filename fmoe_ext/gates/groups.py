@@ -21,12 +21,12 @@ class Groups(NamedTuple):
     (normalize=True), they are the logits, as in Megatron.
     """
 
-    num_groups: int
-    topk_groups: int
-    group_best: int
+    num_groups: int  # of E / num_groups experts each
+    topk_groups: int  # that a token chooses in
+    group_best: int  # best scores whose sum ranks a group
 
     def fit_topk_gate(self, score: str, biased: bool) -> bool:
-        """True if ops.topk_gate has the score and ranks groups like this: by two with sigmoid or a bias, else one."""
+        """Return whether ops.topk_gate has the score and ranks groups so: by two with sigmoid or a bias, else one."""
         if score == "sqrtsoftplus":
             return False
         ranks_by = 2 if biased or score == "sigmoid" else 1
@@ -35,7 +35,7 @@ class Groups(NamedTuple):
     def choose(
         self, logits: torch.Tensor, top_k: int, score: str, normalize: bool, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """logits [T, E], bias [E] or None -> topk_idx [T, top_k] int64, best first; of equals the lower index."""
+        """Choose by logits [T, E] and bias [E] -> topk_idx [T, top_k] int64, best first; of equals the lower index."""
         scores = logits
         if score != "softmax" or bias is not None or not normalize:
             scores = scores_of(logits, score)
@@ -47,7 +47,7 @@ class Groups(NamedTuple):
         return ops.topk_gate(order.masked_fill(~kept, -torch.inf), top_k)[0]
 
     def _kept(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [T, E] -> bool [T, num_groups]."""
+        """Mark the groups that a token keeps: scores [T, E] -> bool [T, num_groups]."""
         in_groups = scores.reshape(-1, self.num_groups, scores.shape[1] // self.num_groups)
         best = in_groups.topk(self.group_best, dim=-1).values
         topk_groups = ops.topk_gate(best.sum(-1), self.topk_groups)[0]

@@ -83,14 +83,12 @@ class GShardGate(GateOverRanks):
             topk_idx = self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
             if self.random_routing and self.training:
                 weight = topk_weights[:, 1].detach()
-                second = topk_idx[
-                    :, 1
-                ]  # a view: topk_idx is fresh from apply_capacity, and nobody else has it
+                second = topk_idx[:, 1]  # written in place: topk_idx is fresh from apply_capacity
                 second.masked_fill_(2 * weight < torch.rand_like(weight), -1)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
-        """Choices that an expert takes of num_tokens tokens of all ranks."""
+        """Compute how many choices an expert takes of num_tokens tokens of all ranks."""
         return ceil(factor * as_number(num_tokens)) * self.top_k // self.num_experts
 
     def _capacity_of(self, chosen: torch.Tensor) -> int:
@@ -98,13 +96,11 @@ class GShardGate(GateOverRanks):
         return self.expert_capacity(factor, self.ranks.num_tokens(chosen.shape[0]))
 
     def _drop(self, chosen: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """chosen, topk_weights [T, 2] -> topk_idx [T, 2], -1 where dropped; ops.drop_choices' counts [2, E]."""
+        """Drop chosen [T, 2] -> topk_idx [T, 2], -1 where dropped, and counts [2, E] before that."""
         random: tuple[torch.Tensor, ...] = ()
         if self.random_routing and self.training:
-            random = (
-                topk_weights,
-                torch.rand(len(chosen), dtype=topk_weights.dtype, device=topk_weights.device),
-            )
+            noise = torch.rand(len(chosen), dtype=topk_weights.dtype, device=topk_weights.device)
+            random = topk_weights, noise
         return ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen), *random)
 
 

@@ -58,7 +58,7 @@ class HashGate(ScoredGate):
         self._draw_table()
 
     def reset_parameters(self) -> None:
-        """Draws a table; after .to_empty() of a gate made on the meta device."""
+        """Draw a table; after .to_empty() of a gate made on the meta device."""
         super().reset_parameters()
         self._draw_table()
 
@@ -72,7 +72,7 @@ class HashGate(ScoredGate):
 
     @torch.no_grad()
     def load_table(self, table: torch.Tensor) -> None:
-        """Takes the choices of a table [vocab_size, K] of integers; ValueError for other shapes and experts."""
+        """Take the choices of a table [vocab_size, K] of integers; ValueError for other shapes and experts."""
         if table.shape != self.expert_of_id.shape:
             raise ValueError(f"the table must be {list(self.expert_of_id.shape)}, but is {list(table.shape)}")
         if table.is_floating_point() or int(table.min()) < 0 or int(table.max()) >= self.num_experts:

@@ -1,5 +1,8 @@
 """Balance losses: how unevenly experts are used, as numbers that training can lower.
 
+f_e, the share of choices of expert e, has no gradient: it counts. p_e, its mean score, has one, and where f_e is large
+the product pushes p_e down (Shazeer et al., 2017; Switch Transformer, 2021). E sum_e f_e p_e is 1 when both are even.
+
 scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; ranks answers for all ranks that
 share the experts (OneRank for one). A loss that several ranks compute is the loss of all their tokens together.
 """
@@ -40,7 +43,7 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ON
 def balance_loss_of_logits(
     logits: torch.Tensor, topk_idx: torch.Tensor, score: str = "softmax", ranks: Ranks = ONE_RANK
 ) -> torch.Tensor:
-    """balance_loss of the probabilities of logits [T, E], by one operator where the tokens are on one rank.
+    """Compute balance_loss of the probabilities of logits [T, E], by one operator where tokens are on one rank.
 
     Equivalent to: balance_loss(probabilities_of(logits, score), topk_idx, ranks).
     """
@@ -52,8 +55,8 @@ def balance_loss_of_logits(
 def balance_of_sums(
     num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: int | torch.Tensor
 ) -> torch.Tensor:
-    """balance_loss of what sum_over_ranks() returns; num_choices [E] may be of more tokens than score_sum [E]."""
-    num_choices = num_choices.detach()  # it has no gradient, nor has what is made of it
+    """Compute balance_loss of sum_over_ranks()'s results; num_choices [E] may count more tokens than score_sum [E]."""
+    num_choices = num_choices.detach()  # counts have no gradient
     share = num_choices / num_choices.sum().clamp(min=1)
     tokens = num_tokens.detach().clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1)
     return (share * (len(score_sum) / tokens) * score_sum).sum()
@@ -62,7 +65,7 @@ def balance_of_sums(
 def sum_over_ranks(
     scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
-    """Choices [E], sum of the scores [E] and number of tokens of all ranks, in one exchange."""
+    """Sum choices [E], scores [E] and numbers of tokens over all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
     num_choices = count_choices(topk_idx, num_experts).to(scores.dtype)
     if type(ranks) is OneRank:
@@ -73,7 +76,7 @@ def sum_over_ranks(
 
 
 def _mean_over_ranks(value_sum: torch.Tensor, count: int | torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Sum of value_sum over the ranks, divided by the sum of count, in one exchange."""
+    """Divide the sum of value_sum over the ranks by the sum of count, in one exchange."""
     counted = torch.as_tensor(count, dtype=value_sum.dtype, device=value_sum.device)
     total, count_of_all = ranks.sum(torch.stack((value_sum, counted))).unbind()
     return total / count_of_all.clamp(min=1)
@@ -88,7 +91,7 @@ def sequence_balance_loss(
     sequences: torch.Tensor | None = None,
     parts: Ranks = ONE_RANK,
 ) -> torch.Tensor:
-    """The mean over sequences of each sequence's own balance_loss (DeepSeek-V2 and V3, with weight 1).
+    """Average each sequence's own balance_loss over sequences (DeepSeek-V2 and V3, with weight 1).
 
     scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar. Where lengths
     differ: sequences [T] int64, the number of each token's sequence, in the place of seq_len; a number without tokens
@@ -151,7 +154,7 @@ def _of_sequences(
 
 
 def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
-    """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
+    """Average logsumexp(logits)^2 over tokens, which keeps logits small (ST-MoE, 2022).
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
 
@@ -164,14 +167,14 @@ def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
 
 
 def cv_squared(x: torch.Tensor) -> torch.Tensor:
-    """Unbiased variance / mean^2 of x [E], 0 for one expert (Shazeer et al. 2017)."""
+    """Compute the unbiased variance / mean^2 of x [E], 0 for one expert (Shazeer et al. 2017)."""
     if x.numel() == 1:
         return x.new_zeros(())
     return x.var() / (x.mean().square() + 1e-10)
 
 
 def total_loss(model: nn.Module) -> torch.Tensor:
-    """The sum of the losses that the gates of a model have from its last forward.
+    """Sum the losses that the gates of a model have from its last forward.
 
     -> scalar, to train with `loss + weight * total_loss(model)`. Zero before the first forward. The same value at each
     call until the next forward. Of a forward under no_grad in evaluation: the value, without a gradient.
@@ -197,6 +200,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
         )
     if model.training and not torch.compiler.is_compiling():
         _warn_of_no_balance(model, gates)
+    # losses that were read belong to an earlier forward, unless nothing is new: then the last ones are asked for again
     new = [gate for gate in gates if gate.loss is not None and not gate.loss_is_read]
     if new:
         for gate in gates:
@@ -206,7 +210,10 @@ def total_loss(model: nn.Module) -> torch.Tensor:
     num_calls = [gate.note_read() for gate in new]
     if any(num > 1 for num in num_calls):
         _warn_of_calls(model, new, num_calls)
-    total = sum((loss.sum() for loss in losses if loss is not None), _zero(gates))
+    like = next((p for gate in gates for p in gate.parameters()), torch.zeros((), device="cpu"))
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    zero = torch.zeros((), dtype=dtype, device=like.device)
+    total = sum((loss.sum() for loss in losses if loss is not None), zero)
     is_constant = model.training and torch.is_grad_enabled() and not total.requires_grad
     if is_constant and not torch.compiler.is_compiling():  # a graph cannot return it so
         total.requires_grad_()
@@ -226,13 +233,6 @@ def _warn_of_calls(model: nn.Module, gates: Sequence[BaseGate], num_calls: Seque
             "all calls together",
             stacklevel=3,
         )
-
-
-def _zero(gates: Sequence[BaseGate]) -> torch.Tensor:
-    """0 on the device of the gates, float32 or float64."""
-    like = next((p for gate in gates for p in gate.parameters()), torch.zeros((), device="cpu"))
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return torch.zeros((), dtype=dtype, device=like.device)
 
 
 def _warn_of_no_balance(model: nn.Module, gates: Sequence[BaseGate]) -> None:

@@ -50,7 +50,7 @@ class NaiveGate(BaseGate):
         return "its weights are probabilities among all experts; a gate with normalize=True divides them by their sum"
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
-        """Chooses experts.
+        """Choose experts.
 
         inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64; with
         return_all_scores also the logits [T, E]. Raises TypeError for a nest of tensors, ValueError for
@@ -68,7 +68,7 @@ class NaiveGate(BaseGate):
     def choose_in_one_node(
         self, inp: torch.Tensor, num_counted: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """topk_idx and topk_weights [T, K] by topk_gate_of_linear, and its loss, where it has the bits of the steps.
+        """Choose by topk_gate_of_linear, one autograd node, and set its loss, where it has the bits of the steps.
 
         None where logits come otherwise, or where a repetition keeps tensors or operators. num_counted: how many
         choices of each token the balance loss counts, 0 for none.
@@ -108,7 +108,7 @@ class NaiveGate(BaseGate):
         return topk_idx, topk_weights
 
     def logits(self, inp: torch.Tensor) -> torch.Tensor:
-        """Score of every expert: inp [T, d_model] -> [T, E], in float32 or wider."""
+        """Score every expert: inp [T, d_model] -> [T, E], in float32 or wider."""
         if not isinstance(inp, torch.Tensor):
             raise TypeError(
                 f"{type(self).__name__} needs a tensor [T, d_model], but got {type(inp).__name__}; "
@@ -141,13 +141,13 @@ class GateOverRanks(NaiveGate):
 
 
 def with_noise(x: torch.Tensor, spread: float) -> torch.Tensor:
-    """x in float32 or wider, each element times noise that is uniform in [1 - spread, 1 + spread]."""
+    """Return x in float32 or wider, each element times noise that is uniform in [1 - spread, 1 + spread]."""
     wide = x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
     return wide * noise_like(wide, spread)
 
 
 def noise_like(x: torch.Tensor, spread: float) -> torch.Tensor:
-    """Noise of the shape and dtype of x, uniform in [1 - spread, 1 + spread]."""
+    """Draw noise of the shape and dtype of x, uniform in [1 - spread, 1 + spread]."""
     return torch.rand_like(x) * (2 * spread) + (1 - spread)
 
 

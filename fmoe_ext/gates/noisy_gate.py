@@ -39,7 +39,7 @@ class NoisyGate(BaseGate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws both weights anew, as nn.Linear does."""
+        """Draw both weights anew, as nn.Linear does."""
         nn.init.kaiming_uniform_(self.w_gate, a=math.sqrt(5))
         nn.init.kaiming_uniform_(self.w_noise, a=math.sqrt(5))
 
@@ -84,7 +84,7 @@ class NoisyGate(BaseGate):
         noise_stddev: torch.Tensor,
         noisy_top_values: torch.Tensor,
     ) -> torch.Tensor:
-        """Probability [T, E] that an expert is chosen when its noise alone is drawn again.
+        """Compute the probability [T, E] that an expert is chosen when its noise alone is drawn again.
 
         noisy_top_values [T, K + 1] are the largest noisy values: an expert among the K is compared with the value
         behind them, any other with the last of them.

@@ -82,7 +82,7 @@ class QuantileGate(ScoredGate):
             self._follow_optimizers()
 
     def reset_parameters(self) -> None:
-        """Begins without a bias; after .to_empty() of a gate made on the meta device."""
+        """Begin without a bias; after .to_empty() of a gate made on the meta device."""
         super().reset_parameters()
         for buffer in (self.quantile_bias, self.quantile_sum, self.num_quantiles):
             buffer.zero_()
@@ -92,7 +92,7 @@ class QuantileGate(ScoredGate):
         return True
 
     def after_optimizer_step(self) -> None:
-        """update_bias(), called by itself at the optimizer's step."""
+        """Call update_bias(), by itself at the optimizer's step."""
         super().after_optimizer_step()
         self.update_bias()
 
@@ -114,17 +114,15 @@ class QuantileGate(ScoredGate):
         ranks_more = self.training and self.top_k < self.num_experts  # in a repeated forward too
         ranked = ops.topk_gate(biased, self.top_k + ranks_more)[0]
         if ranks_more and is_counted():
-            next_best = biased.gather(1, ranked[:, self.top_k :])
-            self._count(scores - next_best)
+            lead = scores - biased.gather(
+                1, ranked[:, self.top_k :]
+            )  # [T, E], over the best that is not chosen
+            found = even_quantile(lead, self.top_k, self.ranks)
+            if found is not None:
+                add_counts(self.quantile_sum, found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+                add_counts(self.num_quantiles, (~found.isnan()).any())
         topk_idx = self.choose(lambda: ranked[:, : self.top_k].contiguous())
         return topk_idx, self.weigh(logits, topk_idx)
-
-    def _count(self, lead: torch.Tensor) -> None:
-        """Add the quantiles of lead [T, E]."""
-        found = even_quantile(lead, self.top_k, self.ranks)
-        if found is not None:
-            add_counts(self.quantile_sum, found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-            add_counts(self.num_quantiles, (~found.isnan()).any())
 
     def _keep_float32(self) -> None:
         if self.quantile_bias.dtype != torch.float32:  # where .half() or .bfloat16() had cast it
@@ -133,11 +131,13 @@ class QuantileGate(ScoredGate):
 
 
 def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tensor | None:
-    """The value of each column of values [T, E] that T * top_k // E of its entries exceed, T the tokens of all ranks.
+    """Find the value of each column of values [T, E] that T * top_k // E entries exceed, T the tokens of all ranks.
 
     None without tokens; NaN in a compiled graph over several ranks. The same bits on every rank, and for any division
-    of the tokens over ranks; NaN counts as the least. On several ranks the value is found digit by digit, from counts:
-    no rank sees the others' values.
+    of the tokens over ranks; NaN counts as the least. Over several ranks it is a radix selection: values become
+    integers of the same order, and for each digit of 8 bits, the highest first, the ranks sum how many values that
+    agree so far have each digit. The one where the wanted place falls is the next digit: four sums of [E, 256] counts
+    for float32, and no rank sees the others' values.
     """
     values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     num_experts = values.shape[1]
@@ -148,7 +148,7 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
     num_tokens = torch.cat(ranks.gather(mine, same_size=True)).sum()
     if not torch.compiler.is_compiling() and num_tokens == 0:
         return None
-    # within the values with the same digits
+    # how many values are above the wanted one, among those that agree with it so far
     num_above = (num_tokens * top_k // num_experts).expand(num_experts)
     keys = _ordered_bits(values)
     fits = torch.ones_like(keys, dtype=torch.bool)
@@ -173,7 +173,7 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
 
 
 def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
-    """Integers of the same size that are ordered as the values are."""
+    """Return integers of the same size that are ordered as the values are: negative floats have their bits turned."""
     bits = (values + 0.0).view(torch.int64 if values.dtype == torch.float64 else torch.int32)  # + 0: no -0
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 

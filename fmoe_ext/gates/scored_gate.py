@@ -57,7 +57,18 @@ class ScoredGate(BalancedGate):
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter must be in [0, 1), but got {jitter}")
         check_capacity(capacity_factor, drop_policy)
-        self._check_groups(num_groups, topk_groups)
+        if num_groups < 1 or self.num_experts % num_groups != 0:
+            raise ValueError(f"num_groups must divide the {self.num_experts} experts, but got {num_groups}")
+        if not 1 <= topk_groups <= num_groups:
+            raise ValueError(
+                f"topk_groups must be between 1 and the {num_groups} groups, but got {topk_groups}"
+            )
+        eligible = self.num_experts // num_groups * topk_groups
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k must be at most the {eligible} experts of {topk_groups} of {num_groups} groups, "
+                f"but got {self.top_k}"
+            )
         self.scale = scale
         self.norm_eps = norm_eps
         self.num_groups = num_groups
@@ -73,28 +84,20 @@ class ScoredGate(BalancedGate):
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
 
-    def _check_groups(self, num_groups: int, topk_groups: int) -> None:
-        if num_groups < 1 or self.num_experts % num_groups != 0:
-            raise ValueError(f"num_groups must divide the {self.num_experts} experts, but got {num_groups}")
-        if not 1 <= topk_groups <= num_groups:
-            raise ValueError(
-                f"topk_groups must be between 1 and the {num_groups} groups, but got {topk_groups}"
-            )
-        eligible = self.num_experts // num_groups * topk_groups
-        if self.top_k > eligible:
-            raise ValueError(
-                f"top_k must be at most the {eligible} experts of {topk_groups} of {num_groups} groups, "
-                f"but got {self.top_k}"
-            )
-
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for choices over the capacity."""
-        logits = self.logits(self._jittered(inp))
+        if self.training and self.jitter > 0 and isinstance(inp, torch.Tensor):
+            inp = with_noise(inp, self.jitter)
+        logits = self.logits(inp)
         if self.random_logits:
             logits = self.draw_logits(logits) + (logits - logits.detach())  # + 0, which has the gradient
-        chosen, topk_weights = self.select(logits)
-        self.set_balance_loss(logits, chosen)
-        topk_idx = self._drop_over_capacity(chosen, topk_weights)
+        topk_idx, topk_weights = self.select(logits)
+        self.set_balance_loss(logits, topk_idx)
+        if self.capacity_factor is not None:
+            num_tokens = self.ranks.num_tokens(topk_idx.shape[0])
+            capacity = expert_capacity(self.capacity_factor, num_tokens, self.top_k, self.num_experts)
+            limits = self.num_experts, capacity, self.drop_policy
+            topk_idx = drop_over_capacity(topk_idx, topk_weights, *limits, self.ranks)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _default_group_best(self) -> int:
@@ -126,7 +129,7 @@ class ScoredGate(BalancedGate):
         return f"it drops choices over its capacity_factor={self.capacity_factor}; None drops none"
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [T, E] -> topk_idx, topk_weights [T, K], before any choice is dropped."""
+        """Choose by logits [T, E] -> topk_idx, topk_weights [T, K], before any choice is dropped."""
         return self._select(logits, None)
 
     def _select(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,29 +144,15 @@ class ScoredGate(BalancedGate):
         return topk_idx, self.weigh(logits, topk_idx)
 
     def weigh(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-        """The weights [T, K] of choices [T, K], by the score, normalize, norm_eps and scale of this gate."""
+        """Weigh choices [T, K] -> [T, K], by the score, normalize, norm_eps and scale of this gate."""
         if not self.normalize or self.norm_eps == 0:
             return weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
         scores = weights_of(logits, topk_idx, self.score, normalize=False)
         return scores / (scores.sum(-1, keepdim=True) + self.norm_eps) * self.scale
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Random numbers in the place of logits [T, E], with random_logits=True."""
+        """Draw random numbers instead of logits [T, E], with random_logits=True."""
         return torch.randn_like(logits)
-
-    def _jittered(self, inp: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.jitter == 0 or not isinstance(inp, torch.Tensor):
-            return inp
-        return with_noise(inp, self.jitter)
-
-    def _drop_over_capacity(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        if self.capacity_factor is None:
-            return topk_idx
-        num_tokens = self.ranks.num_tokens(topk_idx.shape[0])
-        capacity = expert_capacity(self.capacity_factor, num_tokens, self.top_k, self.num_experts)
-        return drop_over_capacity(
-            topk_idx, topk_weights, self.num_experts, capacity, self.drop_policy, self.ranks
-        )
 
 
 class SoftmaxGate(ScoredGate):
@@ -194,7 +183,7 @@ class SoftmaxGate(ScoredGate):
         return super().forward(inp, return_all_scores)
 
     def _has_usual_options(self) -> bool:
-        """True if this gate is a linear layer, a softmax and the balance loss of one rank, and nothing else."""
+        """Return whether this gate is a linear layer, a softmax and the balance loss of one rank, and no more."""
         return (
             type(self) is SoftmaxGate
             and self.balance_losses == {"global": 1.0}
@@ -277,10 +266,10 @@ class UniformGate(ScoredGate):
         return "an expert is chosen by a token's place in the batch; SoftmaxGate chooses by the token"
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_idx = self.choose(lambda: self._deal(logits))
-        return topk_idx, self.weigh(logits, topk_idx)
+        def deal() -> torch.Tensor:
+            turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
+            turn = turn + self.ranks.first_token(logits.shape[0]) * self.top_k
+            return (turn % self.num_experts).view(-1, self.top_k)
 
-    def _deal(self, logits: torch.Tensor) -> torch.Tensor:
-        turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
-        turn = turn + self.ranks.first_token(logits.shape[0]) * self.top_k
-        return (turn % self.num_experts).view(-1, self.top_k)
+        topk_idx = self.choose(deal)
+        return topk_idx, self.weigh(logits, topk_idx)

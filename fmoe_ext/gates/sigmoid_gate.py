@@ -81,7 +81,7 @@ class SigmoidGate(ScoredGate):
             self._follow_optimizers()
 
     def reset_parameters(self) -> None:
-        """Begins without a bias and without counted choices; after .to_empty() of a gate made on the meta device."""
+        """Begin without a bias and without counted choices; after .to_empty() of a gate made on the meta device."""
         super().reset_parameters()
         self.expert_bias.zero_()
         self.pending_load.zero_()
@@ -99,7 +99,7 @@ class SigmoidGate(ScoredGate):
         return self.bias_update_speed > 0
 
     def after_optimizer_step(self) -> None:
-        """update_bias(), called by itself at the optimizer's step."""
+        """Call update_bias(), by itself at the optimizer's step."""
         super().after_optimizer_step()
         if self.bias_update_speed > 0:
             self.update_bias()
@@ -139,12 +139,12 @@ class SigmoidGate(ScoredGate):
         self._forwards_since_update = self._counted_since_update = 0
 
     def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-        """The top_k of the scores without bias and groups, as in equation 18 of the DeepSeek-V3 report."""
+        """Return the top_k of the scores without bias and groups, as in equation 18 of the DeepSeek-V3 report."""
         return ops.topk_gate(logits.detach(), self.top_k, self.score)[0]
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """One step of the bias from the load of all ranks since the last one; no host synchronisation.
+        """Step the bias by the load of all ranks since the last step; no host synchronisation.
 
         All ranks of the gate's group call it. Without choices since the last one the bias stays as it is.
         """
@@ -156,7 +156,7 @@ class SigmoidGate(ScoredGate):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Calls update_bias() of every SigmoidGate of a model: after each step of what is no torch.optim optimizer."""
+    """Call update_bias() of every SigmoidGate of a model: after each step of what is no torch.optim optimizer."""
     for module in model.modules():
         if isinstance(module, SigmoidGate):
             module.update_bias()

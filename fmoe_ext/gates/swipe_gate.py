@@ -53,7 +53,7 @@ class SwipeGate(GateOverRanks):
     def swipe_once(
         self, idx: torch.Tensor, capacity: torch.Tensor, bias: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Admits one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
+        """Admit one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
 
         capacity may be a scalar, the room of this rank; so is what is left then.
         bias: number of the expert, among those of a rank, that takes what is moved there.
@@ -67,13 +67,16 @@ class SwipeGate(GateOverRanks):
         everyone = torch.cat(parts)
         rank = everyone // self.num_local_experts
         to_rank = torch.nn.functional.one_hot(rank, self.world_size)  # [T of all ranks, ranks]
-        place = to_rank.cumsum(0).gather(1, rank[:, None]).squeeze(1)  # counted from 1
+        # the place of a choice in the queue of its rank, counted from 1, over the tokens of all ranks
+        place = to_rank.cumsum(0).gather(1, rank[:, None]).squeeze(1)
         admitted = place <= capacity[rank]
         capacity = capacity - torch.minimum(to_rank.sum(0), capacity)
-        ends = capacity.cumsum(0)  # the room of rank 0 first, then of rank 1, ...
+        # choices that found no room fill the room of rank 0 first, then of rank 1, ...
+        ends = capacity.cumsum(0)
         turn = (~admitted).long().cumsum(0) - 1
         target = torch.searchsorted(ends, turn, right=True).clamp(max=self.world_size - 1)
         moved = torch.where(admitted, everyone, target * self.num_local_experts + bias)
+        # what they used goes off the room of each rank, in the same order
         used = (~admitted).sum().clamp(max=ends[-1])
         begins = ends - capacity
         capacity = capacity - (used - begins).clamp(min=0).minimum(capacity)

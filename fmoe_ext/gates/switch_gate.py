@@ -74,21 +74,20 @@ class SwitchGate(GateOverRanks):
         chosen, topk_weights = self.topk(logits, self.top_k, normalize=False)
         if self.fastmoe_loss:
             topk_idx = self._drop_over_capacity(chosen)
-            self.set_loss(self._fastmoe_loss(logits.softmax(-1), topk_idx))
+            num_choices, prob_sum, _ = sum_over_ranks(logits.softmax(-1), topk_idx, self.ranks)
+            total = num_choices.sum().clamp(min=1)
+            self.set_loss(self.num_experts * torch.sum(num_choices / total * (prob_sum / total)))
         elif fits_drop_choices(chosen, self.ranks):
-            topk_idx, counts = self._drop(chosen)
-            self.set_loss(ops.balance_loss(logits, counts))
+            if self.capacity is None:
+                topk_idx, counts_E = chosen, count_choices(chosen, self.num_experts)
+            else:  # dropping counts the choices of each column, [K, E], before it drops
+                topk_idx, counts_KE = ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen))
+                counts_E = counts_KE[0] if self.top_k == 1 else counts_KE.sum(0)
+            self.set_loss(ops.balance_loss(logits, counts_E))
         else:
             topk_idx = self._drop_over_capacity(chosen)
             self.set_loss(balance_loss_of_logits(logits, chosen, ranks=self.ranks))
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
-
-    def _drop(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """chosen [T, K] -> topk_idx [T, K], -1 where dropped; the choices of each expert [E] before that."""
-        if self.capacity is None:
-            return chosen, count_choices(chosen, self.num_experts)
-        topk_idx, counts = ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen))
-        return topk_idx, counts[0] if self.top_k == 1 else counts.sum(0)
 
     def _drop_over_capacity(self, chosen: torch.Tensor) -> torch.Tensor:
         if self.capacity is None:
@@ -102,8 +101,3 @@ class SwitchGate(GateOverRanks):
         factor = self.capacity[0 if self.training else 1]
         num_tokens = self.ranks.num_tokens(chosen.shape[0])
         return expert_capacity(factor, num_tokens, self.top_k, self.num_experts)
-
-    def _fastmoe_loss(self, probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        num_choices, prob_sum, _ = sum_over_ranks(probabilities, kept, self.ranks)
-        total = num_choices.sum().clamp(min=1)
-        return self.num_experts * torch.sum(num_choices / total * (prob_sum / total))

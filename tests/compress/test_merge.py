@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import measure, prune
-from fmoe_ext.compress.merge import choose, similarities
+from fmoe_ext.compress.choose import best_merged, similarities
 from tests.compress import planted
 from tests.finetune.streamed_models import resident, save
 from tests.formats.format_models import without_float32
@@ -58,10 +58,15 @@ def test_most_similar_experts_go_first_and_others_by_score():
     cosine[0, 1] = cosine[1, 0] = 0.99
     cosine[2, 3] = cosine[3, 2] = 0.95
     scores, count = torch.tensor([5.0, 4, 3, 2, 1]), torch.tensor([30, 10, 5, 5, 0])
-    assert choose(scores, count, cosine, 4, 0.9) == {0: {0: 0.75, 1: 0.25}, 2: {2: 1}, 3: {3: 1}, 4: {4: 1}}
-    assert choose(scores, count, cosine, 3, 0.9)[2] == {2: 0.5, 3: 0.5}
-    assert list(choose(scores, count, cosine, 2, 0.9)) == [0, 2]
-    assert list(choose(scores, count, cosine, 2, 0.999)) == [0, 1]
+    assert best_merged(scores, count, cosine, 4, 0.9) == {
+        0: {0: 0.75, 1: 0.25},
+        2: {2: 1},
+        3: {3: 1},
+        4: {4: 1},
+    }
+    assert best_merged(scores, count, cosine, 3, 0.9)[2] == {2: 0.5, 3: 0.5}
+    assert list(best_merged(scores, count, cosine, 2, 0.9)) == [0, 2]
+    assert list(best_merged(scores, count, cosine, 2, 0.999)) == [0, 1]
 
 
 def test_similarity_is_the_cosine_over_all_projections():

@@ -27,13 +27,13 @@ from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
-FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
-MOMENTS = 2  # of Adam, in the dtype of the weight: what an optimizer is taken to keep before its first step
-MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
+FREE_SHARE = 4  # a quarter of the memory is for activations and the program
+MOMENTS = 2  # state of an optimizer before its first step: those of Adam, in the dtype of the weight
+MARGIN = 16  # a sixteenth of a limit stays free: heaps have gaps, and the system needs some
 
 
 def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False) -> int:
-    """Bytes that stream(memory=) needs for layers of experts beside what stays in memory.
+    """Count the bytes that stream(memory=) needs for layers of experts beside what stays in memory.
 
     is_whole: to keep all experts after they were read once.
     """
@@ -49,7 +49,7 @@ def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False)
 class _Seen(NamedTuple):
     """The largest forward and backward so far, in bytes."""
 
-    most: int  # of the process
+    most: int  # memory of the process
     buffers: int  # for experts, at that time
     state: int  # of optimizers, at that time
 
@@ -88,12 +88,20 @@ class ExpertStream:
         if for_experts < self._least:
             raise ValueError(self._arithmetic(0))
         whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
+        # The page cache may keep the files if that leaves the process its memory.
         held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
         in_files = sum(span.num_bytes for layer in layers for span in layer.every_span())
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
         follow_optimizers(model, self)
-        self._warn_of(memory)
+        limit = memory.limit
+        held = self._dense + min(self.pool.num_bytes, self.pool.layer_bytes * len(layers))
+        if limit is not None and held > limit.num_bytes - limit.num_bytes // FREE_SHARE:
+            warnings.warn(
+                f"memory={memory.num_bytes:,} bytes lets the model hold {held:,}, but this process has a limit: "
+                f'{limit}. The system ends a process that exceeds it. Give less, or memory="auto"',
+                stacklevel=3,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStream:
         return self
@@ -108,7 +116,7 @@ class ExpertStream:
         self.pool.statistics = Statistics()
 
     def resident_tensors(self) -> list[Tensor]:
-        """Parameters and buffers of the model that are in memory, tied ones once."""
+        """List the parameters and buffers of the model that are in memory, tied ones once."""
         model = self._model()
         if model is None:
             return []
@@ -168,7 +176,7 @@ class ExpertStream:
                 self.pool.resize(left)
 
     def _measure(self) -> int | None:
-        """Bytes that buffers may have in a step like the largest so far, beside the states that came after it."""
+        """Count the bytes that buffers may have in a step like the largest so far; None without a bound."""
         memory = process()
         room = None if memory is None else _room(memory)
         if room is None or not self._seen.most:
@@ -194,7 +202,7 @@ class ExpertStream:
         return [t for t in self.resident_tensors() if isinstance(t, nn.Parameter) and t.requires_grad]
 
     def _left(self, adapters: int) -> int:
-        """Bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
+        """Count the bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
         others = self._dense + adapters + self._gradients + self._state
         return self.memory - self.memory // FREE_SHARE - others
 
@@ -225,18 +233,6 @@ class ExpertStream:
         total = sum(value for _, value in rows)
         return f"memory={self.memory:,} bytes{self._source} is too little: {text} = {total:,}{more}"
 
-    def _warn_of(self, memory: Memory) -> None:
-        """Warns if the model would hold more than a limit of this process allows."""
-        limit = memory.limit
-        held = self._dense + min(self.pool.num_bytes, self.pool.layer_bytes * len(self.pool.layers))
-        if limit is None or held <= limit.num_bytes - limit.num_bytes // FREE_SHARE:
-            return
-        warnings.warn(
-            f"memory={memory.num_bytes:,} bytes lets the model hold {held:,}, but this process has a limit: {limit}. "
-            'The system ends a process that exceeds it. Give less, or memory="auto"',
-            stacklevel=4,
-        )
-
 
 def _trim() -> None:
     """Returns what heap and operators keep of freed tensors."""
@@ -245,13 +241,13 @@ def _trim() -> None:
 
 
 def _room(memory: Process) -> int | None:
-    """Bytes that the limits let this process have, without what stays free; None without limits."""
+    """Count the bytes that the limits let this process have, without what stays free; None without limits."""
     room = room_of_process(memory.now)
     return None if room is None else room - room // MARGIN
 
 
 def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of the tensors in the state of optimizers, shared ones once, packed ones as they are packed."""
+    """Count the bytes of tensors in the state of optimizers, shared ones once, packed ones as they are packed."""
     found: dict[int, int] = {}
     # a state may nest: 8-bit optimizers have dicts of blocks, and others tensors that wrap packed ones
     waiting: list[Any] = [optimizer.state for optimizer in optimizers]

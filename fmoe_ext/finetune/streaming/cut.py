@@ -1,4 +1,13 @@
-"""Layers of experts cut into parts, and the order in which a step uses the parts."""
+"""Layers of experts cut into parts, and the order in which a step uses the parts.
+
+With memory for two layers a part is a layer. With less, a layer is cut so that PARTS parts fit. A step uses them in an
+order that is known beforehand, which is what the pool reads ahead by:
+
+    forward of layers 0 1 2, then, in training, for each layer from the last: its forward again, as a checkpoint repeats
+    it, and its backward, through its parts in reverse:  0 1 2 | 2 2' 1 1' 0 0' | 0 1 2 ...
+
+After generation's forward the next one follows:  0 1 2 | 0 1 2 ...
+"""
 
 import enum
 from collections.abc import Iterator, Sequence
@@ -27,11 +36,11 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The parts of all layers, by number. of_layer: numbers of the parts of each layer, one if it is not cut."""
+    """The parts of all layers, by number; size: experts of a part, 0 for all of a layer."""
 
     def __init__(self, layers: Sequence[Layer], size: int) -> None:
         self._parts: list[Part] = []
-        self.of_layer: list[range] = []
+        self.of_layer: list[range] = []  # numbers of the parts of each layer
         for index, layer in enumerate(layers):
             first, step = len(self._parts), size or layer.num_experts
             for begin in range(0, layer.num_experts, step):
@@ -45,7 +54,7 @@ class Parts:
         return self._parts[number]
 
     def after(self, number: int, phase: Phase, is_training: bool) -> Iterator[int]:
-        """Numbers of parts in the order of their next uses, after this use of one.
+        """Yield the numbers of parts in the order of their next uses, after this use of one.
 
         A backward repeats the forward of a layer, as checkpoints do, and then goes backwards through its parts.
         """
@@ -69,7 +78,7 @@ class Parts:
 
 
 def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
-    """(experts of a part, 0 for all of a layer; buffers). ValueError if the bytes hold too few experts.
+    """Return (experts of a part, 0 for all of a layer; number of buffers); ValueError for too few bytes.
 
     Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
     """
@@ -86,7 +95,7 @@ def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
 
 
 def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
-    """Bytes of a buffer for some experts of any of the layers, by default for all of them."""
+    """Count the bytes of a buffer for some experts of any of the layers, by default for all of them."""
     step = ALIGNED if count else BLOCK
     sizes = (layer.num_bytes(min(count or layer.num_experts, layer.num_experts)) for layer in layers)
     return -(-max(sizes) // step) * step

@@ -1,4 +1,14 @@
-"""The forward of experts whose weights are in files: brings them into buffers and computes as with any others."""
+"""The forward of experts whose weights are in files: brings them into buffers and computes as with any others.
+
+Three ways, by what is to be computed and what fits (Streamed._forward):
+
+    few    no gradients, and fewer choices than experts: the chosen experts alone, in slots that stay for later tokens
+    parts  two layers do not fit: parts of a layer, each computed while the next one is read
+    whole  a layer in a buffer, while the next layers are read into the others
+
+Autograd would keep the weights for the backward, and with them the buffer. So for a whole layer it keeps their places,
+and the backward leases the buffer anew (_pack, _unpack); parts are borrowed twice (frozen/borrowed.py).
+"""
 
 from __future__ import annotations
 
@@ -82,14 +92,28 @@ class Streamed:
                 b1, b2 = (None if b is None else b[order] for b in biases)
                 out = compute(experts, (w1, b1, w2, b2), x, slots, topk_weights, adapters)
                 return out.to(hidden_states.dtype)
-        if len(pool.parts.of_layer[self.index]) > 1:
-            rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
+        numbers = pool.parts.of_layer[self.index]
+        has_graph = torch.is_grad_enabled()
+        if len(numbers) > 1:
+            is_training = experts.training
+            graph = pool.graph() if has_graph else None
+
+            def weights_of(
+                i: int, phase: Phase, _: Any = graph
+            ) -> Any:  # graph lives as long as a backward may come
+                found = pool.part(numbers[i], phase, is_training)
+                return found if has_graph else self._multiplied(found)
+
+            parts = [pool.parts[number] for number in numbers]
+            is_packed = pool.layers[self.index].is_packed
+            given = x, topk_idx, topk_weights, adapters
+            rows = compute_in_parts(experts, weights_of, parts, biases, *given, is_packed)
             return rows.to(hidden_states.dtype)
         found = pool.whole(self.index, is_backward=is_repeated(), is_training=experts.training)
         w1, w2 = self._multiplied(found)
         # autograd would keep the weights, and with them the buffer: it keeps their places in it instead
         hooks: AbstractContextManager[Any] = nullcontext()
-        if torch.is_grad_enabled() and not can_be_repeated(False):  # a checkpoint drops what it keeps anyway
+        if has_graph and not can_be_repeated(False):  # a checkpoint drops what it keeps anyway
             unpack = functools.partial(_unpack, self, pool.graph())
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         with hooks:
@@ -97,38 +121,21 @@ class Streamed:
         return out.to(hidden_states.dtype)
 
     def format_of(self, parameter: str) -> str:
-        """Format in the files of the weight that a parameter of the experts is, one of frozen.FORMATS or "floats"."""
+        """Name the format of a parameter's weight in the files, one of frozen.FORMATS or "floats"."""
         layer = self.stream.pool.layers[self.index]
         if not layer.is_packed:
             return "floats"
         weights = layer.weights(np.zeros(layer.num_bytes(1), np.uint8), 1)
         return str(weights[parameter == "down_proj"].format)
 
-    def _in_parts(self, experts: Any, biases: Any, given: tuple[Any, ...]) -> Tensor:
-        pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
-        numbers = pool.parts.of_layer[self.index]
-
-        graph = pool.graph() if has_graph else None
-
-        def weights(i: int, phase: Phase, _: Any = graph) -> Any:  # it lives as long as the backward may come
-            found = pool.part(numbers[i], phase, is_training)
-            return found if has_graph else self._multiplied(found)
-
-        parts = [pool.parts[number] for number in numbers]
-        is_packed = pool.layers[self.index].is_packed
-        x, topk_idx, topk_weights, adapters = given
-        return compute_in_parts(
-            experts, weights, parts, biases, x, topk_idx, topk_weights, adapters, is_packed
-        )
-
     def _multiplied(self, weights: Any) -> Any:
-        """w1, w2 as they are multiplied: rounding the rows to 8 bits has no gradient."""
+        """Prepare w1 and w2 for their products: rows may be rounded to 8 bits where there is no gradient."""
         if not self.int8_activations or torch.is_grad_enabled():
             return weights
         return tuple(w.in_int8 if isinstance(w, Quantized) else w for w in weights)
 
     def _chosen(self, topk_idx: Tensor) -> tuple[Any, Tensor, Tensor] | None:
-        """(weights of the slots, choices as slots, expert in each slot), if few experts can be chosen."""
+        """Return (weights of the slots, choices as slots, expert in each slot); None unless few experts are chosen."""
         pool = self.stream.pool
         if torch.is_grad_enabled() or pool.holds_all:
             return None

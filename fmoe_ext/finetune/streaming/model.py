@@ -1,9 +1,11 @@
 """stream(): a model of Transformers whose experts stay in the files of its folder.
 
-A skeleton on the meta device says what parameters the model has. Transformers' own loader then fills it from a state
-dict that is ours: placeholders without values for experts (StreamedWeight) and for packed linear layers (PackedWeight),
-for the rest tensors that are read when the loader asks for them. So its renaming, tying and casting apply as to any
-other model.
+1. open_model() finds the tensors; a skeleton on the meta device says what parameters the model has.
+2. Transformers' own loader fills it from a state dict of ours: placeholders without values for experts
+   (StreamedWeight) and for packed linear layers (PackedWeight), for the rest tensors that are read when the loader asks
+   for them. So its renaming, tying and casting apply as to any other model.
+3. ExpertStream gets the memory that is left (budget.py), as buffers of a Pool (pool.py).
+4. Each experts module gets a Streamed (experts.py), which brings its weights into a buffer before it computes.
 """
 
 from __future__ import annotations
@@ -25,10 +27,9 @@ from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.packed_linear import keep_packed
+from fmoe_ext.finetune.streaming.linear import replace_linear
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
-from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slow
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
@@ -46,7 +47,7 @@ def stream(
     int8_activations: bool = False,
     progress: bool | Listener = False,
 ) -> Any:
-    """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
+    """Open a causal language model of Transformers, in eval(), whose experts are read from files as they are needed.
 
     It is loaded on the CPU, whatever torch.set_default_device() says.
     folder: with config.json and safetensors files, a GGUF file, or the name of a repository that is in the cache of the
@@ -97,12 +98,11 @@ def stream(
     layers, state = _plan(files.path, weights, skeleton, dtype)
     packed = _take_packed(weights, skeleton, state, dtype)
     model = _load(files.path, type(skeleton), skeleton.config, state, dtype)
-    # PEFT notes it in adapter_config.json
+    # PEFT writes this into adapter_config.json, where an adapter's base is found again
     model.name_or_path = model.config.name_or_path = str(
         files.path if isinstance(folder, ModelFiles) else Path(folder)
     )
-    keep_packed(model, packed, int8_activations)
-    use_ours_where_torch_is_slow(model)
+    replace_linear(model, packed, int8_activations)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
@@ -120,10 +120,10 @@ def stream(
 def _plan(
     file: Path, weights: ModelWeights, skeleton: nn.Module, dtype: torch.dtype
 ) -> tuple[list[Layer], dict[str, Any]]:
-    """(layers of experts, placeholders for them by name)."""
+    """Return the layers of experts, and placeholders for their parameters by name; CheckpointError for other shapes."""
     layers: list[Layer] = []
     state: dict[str, Any] = {}
-    tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties them, without reading values
+    tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties these, without reading values
     for path, of_files in weights.layers.items():
         module: Any = skeleton.get_submodule(path)
         layer = of_files.cast(dtype)
@@ -148,7 +148,7 @@ def _plan(
 def _take_packed(
     weights: ModelWeights, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, PackedTensor]:
-    """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
+    """Add what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
     packed = {}
     linear = linear_layers(skeleton)
     for name, tensor in weights.others(dtype).items():

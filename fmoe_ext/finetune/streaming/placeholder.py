@@ -1,4 +1,9 @@
-"""The parameters that stand for weights which stay in files, or packed in memory."""
+"""Parameters that stand for weights which stay in files, or packed in memory: a shape, a dtype, no values.
+
+Transformers, PEFT and the Trainer ask a parameter for its shape, dtype and device, move it, freeze it and list it. All
+that works (QUESTIONS, and SAME where nothing changes). Whatever would read or write values raises an error that says
+what to do instead, rather than compute with the one NaN that the storage holds.
+"""
 
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -100,7 +105,7 @@ class PackedWeight(StreamedWeight):
 
 
 def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
-    """True if a method would return the same tensor."""
+    """Return whether a method would return the same tensor: the same dtype, on the CPU."""
     if name == "requires_grad_":
         return not (*args, *kwargs.values(), True)[0]
     if name == "__getitem__":

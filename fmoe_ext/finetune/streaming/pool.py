@@ -1,12 +1,19 @@
-"""Buffers of a fixed size in all, for the experts of some layers: whole layers for many tokens, chosen experts for few.
+"""Buffers for the experts of some layers in a fixed number of bytes, read while others compute.
 
-Whole layers are kept by Belady's rule: the order of the layers in a forward and a backward is known, so the layer that
-is used last gives its buffer up, and the next one is read while this one computes. Where two layers do not fit, each is
-cut into parts of some experts, which take the place of layers. Chosen experts are kept in a part of the memory for each
-layer, the least recently used gives its slot up.
+The memory is used in one of two ways at a time:
 
-Threads share the buffers. A thread has a lease of each buffer that it computes with, and nothing that another thread
-computes with is read over, given back or cut anew: a read waits for a buffer, a new size for a later step.
+slots   For many tokens: a slot holds a whole layer, or where two layers do not fit a part of one (cut.py). The order of
+        the parts in a forward and a backward is known, so a part is read over the one whose next use is furthest
+        (Belady's rule, which no other order of reads beats), and the next ones are read while this one computes.
+caches  For few tokens without gradients: each layer has a region with slots for single experts. Which ones a token
+        chooses is not known beforehand, so the least recently used gives its slot up.
+
+A use of a slot is a lease, which ends when the last tensor over its memory is gone. Threads share the buffers: nothing
+that another thread has a lease of is read over, given back or cut anew. A read waits for a buffer; a new size waits for
+a later step, and while a graph may come back to parts by their numbers, parts keep their size.
+
+Locks: `turn` is held by a thread that computes with chosen experts, and around what replaces slots; `_lock` for the
+state of slots. Finalisers run anywhere, inside of either, so they take neither (_end).
 """
 
 import gc
@@ -34,15 +41,15 @@ from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
 
 @dataclass
 class Statistics:
-    """Counts since the last reset(). Layers, or parts of layers, and experts that were read, bytes, and seconds."""
+    """Counts since the last reset()."""
 
     layers_read: int = 0
-    parts_read: int = 0  # of layers of which two do not fit into the buffers
+    parts_read: int = 0  # where two layers do not fit into the buffers
     experts_read: int = 0
     bytes_read: int = 0
-    hits: int = 0  # of experts that few tokens chose
+    hits: int = 0  # experts that few tokens chose, and that were there
     misses: int = 0
-    tokens: int = 0  # of the calls that read chosen experts
+    tokens: int = 0  # in calls that read chosen experts
     read_seconds: float = 0.0
     waited_seconds: float = 0.0  # in which the computation had to wait for reads
     buffer_bytes: int = 0  # most memory that buffers had
@@ -74,22 +81,20 @@ class _Slot:
     """A buffer for one part of a layer."""
 
     begin: int  # byte in the memory of the pool
-    part: int | None = None  # its number among those of all layers
-    done: Future[None] | None = None  # the read of it
+    part: int | None = None  # its number among the parts of all layers
+    done: Future[None] | None = None  # its read
     leases: set[Lease] = field(default_factory=set)
 
 
 class _Cache:
-    """The slots of one layer's chosen experts, the weights in them, and which expert is where.
-
-    place [E + 1] int64: the slot of each expert, -1 for those that are not there, and at the end; order: the expert in
-    each slot, 0 for empty ones.
-    """
+    """The slots of one layer's chosen experts, the weights in them, and which expert is where."""
 
     def __init__(self, layer: Layer, buffer: "np.ndarray[Any, Any]", num_slots: int) -> None:
         self.buffer, self.num_slots = buffer, num_slots
         self.weights = layer.weights(buffer, num_slots)
+        # [E + 1]: slot of each expert, -1 for none; the entry at the end is what a dropped choice, -1, finds
         self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
+        # [slots]: expert in each slot, 0 for empty ones
         self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self._free = list(range(num_slots))
@@ -126,7 +131,7 @@ class Pool:
     def __init__(self, layers: Sequence[Layer], num_bytes: int, through_cache: bool = False) -> None:
         self.layers = tuple(layers)
         self.statistics = Statistics()
-        self._counting = Lock()  # of the statistics, which threads share that hold different locks
+        self._counting = Lock()  # for the statistics, which threads change that hold different locks
         self._num_bytes = 0
         self._memory = in_huge_pages(min(num_bytes, self.layer_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
@@ -135,10 +140,10 @@ class Pool:
         self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
-        self.turn = RLock()  # of a thread that computes with chosen experts, which other reads would replace
+        self.turn = RLock()  # held while chosen experts are computed with, which other reads would replace
         self._inside: Counter[int] = Counter()  # {thread: its calls that compute now}
         self._graphs: weakref.WeakSet[Lease] = weakref.WeakSet()
-        # Of threads that need a buffer: an entry for each that is free. Queues, for _end() may take no lock.
+        # A queue for each thread that waits for a buffer, which gets an entry when a lease ends. _end() takes no lock.
         self._waiting: list[SimpleQueue[None]] = []
         self._slots: list[_Slot] = []
         self._size = 0  # experts of a part, 0 for all of a layer
@@ -182,19 +187,19 @@ class Pool:
                     del self._inside[thread]
 
     def graph(self) -> Lease:
-        """A lease to keep as long as a graph whose backward reads parts by the numbers that they have now."""
+        """Make a lease to keep as long as a graph whose backward reads parts by the numbers that they have now."""
         lease = Lease()
         with self._lock:
             self._graphs.add(lease)
         return lease
 
     def _leases(self, size: int) -> list[Lease]:
-        """Leases under which the buffers may not become fewer, nor get parts of another size."""
+        """List the leases under which the buffers may not become fewer, nor get parts of another size."""
         held = [lease for slot in self._slots for lease in tuple(slot.leases)]
         return held if size == self._size else [*held, *self._graphs]
 
     def would_grow(self, num_bytes: int) -> bool:
-        """True if resize(num_bytes) may be called now and adds a buffer, or makes parts larger."""
+        """Return whether resize(num_bytes) may be called now and adds a buffer, or makes parts larger."""
         num_bytes = min(num_bytes, self._bytes.size)
         before, after = (plan_buffers(self.layers, n) for n in (self._num_bytes, num_bytes))
         if num_bytes <= self._num_bytes or before == after:
@@ -235,7 +240,7 @@ class Pool:
                 self._forget()
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
-        """The weights of a layer of one part; its buffer is free again when the last tensor of them is gone.
+        """Read a layer of one part; its buffer is free again when the last tensor of the weights is gone.
 
         Raises RuntimeError if tensors that autograd keeps have all buffers.
         """
@@ -253,23 +258,22 @@ class Pool:
         return weights
 
     def part(self, number: int, phase: Phase, is_training: bool) -> Weights:
-        """The weights of a part, as whole() gives those of a layer."""
+        """Read a part, as whole() reads a layer."""
         part = self.parts[number]  # parts of one layer differ in size where its experts are no multiple
         return self.layers[part.layer].weights(self._lease(number, phase, is_training), part.end - part.begin)
 
     def again(
         self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor of the weights of a layer of one part in a backward, by its place in the buffer."""
+        """Read a layer of one part in a backward -> a tensor of its weights, by its place in the buffer."""
         buffer = torch.from_numpy(self._lease(self.parts.of_layer[index].start, Phase.BACKWARD, True))
         values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return values.as_strided(shape, stride, offset // dtype.itemsize)
 
     def _lease(self, number: int, phase: Phase, is_training: bool) -> "np.ndarray[Any, Any]":
-        """The buffer of a part once it is read."""
-        next_use: dict[
-            int, int
-        ] = {}  # {part: distance}, by which Belady's rule chooses the buffer to read over
+        """Lease a buffer that has a part, reading it if none has."""
+        # {part: distance}, by which Belady's rule chooses the buffer to read over
+        next_use: dict[int, int] = {}
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
         # The lease is taken under the lock that finds the buffer, or another thread might read over it.
@@ -311,13 +315,13 @@ class Pool:
         return buffer
 
     def _end(self, slot: _Slot, lease: Lease) -> None:
-        """Ends a lease, wherever the garbage collector runs: it takes no lock."""
+        """End a lease, wherever the garbage collector runs: it takes no lock."""
         slot.leases.discard(lease)
         for waiting in tuple(self._waiting):
             waiting.put(None)
 
     def _wait(self, released: SimpleQueue[None]) -> None:
-        """Waits for a lease that ends; RuntimeError if none of them does, because autograd keeps the weights."""
+        """Wait until a lease ends; RuntimeError if none does, because autograd keeps the weights."""
         try:
             with self._lock:
                 others = any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases))
@@ -335,13 +339,31 @@ class Pool:
             self._waiting.remove(released)
 
     def chosen(self, index: int, experts: Sequence[int]) -> _Cache | None:
-        """The cache of a layer once the experts are in it, right until the next call: the caller holds the turn.
+        """Read experts into the cache of their layer, where they are until the next call: the caller holds the turn.
 
         None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
         """
         layer = self.layers[index]
         with self._lock:
-            if not self._use_caches(len(experts)):
+            if not self._caches:
+                if any(slot.leases for slot in self._slots):
+                    return None
+                # a region for each layer, with the experts of any layer that fit into it as slots
+                region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
+                count = min(other.num_experts for other in self.layers)
+                while count and any(other.num_bytes(count) > region for other in self.layers):
+                    count -= 1
+                if count < len(experts):
+                    return None
+                self._settle()
+                self._slots = []
+                begins = range(0, region * len(self.layers), region)
+                self._caches = [
+                    _Cache(other, self._bytes[begin : begin + other.num_bytes(count)], count)
+                    for begin, other in zip(begins, self.layers, strict=True)
+                ]
+                self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
+            if len(experts) > min(cache.num_slots for cache in self._caches):
                 return None
         cache = self._caches[index]
         missing, slots = cache.make_room(experts)
@@ -357,15 +379,15 @@ class Pool:
         return cache
 
     def resident_layers(self) -> list[int]:
-        """Layers of which a part has a buffer, or is being read into one."""
+        """List the layers of which a part has a buffer, or is being read into one."""
         return [self.parts[slot.part].layer for slot in self._slots if slot.part is not None]
 
     def contains(self, address: int) -> bool:
-        """True for an address in the buffers."""
+        """Return whether an address is in the buffers."""
         return self.address <= address < self.address + self._bytes.size
 
     def layer_at(self, address: int) -> tuple[int, int]:
-        """(layer, offset in its buffer) of an address in the buffer of a whole layer."""
+        """Find (layer, offset in its buffer) of an address in the buffer of a whole layer."""
         offset = address - self.address
         slot = self._slots[offset // self._slot_bytes]
         assert slot.part is not None
@@ -380,28 +402,6 @@ class Pool:
     def _note_buffers(self, num_bytes: int) -> None:
         with self._counting:
             self.statistics.buffer_bytes = max(self.statistics.buffer_bytes, num_bytes)
-
-    def _use_caches(self, needed: int) -> bool:
-        if not self._caches:
-            if any(slot.leases for slot in self._slots):
-                return False
-            region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
-            count = min(
-                layer.num_experts for layer in self.layers
-            )  # those of every layer that fit into a region
-            while count and any(layer.num_bytes(count) > region for layer in self.layers):
-                count -= 1
-            if count < needed:
-                return False
-            self._settle()
-            self._slots = []
-            begins = range(0, region * len(self.layers), region)
-            self._caches = [
-                _Cache(layer, self._bytes[begin : begin + layer.num_bytes(count)], count)
-                for begin, layer in zip(begins, self.layers, strict=True)
-            ]
-            self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
-        return needed <= min(cache.num_slots for cache in self._caches)
 
     def _forget(self) -> None:
         self._slots, self._caches, self._described = [], [], {}
@@ -418,7 +418,7 @@ class Pool:
         return next((slot for slot in self._slots if slot.part == number), None)
 
     def _victim(self, next_use: dict[int, int]) -> _Slot | None:
-        """The buffer to read a part into: an empty one, or the one used last; None if all are leased."""
+        """Choose the buffer to read a part into: an empty one, or the one used last; None if all are leased."""
         for _ in range(3):  # now, after the reads under way, and after the garbage collector has run
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
@@ -466,7 +466,7 @@ class Pool:
 
 
 def in_huge_pages(num_bytes: int) -> mmap.mmap:
-    """Memory of this process in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
+    """Allocate memory in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
     memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a hint
@@ -480,7 +480,7 @@ _PRIVATE: Mapping[str, Any] = MappingProxyType(
 
 
 def _when(slot: _Slot, next_use: dict[int, int]) -> float:
-    """Distance to the next use of a buffer: empty ones first, then parts that no use is known of."""
+    """Measure the distance to a buffer's next use: empty ones are furthest, then parts that no use is known of."""
     if slot.part is None:
         return float("inf")
     return next_use.get(slot.part, 1e9)

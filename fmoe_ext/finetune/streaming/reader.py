@@ -3,6 +3,9 @@
 A memory cgroup charges the pages that the system caches for a process. O_DIRECT avoids them. File systems without it
 are read through the cache, and each range is dropped from there after it was copied. Where memory is left for all
 spans, the cache keeps them: the second read of a span is a copy.
+
+Spans of neighbouring experts lie side by side, so they are joined to reads of CHUNK bytes, gaps included, which two
+threads take in turn. Spans whose bytes have to be transformed (Span.turn) go through memory of RAW bytes first.
 """
 
 import functools
@@ -21,8 +24,8 @@ from fmoe_ext.checkpoint.expert_files import ALIGNED, Span
 
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
-MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
-RAW = 64 * 2**20  # bytes that are in memory before they are turned
+MAX_GAP = 16 * 2**10  # a gap of this many bytes between two spans is read rather than skipped
+RAW = 64 * 2**20  # bytes that wait in memory to be transformed
 THREADS = 2
 
 
@@ -56,12 +59,14 @@ class Reader:
         self.through_cache = through_cache
         self._handles: dict[Path, _Open] = {}
         self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
-        weakref.finalize(self, _close, self._handles, self._threads)
+        weakref.finalize(
+            self, _close, self._handles, self._threads
+        )  # a function: a method would keep self alive
         for path in paths:
             self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fills the places of spans in `into` [num_bytes] uint8, turned where they say so -> bytes that were read.
+        """Fill the places of spans in `into` [num_bytes] uint8, turned where they say so -> bytes that were read.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """
@@ -88,7 +93,7 @@ class Reader:
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
     def _all(self, function: Callable[..., None], *arguments: Sequence[Any]) -> None:
-        """Calls a function in the threads; none of them writes any more when this ends, by an error or Ctrl-C too."""
+        """Call a function in the threads; none of them writes any more when this ends, by an error or Ctrl-C too."""
         calls = [self._threads.submit(function, *given) for given in zip(*arguments, strict=True)]
         try:
             for call in calls:
@@ -135,7 +140,7 @@ class Reader:
 
 
 def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
-    """uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
+    """Allocate uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
     return np.frombuffer(mmap(-1, num_bytes), dtype=np.uint8)
 
 
@@ -154,7 +159,7 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
 def _turn(
     into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[Source, Span], span: Span
 ) -> None:
-    """Transforms a span and those beside it, which lie in `raw` where `moved` says, into its place."""
+    """Transform a span and those beside it, which lie in `raw` where `moved` says, into its place."""
     assert span.turn is not None
     lie = (moved[part[:3]] for part in (span, *span.beside))
     turned = span.turn(*(raw[m.at : m.at + m.num_bytes] for m in lie)).reshape(-1).view(np.uint8)
@@ -162,7 +167,7 @@ def _turn(
 
 
 def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Spans in the order of the files, as many together as fit into RAW bytes."""
+    """Group spans in the order of the files, as many together as fit into RAW bytes."""
     group: list[Span] = []
     size = 0
     for span in sorted(spans, key=lambda span: span[:2]):
@@ -177,7 +182,7 @@ def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
-    """Spans in the order of the files, joined to reads of at most CHUNK bytes."""
+    """Join spans in the order of the files to reads of at most CHUNK bytes; a longer span is split."""
     current: _Chunk | None = None
     for span in sorted(spans):
         begin, left, at = span.begin, span.num_bytes, span.at

@@ -32,15 +32,12 @@ class Packed(Protocol):
 
 
 class Grid(NamedTuple):
-    """The values that a packed weight can take without another scale: step * values[i] - low, for code codes[i].
+    """The values that a packed weight can take without another scale: step * values[i] - low, for code codes[i]."""
 
-    values, codes uint8 [n], in increasing order of the values; step, low float32 [E, out, blocks] of the columns.
-    """
-
-    values: torch.Tensor
-    codes: torch.Tensor
-    step: torch.Tensor
-    low: torch.Tensor
+    values: torch.Tensor  # [n], increasing
+    codes: torch.Tensor  # uint8 [n]
+    step: torch.Tensor  # float32 [E, out, blocks of columns]
+    low: torch.Tensor  # the same shape
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,14 @@ class Format:
     check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
     decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
     pack: Callable[[torch.Tensor], Tensors | WithZero]  # of float32 [E, out, in]
-    # uint8 [E, out, bytes of a row] -> data
-    of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
-    # of parts packed apart
-    join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: scale
+    of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: (
+        rows
+    )  # uint8 [E, out, bytes of a row] -> data
+    join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: (
+        scale
+    )  # of parts packed apart
     has_integers: bool = False  # products in integers, Quantized.int8_activations
+    # For rounding by second moments (rounding.py); None where a format is only packed by plain rounding.
     grid: Callable[[Packed], Grid] | None = None
     recode: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None  # codes uint8 [E, out, in] -> data
     # factors [E, out, parts of a row] of all values of a part -> data and scale; None where scales are powers of two
@@ -66,7 +66,7 @@ class Format:
 
 
 def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
-    """The tensor of a name; ValueError if it is missing or of another dtype, number of dimensions or device."""
+    """Return a tensor by its name; ValueError if it is missing or of another dtype, number of dimensions or device."""
     t: torch.Tensor | None = getattr(q, name)
     if t is None:
         raise ValueError(f"{q.format} needs {name}: {q.kind.tensors}")
@@ -83,14 +83,14 @@ def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) ->
 
 
 def refuse(q: Packed, *names: str) -> None:
-    """ValueError for tensors that the format has not."""
+    """Raise ValueError for tensors that the format does not have."""
     for name in names:
         if getattr(q, name) is not None:
             raise ValueError(f"{q.format} has no {name}, but got one: {q.kind.tensors}")
 
 
 def same_shape(q: Packed, name: str, got: torch.Tensor, *expected: tuple[int, ...]) -> None:
-    """ValueError unless got has one of the expected shapes."""
+    """Raise ValueError unless got has one of the expected shapes."""
     if tuple(got.shape) not in expected:
         wanted = " or ".join(str(list(shape)) for shape in expected)
         raise ValueError(
@@ -99,17 +99,17 @@ def same_shape(q: Packed, name: str, got: torch.Tensor, *expected: tuple[int, ..
 
 
 def nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """uint8 [..., n] -> [..., 2n] of 4 bits."""
+    """Unpack uint8 [..., n] -> [..., 2n] of 4 bits."""
     halves = (data >> 4, data & 15) if high_first else (data & 15, data >> 4)
     return torch.stack(halves, -1).flatten(-2)
 
 
 def pairs(codes: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """4-bit codes [..., 2n] -> uint8 [..., n]."""
+    """Pack 4-bit codes [..., 2n] -> uint8 [..., n]."""
     first, second = codes[..., ::2], codes[..., 1::2]
     return first << 4 | second if high_first else first | second << 4
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """uint8 index of the nearest entry of an increasing table."""
+    """Find the uint8 index of the nearest entry of an increasing table."""
     return torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)

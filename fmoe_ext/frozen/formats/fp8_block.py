@@ -1,4 +1,10 @@
-"""FP8 with a scale for each block of 128 x 128, as DeepSeek-V3 has it."""
+"""FP8 with a scale for each block of 128 x 128, as DeepSeek-V3 has it.
+
+    value = E4M3 * scale of its block      the last blocks of rows and columns may be shorter
+
+Gate and up are packed apart and joined to one weight. Blocks begin anew with each part, so the scales of a joined
+weight have a dimension for the parts, [E, parts, row blocks of a part, column blocks].
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,7 @@ def _decode(q: Packed) -> torch.Tensor:
     _, out, width = q.data.shape
     size = out // (q.scale.shape[1] if q.scale.dim() == 4 else 1)
     row = torch.arange(out, device=q.device)
+    # the block of each row: whole parts before it, then blocks in its part
     row = row // max(size, 1) * -(-size // FP8_BLOCK) + row % max(size, 1) // FP8_BLOCK
     column = torch.arange(width, device=q.device) // FP8_BLOCK
     return q.data.float() * q.scale.flatten(1, -2).float()[:, row][:, :, column]
@@ -46,19 +53,21 @@ def _pack(weight: torch.Tensor) -> Tensors:
 
 
 def _join_scale(scale: torch.Tensor, parts: int) -> torch.Tensor:
-    """[E, all blocks of rows, *] -> [E, parts, blocks of a part, *]: blocks end where a part ends."""
+    """Split [E, all blocks of rows, *] into [E, parts, blocks of a part, *]: blocks end where a part ends."""
     return scale.unflatten(1, (parts, -1)) if parts > 1 else scale
 
 
 FP8_BLOCKS = Format(
-    2,
-    "data float8_e4m3fn [E, out, in], scale float32 [E, out / 128, in / 128], or of joined parts "
-    "[E, parts, out / parts / 128, in / 128]",
-    8.002,
-    1,
-    _check,
-    _decode,
-    _pack,
+    number=2,
+    tensors=(
+        "data float8_e4m3fn [E, out, in], scale float32 [E, out / 128, in / 128], or of joined parts "
+        "[E, parts, out / parts / 128, in / 128]"
+    ),
+    bits=8.002,
+    block=1,
+    check=_check,
+    decode=_decode,
+    pack=_pack,
     of_bytes=lambda rows: rows.view(torch.float8_e4m3fn),
     join_scale=_join_scale,
 )

@@ -1,88 +1,97 @@
-"""GGUF's Q4_0, Q8_0, Q4_K, Q5_K and Q6_K: a row is blocks of bytes that hold their scales.
+"""GGUF's blocks: a row is bytes, whole blocks of columns one after the other that hold their scales.
 
-Q4_0 and Q8_0 have 32 columns a block and a scale in float16. The K formats have 256 and a scale in float16 that small
-integers multiply, one for each 32 columns (16 in Q6_K). Q4_K and Q5_K subtract a minimum, which is made the same way.
+Bytes of a block in their order, as ggml-common.h has them; d and dmin are float16, codes are packed lowest bits first:
+
+    q8_0    32 columns   d 2, codes 32 (int8)                          d * code
+    q4_0    32           d 2, codes 16                                 d * (code - 8)
+    iq4_nl  32           d 2, codes 16                                 d * CODES[code]
+    q4_k    256          d 2, dmin 2, scales 12, codes 128             d * scale * code - dmin * minimum
+    q5_k    256          d 2, dmin 2, scales 12, fifth bits 32, codes 128     the same
+    q6_k    256          low bits 128, high bits 64, scales 16 (int8), d 2    d * scale * (code - 32)
+    iq4_xs  256          d 2, high scales 2, low scales 4, codes 128          d * (scale - 32) * CODES[code]
+
+A scale of a block of 256 is for 32 columns (16 in q6_k). q4_k and q5_k pack eight scales and eight minima of 6 bits
+into 12 bytes (_steps_k). The two columns of a byte of codes are half a group apart, not neighbours: i and i + 16 of 32;
+in q4_k and q5_k i and i + 32 of 64; in q6_k i and i + 64 of 128.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from fmoe_ext.frozen.formats.base import Format, Grid, Packed, Shape, Tensors, refuse, require
+from fmoe_ext.frozen.formats.base import Format, Grid, Packed, Shape, Tensors, nearest, refuse, require
+
+# What the codes of iq4_nl and iq4_xs stand for (llama.cpp's kvalues_iq4nl).
+CODES = (
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
+    1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+)  # fmt: skip
 
 
-def whole_blocks(block_bytes: int, block: int) -> Callable[[Packed], Shape]:
-    """The check of a format whose rows are whole blocks of so many bytes and columns."""
-
-    def check(q: Packed) -> Shape:
-        data = require(q, "data", (torch.uint8,), 3)
-        refuse(q, "scale", "zero")
-        E, out, row_bytes = data.shape
-        if row_bytes % block_bytes:
-            raise ValueError(
-                f"a row of {q.format} must be whole blocks of {block_bytes} bytes, but got {row_bytes} bytes"
-            )
-        return E, out, row_bytes // block_bytes * block
-
-    return check
-
-
-def half(data: torch.Tensor) -> torch.Tensor:
+def _half(data: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 2] -> float32 [..., 1]."""
     return data.contiguous().view(torch.float16).float()
 
 
-def bytes_of_half(values: torch.Tensor) -> torch.Tensor:
+def _bytes_of_half(values: torch.Tensor) -> torch.Tensor:
     """[...] -> uint8 [..., 2] of float16."""
     return values.half()[..., None].view(torch.uint8)
 
 
-def inverse(scale: torch.Tensor) -> torch.Tensor:
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
     """1 / scale, and 0 of 0."""
     return torch.where(scale == 0, 0, 1 / scale)
 
 
-def halves(data: torch.Tensor) -> torch.Tensor:
+def _halves(data: torch.Tensor) -> torch.Tensor:
     """uint8 [..., 16] -> [..., 32] of 4 bits: the low ones, then the high ones."""
     return torch.cat((data & 15, data >> 4), -1)
 
 
-def pairs_of_halves(codes: torch.Tensor) -> torch.Tensor:
+def _pairs_of_halves(codes: torch.Tensor) -> torch.Tensor:
     """4-bit codes [..., 32] -> uint8 [..., 16]."""
     return codes[..., :16] | codes[..., 16:] << 4
 
 
 def _decode_q8_0(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 34))
-    return (half(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()).flatten(-2)
+    return (_half(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()).flatten(-2)
 
 
 def _pack_q8_0(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 32))
     scale = blocks.abs().amax(-1) / 127
-    scaled = blocks * inverse(scale)[..., None]
+    scaled = blocks * _inverse(scale)[..., None]
     codes = torch.where(scaled < 0, (scaled - 0.5).ceil(), (scaled + 0.5).floor())  # half away from zero
-    return torch.cat((bytes_of_half(scale), codes.to(torch.int8).view(torch.uint8)), -1).flatten(2), None
+    return torch.cat((_bytes_of_half(scale), codes.to(torch.int8).view(torch.uint8)), -1).flatten(2), None
 
 
 def _decode_q4_0(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 18))
-    return (half(blocks[..., :2]) * (halves(blocks[..., 2:]).float() - 8)).flatten(-2)
+    return (_half(blocks[..., :2]) * (_halves(blocks[..., 2:]).float() - 8)).flatten(-2)
 
 
 def _pack_q4_0(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 32))
-    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
-    codes = (blocks * inverse(scale) + 8.5).trunc().clamp(0, 15).to(torch.uint8)
-    return torch.cat((bytes_of_half(scale[..., 0]), pairs_of_halves(codes)), -1).flatten(2), None
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8  # the largest becomes -8, exactly
+    codes = (blocks * _inverse(scale) + 8.5).trunc().clamp(0, 15).to(torch.uint8)
+    return torch.cat((_bytes_of_half(scale[..., 0]), _pairs_of_halves(codes)), -1).flatten(2), None
 
 
 def _steps_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(step, low) [..., 8] of blocks [..., 16 or more] of Q4_K or Q5_K."""
-    d, dmin, packed = half(blocks[..., :2]), half(blocks[..., 2:4]), blocks[..., 4:16]
+    """Return d * scale and dmin * minimum, [..., 8], of blocks [..., 16 or more] of Q4_K or Q5_K.
+
+    The 12 bytes of scales, s and m of 6 bits each:
+
+        bytes 0 to 3    s 0 to 3, above them the high 2 bits of s 4 to 7
+        bytes 4 to 7    m 0 to 3, above them the high 2 bits of m 4 to 7
+        bytes 8 to 11   the low 4 bits of s 4 to 7, above them those of m 4 to 7
+    """
+    d, dmin, packed = _half(blocks[..., :2]), _half(blocks[..., 2:4]), blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scale = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
     minimum = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
@@ -115,23 +124,27 @@ def _pairs_q4_k(codes: torch.Tensor) -> torch.Tensor:
 
 def _rescale_q4_k(q: Packed, factor: torch.Tensor) -> Tensors:
     blocks = q.data.unflatten(-1, (-1, 144))
-    units = [bytes_of_half(half(blocks[..., i : i + 2])[..., 0] * factor) for i in (0, 2)]
+    # d and dmin alone: all scales of a block change by one factor
+    units = [_bytes_of_half(_half(blocks[..., i : i + 2])[..., 0] * factor) for i in (0, 2)]
     return torch.cat((*units, blocks[..., 4:]), -1).flatten(-2), None
 
 
 def _head_k(blocks: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., 8, 32] -> the first 16 bytes of a block of Q4_K or Q5_K, and its codes from 0 to most."""
+    """Pack float32 [..., 8, 32] -> the first 16 bytes of a block of Q4_K or Q5_K, and its codes from 0 to most."""
     minimum = -blocks.amin(-1).clamp(max=0)
     scale = (blocks.amax(-1) + minimum) / most
+    # 63, the largest of 6 bits; d as float16 has it, so that scales and codes make up for its rounding
     d, dmin = (t.amax(-1, keepdim=True).div(63).half().float() for t in (scale, minimum))
-    scales, minima = ((t * inverse(unit)).round().clamp(0, 63) for t, unit in ((scale, d), (minimum, dmin)))
+    scales, minima = ((t * _inverse(unit)).round().clamp(0, 63) for t, unit in ((scale, d), (minimum, dmin)))
     step, low = (d * scales)[..., None], (dmin * minima)[..., None]
-    codes = ((blocks + low) * inverse(step)).round().clamp(0, most).to(torch.uint8)
+    codes = ((blocks + low) * _inverse(step)).round().clamp(0, most).to(torch.uint8)
     s, m = scales.to(torch.uint8), minima.to(torch.uint8)
     first = s[..., :4] | s[..., 4:] >> 4 << 6
     second = m[..., :4] | m[..., 4:] >> 4 << 6
     third = s[..., 4:] & 15 | (m[..., 4:] & 15) << 4
-    return torch.cat((bytes_of_half(d[..., 0]), bytes_of_half(dmin[..., 0]), first, second, third), -1), codes
+    return torch.cat(
+        (_bytes_of_half(d[..., 0]), _bytes_of_half(dmin[..., 0]), first, second, third), -1
+    ), codes
 
 
 def _pack_q4_k(weight: torch.Tensor) -> Tensors:
@@ -162,7 +175,7 @@ def _decode_q6_k(q: Packed) -> torch.Tensor:
     low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
     high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
     values = (low | high << 4).to(torch.int8) - 32
-    scale = half(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scale = _half(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8).float()
     return (scale[..., None] * values.flatten(-3).unflatten(-1, (16, 16))).flatten(-3)
 
 
@@ -170,67 +183,101 @@ def _pack_q6_k(weight: torch.Tensor) -> Tensors:
     blocks = weight.unflatten(2, (-1, 16, 16))
     scale = blocks.abs().amax(-1) / 31
     d = scale.amax(-1, keepdim=True).div(127).half().float()
-    scales = (scale * inverse(d)).round().clamp(0, 127)
-    codes = (blocks * inverse(d * scales)[..., None]).round().clamp(-32, 31) + 32
+    scales = (scale * _inverse(d)).round().clamp(0, 127)
+    codes = (blocks * _inverse(d * scales)[..., None]).round().clamp(-32, 31) + 32
     quarters = codes.to(torch.uint8).flatten(-2).unflatten(-1, (2, 4, 32))
     low = (quarters[..., :2, :] & 15 | (quarters[..., 2:, :] & 15) << 4).flatten(-3)
     high = quarters >> 4
     high = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
-    tail = (scales.to(torch.int8).view(torch.uint8), bytes_of_half(d[..., 0]))
+    tail = (scales.to(torch.int8).view(torch.uint8), _bytes_of_half(d[..., 0]))
     return torch.cat((low, high.flatten(-2), *tail), -1).flatten(2), None
 
 
-LINEAR = MappingProxyType(
+def _values(codes: torch.Tensor) -> torch.Tensor:
+    # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
+    table = torch.stack([torch.full((), code, dtype=torch.float32, device=codes.device) for code in CODES])
+    return table[codes.int()]
+
+
+def _codes(scaled: torch.Tensor) -> torch.Tensor:
+    return nearest(scaled, torch.tensor(CODES, device=scaled.device))
+
+
+def _decode_iq4_nl(q: Packed) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 18))
+    return (_half(blocks[..., :2]) * _values(_halves(blocks[..., 2:]))).flatten(-2)
+
+
+def _pack_iq4_nl(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 32))
+    scale = _signed_scale(blocks).half()
+    codes = _codes(blocks * _inverse(scale.float())[..., None])
+    return torch.cat((_bytes_of_half(scale), _pairs_of_halves(codes)), -1).flatten(2), None
+
+
+def _signed_scale(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the scale [...] with which the largest magnitude of a block [..., 32] is the first of CODES."""
+    return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0] / CODES[0]
+
+
+def _decode_iq4_xs(q: Packed) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 136))
+    low = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2)
+    high = torch.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
+    scale = _half(blocks[..., :2]) * (
+        (low | high << 4).float() - 32
+    )  # 4 low bits and 2 high ones of 8 scales
+    values = _values(_halves(blocks[..., 8:].unflatten(-1, (8, 16))))
+    return (scale[..., None] * values).flatten(-3)
+
+
+def _pack_iq4_xs(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 8, 32))
+    scale = _signed_scale(blocks)
+    d = (scale.gather(-1, scale.abs().argmax(-1, keepdim=True)) / -32).half()
+    scales = (scale * _inverse(d.float())).round().clamp(-32, 31)
+    codes = _codes(blocks * _inverse(d.float() * scales)[..., None])
+    s = (scales + 32).to(torch.uint8)
+    low = s[..., ::2] & 15 | (s[..., 1::2] & 15) << 4
+    high = (s >> 4).unflatten(-1, (2, 4))
+    high = high[..., 0] | high[..., 1] << 2 | high[..., 2] << 4 | high[..., 3] << 6
+    head = (_bytes_of_half(d[..., 0]), high, low)
+    return torch.cat((*head, _pairs_of_halves(codes).flatten(-2)), -1).flatten(2), None
+
+
+def _of_blocks(
+    number: int,
+    block_bytes: int,
+    block: int,
+    decode: Callable[[Packed], torch.Tensor],
+    pack: Callable[[torch.Tensor], Tensors],
+    **more: Any,
+) -> Format:
+    """Make the format whose rows are whole blocks of block_bytes bytes for `block` columns."""
+
+    def check(q: Packed) -> Shape:
+        data = require(q, "data", (torch.uint8,), 3)
+        refuse(q, "scale", "zero")
+        E, out, row_bytes = data.shape
+        if row_bytes % block_bytes:
+            raise ValueError(
+                f"a row of {q.format} must be whole blocks of {block_bytes} bytes, but got {row_bytes} bytes"
+            )
+        return E, out, row_bytes // block_bytes * block
+
+    tensors = f"data uint8 [E, out, in / {block} * {block_bytes}]"
+    return Format(number, tensors, block_bytes * 8 / block, block, check, decode, pack, **more)
+
+
+_Q4_K = {"has_integers": True, "grid": _grid_q4_k, "recode": _recode_q4_k, "rescale": _rescale_q4_k}
+GGUF = MappingProxyType(
     {
-        "q8_0": Format(
-            4,
-            "data uint8 [E, out, in / 32 * 34]",
-            8.5,
-            32,
-            whole_blocks(34, 32),
-            _decode_q8_0,
-            _pack_q8_0,
-            has_integers=True,
-        ),
-        "q4_k": Format(
-            5,
-            "data uint8 [E, out, in / 256 * 144]",
-            4.5,
-            256,
-            whole_blocks(144, 256),
-            _decode_q4_k,
-            _pack_q4_k,
-            has_integers=True,
-            grid=_grid_q4_k,
-            recode=_recode_q4_k,
-            rescale=_rescale_q4_k,
-        ),
-        "q6_k": Format(
-            6,
-            "data uint8 [E, out, in / 256 * 210]",
-            6.5625,
-            256,
-            whole_blocks(210, 256),
-            _decode_q6_k,
-            _pack_q6_k,
-        ),
-        "q4_0": Format(
-            8,
-            "data uint8 [E, out, in / 32 * 18]",
-            4.5,
-            32,
-            whole_blocks(18, 32),
-            _decode_q4_0,
-            _pack_q4_0,
-        ),
-        "q5_k": Format(
-            9,
-            "data uint8 [E, out, in / 256 * 176]",
-            5.5,
-            256,
-            whole_blocks(176, 256),
-            _decode_q5_k,
-            _pack_q5_k,
-        ),
+        "q8_0": _of_blocks(4, 34, 32, _decode_q8_0, _pack_q8_0, has_integers=True),
+        "q4_k": _of_blocks(5, 144, 256, _decode_q4_k, _pack_q4_k, **_Q4_K),
+        "q6_k": _of_blocks(6, 210, 256, _decode_q6_k, _pack_q6_k),
+        "q4_0": _of_blocks(8, 18, 32, _decode_q4_0, _pack_q4_0),
+        "q5_k": _of_blocks(9, 176, 256, _decode_q5_k, _pack_q5_k),
+        "iq4_nl": _of_blocks(10, 18, 32, _decode_iq4_nl, _pack_iq4_nl),
+        "iq4_xs": _of_blocks(11, 136, 256, _decode_iq4_xs, _pack_iq4_xs),
     }
 )

@@ -1,4 +1,10 @@
-"""Four bits in groups of 32 columns or a multiple, as compressed-tensors has them; GPTQ and AWQ become this."""
+"""Four bits in groups of 32 columns or a multiple, as compressed-tensors has them; GPTQ and AWQ become this.
+
+    value = scale * (code - zero)      code: 4 bits, eight columns an int32, the lowest bits first
+
+Codes and zero points are stored with 8 added, so a weight without zero points is symmetric about code 8. Zero points
+are packed along the rows: the int32 [r, g] has the zero points of rows 8r to 8r + 7 for group g.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +39,14 @@ def _check(q: Packed) -> Shape:
 
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [..., n] -> [..., 8 n] of 4 bits, the lowest first."""
+    """Unpack int32 [..., n] -> [..., 8n] of 4 bits, the lowest first."""
     shifts = torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32)
     return ((packed[..., None] >> shifts) & 15).flatten(-2)
 
 
 def _zeros(q: Packed) -> torch.Tensor | int:
-    """[E, out, groups, 1] or one number; values and zero points are both stored with 8 added."""
+    """Unpack the zero points, [E, out, groups, 1], or one number for all."""
+    # the last int32 of a column may have more rows than the weight
     return 8 if q.zero is None else _words(q.zero.mT).mT[:, : q.data.shape[1], :, None]
 
 
@@ -68,20 +75,20 @@ def _rescale(q: Packed, factor: torch.Tensor) -> Tensors:
 
 def _pack(weight: torch.Tensor) -> Tensors:
     groups = weight.unflatten(2, (-1, 32))
-    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    scale = (groups.abs().amax(-1) / 7.5).bfloat16()  # between 7 and 8, the largest codes of each sign
     divisor = torch.where(scale > 0, scale, 1).float()[..., None]
     codes = ((groups / divisor).round().clamp(-8, 7) + 8).to(torch.uint8).flatten(2)
     return pairs(codes).view(torch.int32), scale
 
 
 INT4 = Format(
-    3,
-    "data int32 [E, out, in / 8], scale [E, out, groups], zero int32 [E, out / 8, groups] or None",
-    4.5,
-    32,
-    _check,
-    _decode,
-    _pack,
+    number=3,
+    tensors="data int32 [E, out, in / 8], scale [E, out, groups], zero int32 [E, out / 8, groups] or None",
+    bits=4.5,
+    block=32,
+    check=_check,
+    decode=_decode,
+    pack=_pack,
     of_bytes=lambda rows: rows.view(torch.int32),
     grid=_grid,
     recode=_recode,

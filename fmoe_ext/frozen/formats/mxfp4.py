@@ -1,4 +1,10 @@
-"""MXFP4, as GPT-OSS and OCP's Microscaling have it: E2M1 in blocks of 32 with a power of two each."""
+"""MXFP4, as GPT-OSS and OCP's Microscaling have it: E2M1 in blocks of 32 with a power of two each.
+
+    value = E2M1[code] * 2 ** (scale - 127)      code: 4 bits, the lower ones of a byte first
+
+A code is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero. The
+scale is an exponent alone (E8M0), so it shifts and never rounds. 255 is NaN.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +41,17 @@ def _check(q: Packed) -> Shape:
 
 
 def e2m1(device: torch.device) -> torch.Tensor:
-    """The value of each code. Computed on the device: a table of the host would be copied, which CUDA graphs refuse."""
+    """Compute the value of each code: a table on the host would be copied, which CUDA graphs refuse."""
     code = torch.arange(16, dtype=torch.int32, device=device)
     magnitude = code & 7
+    # the exponent and mantissa of a code moved to where float32 has them; below 2 they are subnormal
     normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)
     value = torch.where(magnitude < 2, magnitude * 0.5, normal)
     return torch.where(code < 8, value, -value)
 
 
 def steps(scale: torch.Tensor) -> torch.Tensor:
-    """Powers of two, float32, of their exponents in uint8 or float8_e8m0fnu."""
+    """Turn exponents, uint8 or float8_e8m0fnu, into powers of two in float32."""
     exponent = scale.view(torch.uint8).int()
     # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
     bits = torch.where(exponent == 0, 0x400000, exponent << 23)
@@ -69,7 +76,7 @@ def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """uint8 codes of the nearest values of E2M1."""
+    """Return the uint8 codes of the nearest values of E2M1."""
     table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=values.device)
     return nearest(values.abs(), table) | (values < 0).to(torch.uint8) << 3
 
@@ -85,13 +92,13 @@ def _pack(weight: torch.Tensor) -> Tensors:
 
 
 MXFP4 = Format(
-    1,
-    "data uint8 [E, out, in / 32, 16], scale uint8 (e8m0) [E, out, in / 32]",
-    4.25,
-    BLOCK,
-    _check,
-    _decode,
-    _pack,
+    number=1,
+    tensors="data uint8 [E, out, in / 32, 16], scale uint8 (e8m0) [E, out, in / 32]",
+    bits=4.25,
+    block=BLOCK,
+    check=_check,
+    decode=_decode,
+    pack=_pack,
     of_bytes=lambda rows: rows.unflatten(2, (-1, 16)),
     grid=_grid,
     recode=_recode,

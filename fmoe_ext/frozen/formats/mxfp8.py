@@ -48,13 +48,13 @@ def _pack(weight: torch.Tensor) -> Tensors:
 
 
 MXFP8 = Format(
-    12,
-    "data float8_e4m3fn [E, out, in], scale uint8 or float8_e8m0fnu [E, out, in / 32]",
-    8.25,
-    BLOCK,
-    _check,
-    _decode,
-    _pack,
+    number=12,
+    tensors="data float8_e4m3fn [E, out, in], scale uint8 or float8_e8m0fnu [E, out, in / 32]",
+    bits=8.25,
+    block=BLOCK,
+    check=_check,
+    decode=_decode,
+    pack=_pack,
     of_bytes=lambda rows: rows.view(torch.float8_e4m3fn),
     grid=_grid,
     recode=_recode,

@@ -1,4 +1,10 @@
-"""NF4, as bitsandbytes has it: quantiles of the normal distribution in blocks with a scale each."""
+"""NF4, as bitsandbytes has it: quantiles of the normal distribution in blocks with a scale each.
+
+    value = NF4_CODE[code] * scale      code: 4 bits, the higher ones of a byte first
+
+Weights are about normal, so codes at its quantiles are used equally often (QLoRA: Dettmers et al., 2023,
+https://arxiv.org/abs/2305.14314). With double quantisation a file has the scales in 8 bits too (nf4_scales).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from fmoe_ext.frozen.formats.base import (
     same_shape,
 )
 
-# Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes stores them.
+# As bitsandbytes stores them.
 NF4_CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -58,7 +64,7 @@ def _pack(weight: torch.Tensor) -> Tensors:
 def nf4_scales(
     absmax: torch.Tensor, nested_absmax: torch.Tensor, code: torch.Tensor, offset: float
 ) -> torch.Tensor:
-    """Scales of NF4 with double quantisation: absmax uint8 [n], nested_absmax float32 [n / 256], code float32 [256].
+    """Decode scales of double quantisation: absmax uint8 [n], nested_absmax float32 [n / 256], code float32 [256].
 
     As bitsandbytes: code[absmax] * nested_absmax of its block of 256, plus offset. Returns float32 [n].
     """
@@ -67,11 +73,11 @@ def nf4_scales(
 
 
 NF4 = Format(
-    7,
-    "data uint8 [E, out, in / 2], scale float32 [E, out, in / blocksize]",
-    4.5,
-    64,
-    _check,
-    _decode,
-    _pack,
+    number=7,
+    tensors="data uint8 [E, out, in / 2], scale float32 [E, out, in / blocksize]",
+    bits=4.5,
+    block=64,
+    check=_check,
+    decode=_decode,
+    pack=_pack,
 )

@@ -1,7 +1,10 @@
 """NVFP4, as compressed-tensors and NVIDIA's Model Optimizer write it: E2M1 in blocks of 16 with a scale in E4M3 each.
 
-A factor of the whole matrix makes these scales fit into E4M3. compressed-tensors divides by it, Model Optimizer
-multiplies; a row has both factors, one of which is 1, so that its values are the library's to the bit.
+    value = E2M1[code] * (scale * multiplied / divided)      code: 4 bits, the lower ones of a byte first
+
+E4M3 has a short range, so a factor of the whole matrix moves the scales into it. compressed-tensors divides by that
+factor, Model Optimizer multiplies; x / f and x * (1 / f) differ in the last bit. A row has both factors in `zero`, one
+of which is 1, so that its values are the library's to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from fmoe_ext.frozen.formats.base import (
 from fmoe_ext.frozen.formats.fp8_block import E4M3_MAX
 from fmoe_ext.frozen.formats.mxfp4 import CODES, E2M1_MAX, e2m1, nearest_e2m1
 
-SCALED = 16  # columns of a scale
+SCALED = 16  # columns that share a scale
 E4M3_MIN = 2**-9  # above zero
 
 
@@ -82,14 +85,16 @@ def _pack(weight: torch.Tensor) -> WithZero:
 
 
 NVFP4 = Format(
-    13,
-    "data uint8 [E, out, in / 2], scale float8_e4m3fn or uint8 [E, out, in / 16], zero float32 [E, out, 2]: what the "
-    "scales of a row are multiplied by, and what they are divided by after that",
-    4.5,
-    32,
-    _check,
-    _decode,
-    _pack,
+    number=13,
+    tensors=(
+        "data uint8 [E, out, in / 2], scale float8_e4m3fn or uint8 [E, out, in / 16], zero float32 [E, out, 2]: what "
+        "the scales of a row are multiplied by, and what they are divided by after that"
+    ),
+    bits=4.5,
+    block=32,
+    check=_check,
+    decode=_decode,
+    pack=_pack,
     grid=_grid,
     recode=_recode,
     rescale=_rescale,

@@ -1,4 +1,9 @@
-"""Linear layers outside of the experts that stay packed as their file has them."""
+"""Linear layers outside of the experts: packed as their file has them, or with our products of 16 bits.
+
+A weight that a kernel can multiply as it lies stays packed (PackedLinear), so that a model of 4 bits takes 4 bits in
+memory as it does on the disk. Others are in bfloat16 or float16, for which torch takes 5 to 40 times as long on
+processors without instructions for them: there our kernels compute (SixteenBitLinear).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,10 @@ from fmoe_ext.checkpoint.expert_files import ALIGNED
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.finetune.streaming.pool import in_huge_pages
+from fmoe_ext.ops.grouped_gemm import grouped_gemm
+from fmoe_ext.ops.processor import fast_bfloat16
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class PackedLinear(nn.Linear):
@@ -42,6 +51,7 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self._packed.format}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        # entries of memo are not copied: buffers are shared, adapters that others hang in are copied
         memo[id(self._packed)] = self._packed
         memo |= {id(t): t for t in self.buffers(recurse=False)}
         memo[id(self)] = copied = PackedLinear.__new__(PackedLinear)
@@ -49,15 +59,44 @@ class PackedLinear(nn.Linear):
         return copied
 
 
-def keep_packed(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:
-    """Puts a PackedLinear in the place of each linear layer whose weight is a PackedWeight. stored: by its name."""
+class SixteenBitLinear(nn.Linear):
+    """A linear layer whose products of 16 bits on the CPU are ours, with sums in float32.
+
+    like: the layer whose place it takes, and whose weight and bias it has.
+    """
+
+    def __init__(self, like: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.weight, self.bias = like.weight, like.bias
+        self.training = like.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype not in SIXTEEN_BITS or x.dtype != self.weight.dtype or x.device.type != "cpu":
+            return super().forward(x)
+        rows = x.reshape(-1, self.in_features)
+        offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device="cpu")  # one expert has all rows
+        y = grouped_gemm(rows, self.weight[None], offs, None if self.bias is None else self.bias[None])
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:
+    """Replace linear layers whose weight is a PackedWeight, and where torch is slow at 16 bits the others.
+
+    stored: packed weights by name. int8_activations: as in Quantized.
+    """
+    is_slow = not fast_bfloat16()
     memory = _HugePages()
     for path, layer in list(model.named_modules()):
-        if type(layer) is nn.Linear and isinstance(layer.weight, PackedWeight):
-            parent, _, name = path.rpartition(".")
+        if type(layer) is not nn.Linear:  # a class derived from it may compute something else
+            continue
+        parent, _, name = path.rpartition(".")
+        if isinstance(layer.weight, PackedWeight):
             packed = stored[f"{path}.weight"].packed().map(memory.copy)
             used = packed.in_int8 if int8_activations else packed
             setattr(model.get_submodule(parent), name, PackedLinear(used, layer))
+        elif is_slow:
+            setattr(model.get_submodule(parent), name, SixteenBitLinear(layer))
 
 
 class _HugePages:
@@ -69,7 +108,7 @@ class _HugePages:
         self._free: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy that lies beside the last one."""
+        """Copy a tensor to the place after the last copy."""
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes > self._free.size:
             self._free = np.frombuffer(in_huge_pages(max(num_bytes, self.BLOCK)), dtype=np.uint8)
