@@ -12,7 +12,7 @@ from fmoe_ext import ops
 from fmoe_ext.adapters import Lora, OnLattice, given
 from fmoe_ext.frozen import frozen_mlp
 from fmoe_ext.frozen.rounding import ROUNDED
-from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, save_adapters
+from fmoe_ext.huggingface.ep import adapters_around, is_peft_model, save_adapters
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.linear import FMoELinear, NotesHooks
 

@@ -1,7 +1,10 @@
-"""save_pretrained() of Transformers models with layers of ours: what is written, and by which rank.
+"""Save Transformers models with layers of ours: what save_pretrained() writes, and from which rank.
 
-replace_save_pretrained() puts another in the place of Transformers': _save_fmoefied for models of fmoefy, save_spread
-for MoE models of Transformers whose experts are spread over ranks; formats/imports.py has that of imported models.
+Transformers' own save_pretrained() would write a fmoefied model under a config.json that describes a dense one, and
+every rank of a job would write the part that it has. replace_save_pretrained() therefore sets another one on the
+model: _save_fmoefied here, _save_spread in ep.py for experts that are spread over ranks, and formats/imports.py has
+one for imported models. Each fills a folder beside the target, which then takes the target's place in one step, and
+adds a model card.
 """
 
 from __future__ import annotations
@@ -15,15 +18,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.huggingface.record import KEY, NEEDS, check_record
 from fmoe_ext.layers import FMoE
 
 MAX_SHARD_SIZE = "5GiB"
-WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 
 
 def replace_save_pretrained(
@@ -86,7 +86,7 @@ def card_of(model: Any, config: Any, title: str, command: str, format: str | Non
     )
 
 
-def replace_of_fmoefied(model: Any) -> None:
+def save_as_fmoefied(model: Any) -> None:
     """Make save_pretrained() write the experts of a model that fmoefy has noted in its configuration."""
     record = getattr(getattr(model, "config", None), KEY, None)
     if record is None:
@@ -153,14 +153,14 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
     if not options.get("is_main_process", True):
         type(model).save_pretrained(model, folder, **options)
         return
-    with _replaced(folder, options) as unfinished:
+    with replacing_for_transformers(folder, options) as unfinished:
         type(model).save_pretrained(model, unfinished, **options)
         _refuse_dense_models(unfinished)
         _write_card(model, unfinished, folder)
 
 
 @contextmanager
-def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
+def replacing_for_transformers(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
     """shards.replacing(folder) for Transformers' save_pretrained(..., **options), which writes file by file."""
     from fmoe_ext.checkpoint.shards import replacing  # not at the top: fmoefy imports this module
 
@@ -203,37 +203,3 @@ def _refuse_dense_models(folder: Path) -> None:
         values[KEY]["dense"]["dtype"] = values.get("dtype")
         values["dtype"] = NEEDS
         file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def save_spread(model: Any, save_directory: Any, **options: Any) -> None:
-    """save_pretrained() of a whole model of Transformers; every rank calls it, the first of the job writes."""
-    state = _whole_state(model, options.pop("state_dict", None))
-    if dist.get_rank() == 0:
-        with _replaced(Path(save_directory), options) as unfinished:
-            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
-    dist.barrier()
-
-
-def stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter [E, *]) of what each expert of an experts module of Transformers has of its own."""
-    return ((name, p) for name, p in experts.named_parameters(recurse=False) if name in STACKED)
-
-
-def _whole_state(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """The state dict with the experts of all ranks, on the first rank; collective in its group of experts."""
-    state = dict(model.state_dict() if state is None else state)
-    for path, experts in model.named_modules():
-        if getattr(experts, "expert_parallel", None) is None:
-            continue
-        group = find_group(experts.expert_parallel.group)
-        if 0 not in dist.get_process_group_ranks(group):
-            continue  # copies of the experts that the first rank gathers
-        for name, _ in stacks(experts):
-            key = f"{path}.{name}"
-            part = state[key].detach().contiguous()
-            parts = None
-            if dist.get_rank() == 0:  # only the writer needs room for all
-                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-            dist.gather(part, parts, dst=0, group=group)
-            state[key] = part if parts is None else torch.cat(parts)
-    return state
