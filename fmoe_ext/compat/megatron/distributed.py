@@ -24,7 +24,7 @@ def _init() -> None:
 
 
 def get_moe_group() -> dist.ProcessGroup | None:
-    """The group over which experts are spread: Megatron's data-parallel group."""
+    """Return the group over which experts are spread, Megatron's data-parallel group."""
     if _groups is None:
         _init()
     assert _groups is not None

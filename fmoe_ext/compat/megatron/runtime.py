@@ -1,7 +1,9 @@
 """The surroundings of a model of Megatron-LM v2.2 to v3.0.2: options, process groups, stacks of layers.
 
 Experts are spread over Megatron's data-parallel group. Tensor-parallel ranks have the same tokens: each computes a
-slice of them with whole experts.
+slice of them with whole experts (slice_group), so that the gate's gradient has to be reduced over both groups,
+which together are the pipeline stage. Megatron itself is not imported: whatever version a program has imported is
+found in sys.modules.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-STACKS_OF_VERSION = (
+_STACKS_OF_VERSION = (
     ("v2.2", ("transformer",)),
     ("v2.5", ("encoder", "decoder")),
     ("v3.0.2", ("encoder", "decoder")),
@@ -42,7 +44,7 @@ def get_mpu() -> Any:
 
 def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
     """(name, layers) of the stacks of transformer layers of a model of this version; of any version for None."""
-    names = dict(STACKS_OF_VERSION)
+    names = dict(_STACKS_OF_VERSION)
     if version not in names:
         known = ", ".join(map(repr, names))
         raise ValueError(f"megatron_version must be one of {known}, but got {version!r}")
@@ -70,6 +72,7 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
         arguments |= {
             "slice_group": mpu.get_tensor_model_parallel_group(),
             "gate_group": _stage_group(args),
+            # without expert parallelism all ranks of the stage have copies of the experts, as of the gate
             "expert_dp_comm": EXPERTS_TAG if arguments["world_size"] > 1 else "gate",
         }
     return arguments
