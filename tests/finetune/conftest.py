@@ -1,9 +1,9 @@
 import pytest
 
-from fmoe_ext.finetune.streaming import sixteen_bits
+from fmoe_ext.finetune.streaming import linear
 
 
 @pytest.fixture(autouse=True)
 def products_of_torch(monkeypatch):
     """Products outside of the experts are torch's on every processor, so that models can be compared to the bit."""
-    monkeypatch.setattr(sixteen_bits, "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(linear, "fast_bfloat16", lambda: True)

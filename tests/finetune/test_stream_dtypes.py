@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.finetune.streaming import reader, sixteen_bits
+from fmoe_ext.finetune.streaming import linear, reader
 from fmoe_ext.testing import assert_close
 from tests.finetune.streamed_models import (
     WIDE,
@@ -150,13 +150,13 @@ def test_products_are_ours_where_torch_is_slow_at_sixteen_bits(tmp_path, dtype, 
     truth = gradients(with_adapters(in_memory(folder, torch.float64)))
     plain = with_adapters(in_memory(folder, dtype))
     expected = gradients(plain)
-    monkeypatch.setattr(sixteen_bits, "fast_bfloat16", lambda: False)
+    monkeypatch.setattr(linear, "fast_bfloat16", lambda: False)
     ours = with_adapters(streamed(folder, 2, 4 * bytes_of_adapters(plain)))
-    linear, rows = torch.nn.functional.linear, set()
+    product, rows = torch.nn.functional.linear, set()
 
     def seen(x, weight, *rest):
         rows.add(weight.shape[0])
-        return linear(x, weight, *rest)
+        return product(x, weight, *rest)
 
     monkeypatch.setattr(torch.nn.functional, "linear", seen)
     found = gradients(ours)

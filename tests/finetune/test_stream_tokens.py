@@ -10,7 +10,7 @@ pytest.importorskip("gguf")
 
 from fmoe_ext.adapters import Lora, given, take
 from fmoe_ext.finetune.streaming import experts
-from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
+from fmoe_ext.finetune.streaming.linear import PackedLinear
 from tests.finetune.streamed_models import WIDE, of_values, resident, save, streamed, write_gguf
 from tests.finetune.test_stream_packed import error
 from tests.huggingface import moe_architectures

@@ -1,9 +1,10 @@
 """The memory of a streamed model: weights that stay, what is trained with its state, and buffers for experts.
 
-Before the first step the budget is arithmetic: memory, less a quarter for activations and the program, less weights,
-adapters, gradients and the state that an optimizer will have; buffers for experts get the rest. A quarter is a guess,
-so each step is measured (before), and the next one's buffers shrink by what a step like the largest would exceed the
-limits (_measure). They never shrink between a forward and its backward, which reads the same parts again.
+Before the first step the budget is arithmetic: memory, less a quarter for activations and the program, less
+weights, adapters, gradients and the state that an optimizer will have; buffers for experts get the rest. A quarter
+is a guess, so each step is measured (before), and the next one's buffers shrink by what a step like the largest
+would exceed the limits (_measure). They never shrink between a forward and its backward, which reads the same parts
+again.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
-FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
-MOMENTS = 2  # of Adam, in the dtype of the weight: what an optimizer is taken to keep before its first step
+_FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
+_MOMENTS = 2  # of Adam, in the dtype of the weight: what an optimizer is taken to keep before its first step
 MARGIN = 16  # a part of what the process may have that stays free: heaps have gaps, and the system needs some
 
 
 def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False) -> int:
-    """Bytes that stream(memory=) needs for layers of experts beside what stays in memory.
+    """Compute the bytes that stream(memory=) needs for layers of experts beside what stays in memory.
 
     is_whole: to keep all experts after they were read once.
     """
@@ -43,7 +44,7 @@ def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False)
         buffers = len(layers) * bytes_of_experts(layers)
     else:
         buffers = PARTS * bytes_of_experts(layers, 1)
-    return math.ceil((resident + buffers) * FREE_SHARE / (FREE_SHARE - 1))
+    return math.ceil((resident + buffers) * _FREE_SHARE / (_FREE_SHARE - 1))
 
 
 class _Seen(NamedTuple):
@@ -72,7 +73,7 @@ class ExpertStream:
         self.memory = memory.num_bytes
         self.steps: Steps | None = None  # if stream() was given progress=
         self.activations: Any = None  # an ActivationFile, if stream() was given a folder for it
-        self._source = memory.source
+        self._source = memory.source  # of the number, for errors
         self._model = weakref.ref(model)
         self._optimizer_bytes = optimizer_bytes
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of weights of the model
@@ -88,7 +89,7 @@ class ExpertStream:
         if for_experts < self._least:
             raise ValueError(self._arithmetic(0))
         whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
-        held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
+        held = self._dense + min(for_experts, whole * len(layers)) + self.memory // _FREE_SHARE
         in_files = sum(span.num_bytes for layer in layers for span in layer.every_span())
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
@@ -104,11 +105,11 @@ class ExpertStream:
         return self.pool.statistics
 
     def reset_statistics(self) -> None:
-        """Begins to count anew."""
+        """Begin to count at 0."""
         self.pool.statistics = Statistics()
 
     def resident_tensors(self) -> list[Tensor]:
-        """Parameters and buffers of the model that are in memory, tied ones once."""
+        """List the model's parameters and buffers that are in memory, tied ones once."""
         model = self._model()
         if model is None:
             return []
@@ -119,7 +120,7 @@ class ExpertStream:
         return list(found.values())
 
     def before(self, optimizer: Optimizer) -> None:
-        """Notes the most memory that the process had, and empties the buffers if the step needs their memory."""
+        """Note the most memory that the process had, and empty the buffers if the step needs their memory."""
         trained = self._trained()
         memory = process() if has_a_parameter_of(optimizer, trained) else None
         if memory is None:
@@ -135,14 +136,14 @@ class ExpertStream:
             _trim()
 
     def after(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer that stepped weights of the model."""
+        """Note an optimizer that has stepped weights of the model."""
         if has_a_parameter_of(optimizer, self._trained()):
             self._optimizers.add(optimizer)
             self._has_stepped = True
             self.is_counted = False
 
     def before_step(self, is_training: bool) -> None:
-        """Makes room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
+        """Make room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
         with self._counting:  # a thread that steps after another one counts as it does
             if is_training or self._has_stepped:
                 trained = self._trained()
@@ -150,7 +151,7 @@ class ExpertStream:
                 if self._optimizers:
                     self._state = bytes_of_state(self._optimizers)
                 elif self._optimizer_bytes is None:  # before the first step, what an optimizer will have
-                    self._state = MOMENTS * sum(map(_bytes_of, trained))
+                    self._state = _MOMENTS * sum(map(_bytes_of, trained))
                 else:
                     self._state = math.ceil(self._optimizer_bytes * sum(t.numel() for t in trained))
                 if self._has_stepped:
@@ -168,7 +169,7 @@ class ExpertStream:
                 self.pool.resize(left)
 
     def _measure(self) -> int | None:
-        """Bytes that buffers may have in a step like the largest so far, beside the states that came after it."""
+        """Compute the bytes that buffers may have in a step like the largest, beside the states that came since."""
         memory = process()
         room = None if memory is None else _room(memory)
         if room is None or not self._seen.most:
@@ -194,15 +195,15 @@ class ExpertStream:
         return [t for t in self.resident_tensors() if isinstance(t, nn.Parameter) and t.requires_grad]
 
     def _left(self, adapters: int) -> int:
-        """Bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
+        """Compute the bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
         others = self._dense + adapters + self._gradients + self._state
-        return self.memory - self.memory // FREE_SHARE - others
+        return self.memory - self.memory // _FREE_SHARE - others
 
     def _arithmetic(self, adapters: int) -> str:
         rows = [
             ("weights outside of the experts", self._dense),
             (f"{PARTS} experts", self._least),
-            ("activations and the program, a quarter of memory", self.memory // FREE_SHARE),
+            ("activations and the program, a quarter of memory", self.memory // _FREE_SHARE),
         ]
         more = ""
         if adapters:
@@ -226,10 +227,10 @@ class ExpertStream:
         return f"memory={self.memory:,} bytes{self._source} is too little: {text} = {total:,}{more}"
 
     def _warn_of(self, memory: Memory) -> None:
-        """Warns if the model would hold more than a limit of this process allows."""
+        """Warn if the model would hold more than a limit of this process allows."""
         limit = memory.limit
         held = self._dense + min(self.pool.num_bytes, self.pool.layer_bytes * len(self.pool.layers))
-        if limit is None or held <= limit.num_bytes - limit.num_bytes // FREE_SHARE:
+        if limit is None or held <= limit.num_bytes - limit.num_bytes // _FREE_SHARE:
             return
         warnings.warn(
             f"memory={memory.num_bytes:,} bytes lets the model hold {held:,}, but this process has a limit: {limit}. "
@@ -239,19 +240,19 @@ class ExpertStream:
 
 
 def _trim() -> None:
-    """Returns what heap and operators keep of freed tensors."""
+    """Give the system back what heap and operators keep of freed tensors."""
     ops.release_memory()
     trim_heap()
 
 
 def _room(memory: Process) -> int | None:
-    """Bytes that the limits let this process have, without what stays free; None without limits."""
+    """Compute the bytes that the limits let this process have, without what stays free; None without limits."""
     room = room_of_process(memory.now)
     return None if room is None else room - room // MARGIN
 
 
 def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of the tensors in the state of optimizers, shared ones once, packed ones as they are packed."""
+    """Count the bytes of tensors in the state of optimizers, shared ones once, packed ones as they are packed."""
     found: dict[int, int] = {}
     # a state may nest: 8-bit optimizers have dicts of blocks, and others tensors that wrap packed ones
     waiting: list[Any] = [optimizer.state for optimizer in optimizers]

@@ -1,4 +1,10 @@
-"""Layers of experts cut into parts, and the order in which a step uses the parts."""
+"""Layers of experts cut into parts, and the order in which a step uses the parts.
+
+The order is what makes reading ahead and Belady's rule possible (pool.py): a forward uses the layers 0, 1, 2, ...,
+a backward uses them in reverse, and where layers are checkpointed it runs each one's forward again before its
+backward. Where two layers fit into memory a part is a layer; otherwise a layer is cut into parts of so few experts
+that PARTS of them fit, so that some are read while one computes.
+"""
 
 import enum
 from collections.abc import Iterator, Sequence
@@ -45,7 +51,7 @@ class Parts:
         return self._parts[number]
 
     def after(self, number: int, phase: Phase, is_training: bool) -> Iterator[int]:
-        """Numbers of parts in the order of their next uses, after this use of one.
+        """Yield the numbers of parts in the order of their next uses, after this use of one.
 
         A backward repeats the forward of a layer, as checkpoints do, and then goes backwards through its parts.
         """
@@ -69,7 +75,7 @@ class Parts:
 
 
 def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
-    """(experts of a part, 0 for all of a layer; buffers). ValueError if the bytes hold too few experts.
+    """Choose (experts of a part, 0 for all of a layer; number of buffers); ValueError if too few experts fit.
 
     Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
     """
@@ -86,7 +92,7 @@ def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
 
 
 def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
-    """Bytes of a buffer for some experts of any of the layers, by default for all of them."""
+    """Compute the bytes of a buffer for some experts of any of the layers, by default for all of them."""
     step = ALIGNED if count else BLOCK
     sizes = (layer.num_bytes(min(count or layer.num_experts, layer.num_experts)) for layer in layers)
     return -(-max(sizes) // step) * step

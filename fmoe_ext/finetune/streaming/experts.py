@@ -1,4 +1,10 @@
-"""The forward of experts whose weights are in files: brings them into buffers and computes as with any others."""
+"""The forward of experts whose weights are in files: brings them into buffers and computes as with any others.
+
+There are three ways to the weights, all in the pool's memory: the chosen experts alone, in slots of a cache, where
+few tokens choose few of them without a gradient (generation); parts of the layer one after the other, where two
+layers do not fit (parts.py); the whole layer otherwise. Autograd would keep the weights until the backward, and
+with them every buffer. It keeps their places in the buffer instead (_Kept), and the backward reads the layer again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +45,7 @@ class Streamed:
     def forward(
         self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """experts_forward of huggingface; raises what Pool.whole() raises."""
+        """Compute as huggingface.experts_forward; raises what Pool.whole() raises."""
         num_experts = self.stream.pool.layers[self.index].num_experts
         is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
         if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
@@ -82,8 +88,22 @@ class Streamed:
                 b1, b2 = (None if b is None else b[order] for b in biases)
                 out = compute(experts, (w1, b1, w2, b2), x, slots, topk_weights, adapters)
                 return out.to(hidden_states.dtype)
-        if len(pool.parts.of_layer[self.index]) > 1:
-            rows = self._in_parts(experts, biases, (x, topk_idx, topk_weights, adapters))
+        numbers = pool.parts.of_layer[self.index]
+        if len(numbers) > 1:
+            is_training, has_graph = experts.training, torch.is_grad_enabled()
+            graph = pool.graph() if has_graph else None
+
+            def of_part(
+                i: int, phase: Phase, _: Any = graph
+            ) -> Any:  # holds graph as long as the backward may come
+                found = pool.part(numbers[i], phase, is_training)
+                return found if has_graph else self._multiplied(found)
+
+            parts = [pool.parts[number] for number in numbers]
+            is_packed = pool.layers[self.index].is_packed
+            rows = compute_in_parts(
+                experts, of_part, parts, biases, x, topk_idx, topk_weights, adapters, is_packed
+            )
             return rows.to(hidden_states.dtype)
         found = pool.whole(self.index, is_backward=is_repeated(), is_training=experts.training)
         w1, w2 = self._multiplied(found)
@@ -97,38 +117,21 @@ class Streamed:
         return out.to(hidden_states.dtype)
 
     def format_of(self, parameter: str) -> str:
-        """Format in the files of the weight that a parameter of the experts is, one of frozen.FORMATS or "floats"."""
+        """Say the format in the files of a parameter of the experts, one of frozen.FORMATS or "floats"."""
         layer = self.stream.pool.layers[self.index]
         if not layer.is_packed:
             return "floats"
         weights = layer.weights(np.zeros(layer.num_bytes(1), np.uint8), 1)
         return str(weights[parameter == "down_proj"].format)
 
-    def _in_parts(self, experts: Any, biases: Any, given: tuple[Any, ...]) -> Tensor:
-        pool, is_training, has_graph = self.stream.pool, experts.training, torch.is_grad_enabled()
-        numbers = pool.parts.of_layer[self.index]
-
-        graph = pool.graph() if has_graph else None
-
-        def weights(i: int, phase: Phase, _: Any = graph) -> Any:  # it lives as long as the backward may come
-            found = pool.part(numbers[i], phase, is_training)
-            return found if has_graph else self._multiplied(found)
-
-        parts = [pool.parts[number] for number in numbers]
-        is_packed = pool.layers[self.index].is_packed
-        x, topk_idx, topk_weights, adapters = given
-        return compute_in_parts(
-            experts, weights, parts, biases, x, topk_idx, topk_weights, adapters, is_packed
-        )
-
     def _multiplied(self, weights: Any) -> Any:
-        """w1, w2 as they are multiplied: rounding the rows to 8 bits has no gradient."""
+        """Return w1, w2 as they are multiplied: rounding the rows to 8 bits has no gradient."""
         if not self.int8_activations or torch.is_grad_enabled():
             return weights
         return tuple(w.in_int8 if isinstance(w, Quantized) else w for w in weights)
 
     def _chosen(self, topk_idx: Tensor) -> tuple[Any, Tensor, Tensor] | None:
-        """(weights of the slots, choices as slots, expert in each slot), if few experts can be chosen."""
+        """Read the chosen experts, if they can be few -> (weights of slots, choices as slots, expert in each slot)."""
         pool = self.stream.pool
         if torch.is_grad_enabled() or pool.holds_all:
             return None

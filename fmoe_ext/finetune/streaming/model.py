@@ -25,10 +25,9 @@ from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
+from fmoe_ext.finetune.streaming.linear import keep_packed, packable, use_ours_where_torch_is_slow
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
-from fmoe_ext.finetune.streaming.sixteen_bits import use_ours_where_torch_is_slow
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
@@ -46,7 +45,7 @@ def stream(
     int8_activations: bool = False,
     progress: bool | Listener = False,
 ) -> Any:
-    """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
+    """Load a causal language model of Transformers in eval(), whose experts are read from their files when needed.
 
     It is loaded on the CPU, whatever torch.set_default_device() says.
     folder: with config.json and safetensors files, a GGUF file, or the name of a repository that is in the cache of the
@@ -97,7 +96,7 @@ def stream(
     layers, state = _plan(files.path, weights, skeleton, dtype)
     packed = _take_packed(weights, skeleton, state, dtype)
     model = _load(files.path, type(skeleton), skeleton.config, state, dtype)
-    # PEFT notes it in adapter_config.json
+    # PEFT notes the name in adapter_config.json
     model.name_or_path = model.config.name_or_path = str(
         files.path if isinstance(folder, ModelFiles) else Path(folder)
     )
@@ -120,7 +119,7 @@ def stream(
 def _plan(
     file: Path, weights: ModelWeights, skeleton: nn.Module, dtype: torch.dtype
 ) -> tuple[list[Layer], dict[str, Any]]:
-    """(layers of experts, placeholders for them by name)."""
+    """Find the layers of experts, and make placeholders for them -> (layers, {name: placeholder})."""
     layers: list[Layer] = []
     state: dict[str, Any] = {}
     tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties them, without reading values
@@ -148,7 +147,7 @@ def _plan(
 def _take_packed(
     weights: ModelWeights, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, PackedTensor]:
-    """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
+    """Add what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
     packed = {}
     linear = packable(skeleton)
     for name, tensor in weights.others(dtype).items():

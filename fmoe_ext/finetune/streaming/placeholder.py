@@ -1,4 +1,10 @@
-"""The parameters that stand for weights which stay in files, or packed in memory."""
+"""The parameters that stand for weights which stay in files, or packed in memory.
+
+Transformers, PEFT, optimizers and trainers look at a model's parameters: their names, shapes, dtypes, whether they
+need a gradient. A placeholder answers all of that, and is an error that says what to do where something would read
+or change values, which would otherwise be NaN. It sees each call through __torch_function__: questions pass,
+methods that would return the tensor itself do so, and all others are refused by name.
+"""
 
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -8,8 +14,8 @@ from torch import nn
 
 from fmoe_ext.ep.wrappers import running_deepspeed
 
-# Questions about a tensor that need no values.
-QUESTIONS = frozenset(
+# questions about a tensor that need no values
+_QUESTIONS = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
         "is_floating_point", "is_complex", "is_contiguous", "is_signed", "data_ptr", "untyped_storage",
@@ -17,20 +23,20 @@ QUESTIONS = frozenset(
         "_has_compatible_shallow_copy_type",
     }
 )  # fmt: skip
-# Attributes that are other tensors of the same values.
-VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# Methods that return the tensor itself if nothing changes.
-SAME = frozenset(
+# attributes that are other tensors of the same values
+_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+# methods that return the tensor itself if nothing changes
+_SAME = frozenset(
     {
         "detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory",
         "float", "half", "double", "bfloat16", "__getitem__",
     }
 )  # fmt: skip
-DEEPSPEED = "DeepSpeed"
-# More to say for some of them.
-HINTS = MappingProxyType(
+_DEEPSPEED = "DeepSpeed"
+# more to say about some calls that are refused
+_HINTS = MappingProxyType(
     {
-        DEEPSPEED: "it copies every weight: leave deepspeed= out of TrainingArguments, and train in one process. ",
+        _DEEPSPEED: "it copies every weight: leave deepspeed= out of TrainingArguments, and train in one process. ",
         "_is_view": "torch.compile does not compile this model: leave torch_compile=True or torch.compile out. ",
         **dict.fromkeys(
             ("to", "float", "half", "double", "bfloat16", "type"),
@@ -53,6 +59,7 @@ class StreamedWeight(nn.Parameter):
     )
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StreamedWeight":
+        # one NaN that all elements share: whatever slips through is seen
         nothing = torch.full((1,), float("nan"), dtype=dtype, device="cpu").expand(shape)
         return super().__new__(cls, nothing, requires_grad=False)
 
@@ -69,9 +76,9 @@ class StreamedWeight(nn.Parameter):
             if running_deepspeed():
                 cls._refuse(owner)
             return args[0]
-        if (name == "__get__" and owner not in VALUES) or name in QUESTIONS:
+        if (name == "__get__" and owner not in _VALUES) or name in _QUESTIONS:
             return super().__torch_function__(func, types, args, kwargs)
-        if name in SAME and _keeps(args[0], name, args[1:], kwargs):
+        if name in _SAME and _keeps(args[0], name, args[1:], kwargs):
             return args[0]
         cls._refuse(owner if name == "__get__" else name)
 
@@ -86,8 +93,8 @@ class StreamedWeight(nn.Parameter):
 
     @classmethod
     def _refuse(cls, what: str) -> NoReturn:
-        what = DEEPSPEED if running_deepspeed() else what
-        raise RuntimeError(f"{what}: {HINTS.get(what, '')}{cls.reason}")
+        what = _DEEPSPEED if running_deepspeed() else what
+        raise RuntimeError(f"{what}: {_HINTS.get(what, '')}{cls.reason}")
 
 
 class PackedWeight(StreamedWeight):

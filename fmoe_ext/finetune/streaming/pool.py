@@ -1,12 +1,14 @@
 """Buffers of a fixed size in all, for the experts of some layers: whole layers for many tokens, chosen experts for few.
 
-Whole layers are kept by Belady's rule: the order of the layers in a forward and a backward is known, so the layer that
-is used last gives its buffer up, and the next one is read while this one computes. Where two layers do not fit, each is
-cut into parts of some experts, which take the place of layers. Chosen experts are kept in a part of the memory for each
-layer, the least recently used gives its slot up.
+Whole layers are kept by Belady's rule: the order of the layers in a forward and a backward is known (cut.py), so
+the buffer whose next use is farthest away is read over, and the next layer is read while this one computes. Where
+two layers do not fit, each is cut into parts of some experts, which are then kept instead of layers. Chosen experts
+are kept in a part of the memory for each layer, where the least recently used one gives its slot up.
 
-Threads share the buffers. A thread has a lease of each buffer that it computes with, and nothing that another thread
-computes with is read over, given back or cut anew: a read waits for a buffer, a new size for a later step.
+Threads share the buffers. A thread has a lease of each buffer that it computes with, and nothing that another
+thread computes with is read over, given back or cut again: a read waits for a buffer, a new size for a later step.
+A lease ends when the garbage collector takes the last tensor of the weights, wherever that happens, so that its end
+may take no lock.
 """
 
 import gc
@@ -58,7 +60,7 @@ class Statistics:
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
-# Seconds without a lease that ends, after which those of other threads count as kept by autograd.
+# seconds without a lease that ends, after which those of other threads count as kept by autograd
 PATIENCE = 60.0
 
 
@@ -80,22 +82,21 @@ class _Slot:
 
 
 class _Cache:
-    """The slots of one layer's chosen experts, the weights in them, and which expert is where.
-
-    place [E + 1] int64: the slot of each expert, -1 for those that are not there, and at the end; order: the expert in
-    each slot, 0 for empty ones.
-    """
+    """The slots of one layer's chosen experts, the weights in them, and which expert is where."""
 
     def __init__(self, layer: Layer, buffer: "np.ndarray[Any, Any]", num_slots: int) -> None:
         self.buffer, self.num_slots = buffer, num_slots
         self.weights = layer.weights(buffer, num_slots)
+        # [E + 1] slot of each expert, -1 where it is in none; the last for a choice of -1, of no expert
         self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
-        self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
+        self.order = torch.zeros(
+            num_slots, dtype=torch.int64, device="cpu"
+        )  # expert in each slot, 0 if empty
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self._free = list(range(num_slots))
 
     def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(experts that have to be read, slots for them); marks the others as used.
+        """Find slots for experts, and mark those that are there as used -> (experts to read, slots for them).
 
         The slots have no expert until put(), so that a read that fails leaves none in a slot of another one.
         """
@@ -110,7 +111,7 @@ class _Cache:
         return missing, self._free[: len(missing)]
 
     def put(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Notes experts that were read into slots."""
+        """Note experts that were read into slots."""
         for expert, slot in zip(experts, slots, strict=True):
             self._free.remove(slot)
             self._slots[expert] = slot
@@ -138,7 +139,7 @@ class Pool:
         self.turn = RLock()  # of a thread that computes with chosen experts, which other reads would replace
         self._inside: Counter[int] = Counter()  # {thread: its calls that compute now}
         self._graphs: weakref.WeakSet[Lease] = weakref.WeakSet()
-        # Of threads that need a buffer: an entry for each that is free. Queues, for _end() may take no lock.
+        # of threads that need a buffer: an entry when one may be free. Queues, since _end() may take no lock
         self._waiting: list[SimpleQueue[None]] = []
         self._slots: list[_Slot] = []
         self._size = 0  # experts of a part, 0 for all of a layer
@@ -169,7 +170,7 @@ class Pool:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The buffers keep their sizes and contents for this thread inside the block, where it takes no lease."""
+        """Keep the buffers' sizes and contents for this thread inside the block, where it takes no lease."""
         thread = get_ident()
         with self._lock:
             self._inside[thread] += 1
@@ -182,7 +183,7 @@ class Pool:
                     del self._inside[thread]
 
     def graph(self) -> Lease:
-        """A lease to keep as long as a graph whose backward reads parts by the numbers that they have now."""
+        """Make a lease for a graph to keep, whose backward reads parts by the numbers that they have now."""
         lease = Lease()
         with self._lock:
             self._graphs.add(lease)
@@ -203,7 +204,7 @@ class Pool:
             return not self._leases(after[0])
 
     def resize(self, num_bytes: int) -> None:
-        """Makes the buffers smaller, or as large as they were; they are read again unless their number stays.
+        """Make the buffers smaller, or as large as they were; they are read again unless their number stays.
 
         Does nothing while other threads compute with them: a later step asks again.
         """
@@ -228,19 +229,19 @@ class Pool:
             self._forget()
 
     def forget(self) -> None:
-        """Gives the memory of the buffers back until they are read again; not while tensors use it."""
+        """Give the memory of the buffers back until they are read again; not while tensors use it."""
         with self.turn, self._lock:
             self._settle()
             if not self._inside and not self._leases(self._size):
                 self._forget()
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
-        """The weights of a layer of one part; its buffer is free again when the last tensor of them is gone.
+        """Return the weights of a layer of one part; its buffer is free again when their last tensor is gone.
 
         Raises RuntimeError if tensors that autograd keeps have all buffers.
         """
         layer = self.layers[index]
-        # Nothing outlives the call and nothing gives way, so generation needs no lease for each layer of each token.
+        # nothing outlives the call and nothing gives way, so generation needs no lease for each layer of each token
         is_short = self.holds_all and not torch.is_grad_enabled()
         if is_short and index in self._described:
             return self._described[index]
@@ -253,26 +254,24 @@ class Pool:
         return weights
 
     def part(self, number: int, phase: Phase, is_training: bool) -> Weights:
-        """The weights of a part, as whole() gives those of a layer."""
+        """Return the weights of a part, as whole() does for a layer."""
         part = self.parts[number]  # parts of one layer differ in size where its experts are no multiple
         return self.layers[part.layer].weights(self._lease(number, phase, is_training), part.end - part.begin)
 
     def again(
         self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor of the weights of a layer of one part in a backward, by its place in the buffer."""
+        """Return a tensor of a layer of one part in a backward, by its place in the buffer."""
         buffer = torch.from_numpy(self._lease(self.parts.of_layer[index].start, Phase.BACKWARD, True))
         values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return values.as_strided(shape, stride, offset // dtype.itemsize)
 
     def _lease(self, number: int, phase: Phase, is_training: bool) -> "np.ndarray[Any, Any]":
-        """The buffer of a part once it is read."""
-        next_use: dict[
-            int, int
-        ] = {}  # {part: distance}, by which Belady's rule chooses the buffer to read over
+        """Return the buffer of a part once it is read."""
+        next_use: dict[int, int] = {}  # {part: distance}, by which Belady's rule chooses what to read over
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
-        # The lease is taken under the lock that finds the buffer, or another thread might read over it.
+        # the lease is taken under the lock that finds the buffer, or another thread might read over it
         lease, slot = Lease(), None
         while slot is None:
             released: SimpleQueue[None] = SimpleQueue()
@@ -311,13 +310,13 @@ class Pool:
         return buffer
 
     def _end(self, slot: _Slot, lease: Lease) -> None:
-        """Ends a lease, wherever the garbage collector runs: it takes no lock."""
+        """End a lease, wherever the garbage collector runs: it takes no lock."""
         slot.leases.discard(lease)
         for waiting in tuple(self._waiting):
             waiting.put(None)
 
     def _wait(self, released: SimpleQueue[None]) -> None:
-        """Waits for a lease that ends; RuntimeError if none of them does, because autograd keeps the weights."""
+        """Wait for a lease that ends; RuntimeError if none of them does, because autograd keeps the weights."""
         try:
             with self._lock:
                 others = any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases))
@@ -372,7 +371,7 @@ class Pool:
         return self.parts[slot.part].layer, offset - slot.begin
 
     def count(self, **amounts: float) -> None:
-        """Adds to the counters of these names in the statistics."""
+        """Add to the counters of these names in the statistics."""
         with self._counting:
             for name, amount in amounts.items():
                 setattr(self.statistics, name, getattr(self.statistics, name) + amount)
@@ -386,9 +385,8 @@ class Pool:
             if any(slot.leases for slot in self._slots):
                 return False
             region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
-            count = min(
-                layer.num_experts for layer in self.layers
-            )  # those of every layer that fit into a region
+            # as many experts as fit into the region of every layer
+            count = min(layer.num_experts for layer in self.layers)
             while count and any(layer.num_bytes(count) > region for layer in self.layers):
                 count -= 1
             if count < needed:
@@ -409,7 +407,7 @@ class Pool:
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def _settle(self) -> None:
-        """Waits for reads that are under way."""
+        """Wait for reads that are under way."""
         for slot in self._slots:
             if slot.done is not None:
                 slot.done.exception()
@@ -418,7 +416,7 @@ class Pool:
         return next((slot for slot in self._slots if slot.part == number), None)
 
     def _victim(self, next_use: dict[int, int]) -> _Slot | None:
-        """The buffer to read a part into: an empty one, or the one used last; None if all are leased."""
+        """Choose the buffer to read a part into: an empty one, or the one used last; None if all are leased."""
         for _ in range(3):  # now, after the reads under way, and after the garbage collector has run
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
@@ -454,7 +452,7 @@ class Pool:
         )
 
     def _read_ahead(self, number: int, next_use: dict[int, int]) -> None:
-        """Begins to read the next parts that are not there, unless they would take the place of an earlier one."""
+        """Begin to read the next parts that are not there, unless one that is used earlier would be read over."""
         for part in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
             if part == number or self._find(part) is not None:
                 continue
@@ -466,7 +464,7 @@ class Pool:
 
 
 def in_huge_pages(num_bytes: int) -> mmap.mmap:
-    """Memory of this process in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
+    """Allocate memory in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
     memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a hint
@@ -480,7 +478,7 @@ _PRIVATE: Mapping[str, Any] = MappingProxyType(
 
 
 def _when(slot: _Slot, next_use: dict[int, int]) -> float:
-    """Distance to the next use of a buffer: empty ones first, then parts that no use is known of."""
+    """Distance to the next use of a buffer: empty ones first, then parts without a known use."""
     if slot.part is None:
         return float("inf")
     return next_use.get(slot.part, 1e9)

@@ -1,8 +1,13 @@
-"""Reads spans of files into memory, through the page cache or past it.
+"""Read spans of files into memory, through the page cache or past it.
 
-A memory cgroup charges the pages that the system caches for a process. O_DIRECT avoids them. File systems without it
-are read through the cache, and each range is dropped from there after it was copied. Where memory is left for all
-spans, the cache keeps them: the second read of a span is a copy.
+A memory cgroup charges the pages that the system caches for a process. O_DIRECT avoids them. File systems without
+it are read through the cache, and each range is dropped from there after it was copied. Where memory is left for
+all spans, the cache keeps them: the second read of a span is a copy.
+
+Spans are sorted by their place in the files and joined to chunks, which two threads read in turn into memory of
+their own, since O_DIRECT reads whole blocks to aligned addresses, and copy to their places. Spans that lie
+otherwise in the file than experts compute with them are transformed on the way (Span.turn), as many at once as fit
+into RAW bytes.
 """
 
 import functools
@@ -21,12 +26,11 @@ from fmoe_ext.checkpoint.expert_files import ALIGNED, Span
 
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
-MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
-RAW = 64 * 2**20  # bytes that are in memory before they are turned
-THREADS = 2
+_MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
+RAW = 64 * 2**20  # bytes that are in memory before they are transformed
+_THREADS = 2
 
-
-Source: TypeAlias = tuple[Path, int, int]  # file, begin and number of bytes
+_Source: TypeAlias = tuple[Path, int, int]  # file, begin and number of bytes
 
 
 class _Chunk(NamedTuple):
@@ -55,19 +59,19 @@ class Reader:
     def __init__(self, paths: Iterable[Path] = (), through_cache: bool = False) -> None:
         self.through_cache = through_cache
         self._handles: dict[Path, _Open] = {}
-        self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
+        self._threads = ThreadPoolExecutor(_THREADS, "fmoe_ext read")
         weakref.finalize(self, _close, self._handles, self._threads)
         for path in paths:
             self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fills the places of spans in `into` [num_bytes] uint8, turned where they say so -> bytes that were read.
+        """Fill the places of spans in `into` [num_bytes] uint8, turned where they say so -> bytes that were read.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """
         num_bytes = self._fetch([span for span in spans if span.turn is None], into)
         for group in _groups([span for span in spans if span.turn is not None]):
-            moved: dict[Source, Span] = {}  # each once: codes and scales may be of the same bytes
+            moved: dict[_Source, Span] = {}  # each once: codes and scales may be of the same bytes
             end = 0
             for source in (part[:3] for span in group for part in (span, *span.beside)):
                 if source not in moved:
@@ -83,12 +87,12 @@ class Reader:
         for path in {chunk.path for chunk in chunks}:
             self._open(path)
         # neighbours go to different threads, so that the disk sees its file in order
-        shares = [chunks[first::THREADS] for first in range(min(THREADS, len(chunks)))]
+        shares = [chunks[first::_THREADS] for first in range(min(_THREADS, len(chunks)))]
         self._all(functools.partial(self._read, into), shares)
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
     def _all(self, function: Callable[..., None], *arguments: Sequence[Any]) -> None:
-        """Calls a function in the threads; none of them writes any more when this ends, by an error or Ctrl-C too."""
+        """Call a function in the threads; none of them writes any more when this ends, by an error or Ctrl-C too."""
         calls = [self._threads.submit(function, *given) for given in zip(*arguments, strict=True)]
         try:
             for call in calls:
@@ -101,7 +105,7 @@ class Reader:
             direct = 0 if self.through_cache else getattr(os, "O_DIRECT", 0)
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
-            except OSError:  # of a file system without O_DIRECT
+            except OSError:  # a file system without O_DIRECT
                 direct = 0
                 try:
                     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -135,7 +139,7 @@ class Reader:
 
 
 def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
-    """uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
+    """Allocate uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
     return np.frombuffer(mmap(-1, num_bytes), dtype=np.uint8)
 
 
@@ -152,9 +156,9 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
 
 
 def _turn(
-    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[Source, Span], span: Span
+    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[_Source, Span], span: Span
 ) -> None:
-    """Transforms a span and those beside it, which lie in `raw` where `moved` says, into its place."""
+    """Transform a span and those beside it, which lie in `raw` where `moved` says, into its place."""
     assert span.turn is not None
     lie = (moved[part[:3]] for part in (span, *span.beside))
     turned = span.turn(*(raw[m.at : m.at + m.num_bytes] for m in lie)).reshape(-1).view(np.uint8)
@@ -162,7 +166,7 @@ def _turn(
 
 
 def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Spans in the order of the files, as many together as fit into RAW bytes."""
+    """Group spans in the order of the files, as many together as fit into RAW bytes."""
     group: list[Span] = []
     size = 0
     for span in sorted(spans, key=lambda span: span[:2]):
@@ -177,7 +181,7 @@ def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 
 def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
-    """Spans in the order of the files, joined to reads of at most CHUNK bytes."""
+    """Join spans in the order of the files to reads of at most CHUNK bytes."""
     current: _Chunk | None = None
     for span in sorted(spans):
         begin, left, at = span.begin, span.num_bytes, span.at
@@ -185,7 +189,7 @@ def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
             if current is not None and (
                 current.path != span.path
                 or begin < current.begin
-                or begin - current.end > MAX_GAP
+                or begin - current.end > _MAX_GAP
                 or max(begin, current.end) - current.begin >= CHUNK
             ):
                 yield current
