@@ -57,9 +57,8 @@ class NaiveGate(_ModelDtype, gates.NaiveGate):
         )
         dropped = topk_idx < 0
         chosen = logits.gather(1, topk_idx.clamp(min=0))
-        chosen = chosen.masked_fill(
-            dropped, torch.finfo(chosen.dtype).min
-        )  # not -inf: all dropped would be NaN
+        # not -inf, whose softmax is NaN where all are dropped
+        chosen = chosen.masked_fill(dropped, torch.finfo(chosen.dtype).min)
         return topk_idx, (chosen.softmax(-1) * scale).masked_fill(dropped, 0)
 
 
@@ -95,7 +94,7 @@ def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
 
 
 class SwipeGate(NaiveGate, gates.SwipeGate):
-    """SwipeGate with topk_weights of the dtype of the model; outside a layer its ranks are those of ensure_comm()."""
+    """SwipeGate with topk_weights of the dtype of the model; outside a layer its ranks are ensure_comm()'s."""
 
     def swipe_once(
         self, idx: torch.Tensor, capacity: torch.Tensor, bias: int

@@ -148,7 +148,7 @@ class AllGather(Function):
 class Slice(Function):
     """This rank's rows of an input that all ranks of a group have; the first B % world_size have one row more.
 
-    The gradient is that of all rows, gathered.
+    The gradient is gathered from all of them.
     """
 
     @staticmethod

@@ -85,9 +85,8 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
 
 def draw_as_fastmoe(linear: _FMoELinear) -> None:
     """Draw FastMoE's initial values: kaiming_uniform with in_feat * out_feat for the fan-in, zero bias."""
-    nn.init.kaiming_uniform_(
-        linear.weight, a=math.sqrt(5)
-    )  # [E, out, in]: torch takes out * in for the fan-in
+    # of [E, out, in] torch takes out * in for the fan-in
+    nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
 
@@ -115,7 +114,7 @@ class MOELinear:
 
 
 class FMoETransformerMLP(_FMoETransformerMLP, FMoE):
-    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them anew.
+    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them again.
 
     Example:
 

@@ -223,9 +223,7 @@ def checkpoint(case: Case) -> Iterator[Finding]:
                 p.add_(torch.randn_like(p))
     try:
         buffer = io.BytesIO()
-        torch.save(
-            dict(late), buffer
-        )  # through a file, so that nothing is shared with the model that was saved
+        torch.save(dict(late), buffer)  # as a file, which shares nothing with the model that was saved
         buffer.seek(0)
         result = s.load(fresh, torch.load(buffer, weights_only=True))
     except Exception as error:

@@ -224,7 +224,7 @@ def clipping(case: Case) -> Iterator[Finding]:
 
 
 def balance(case: Case) -> Iterator[Finding]:
-    """The balance loss of a batch is that of the batch twice, does not grow with K, and ignores padding."""
+    """The balance loss stays the same for the batch twice, does not grow with K, and ignores padding."""
     s = case.subject
     if s.parts is None:
         yield verdict("balance-size", "", None, "no balance loss is given (parts=)")

@@ -229,7 +229,7 @@ def _without_experts(case: Case) -> nn.Module:
 
 
 def _history(case: Case, count: int) -> Iterator[Finding]:
-    """A forward after that of another batch equals the first forward of a model."""
+    """A forward after one of another batch equals a model's first forward."""
     # not the same tokens in another order, which leave the same counts and sums
     some = _samples(case.subject.batch, count, torch.arange(count, device="cpu") // 2)
     changed = _behind(some, count, 0)

@@ -2,9 +2,9 @@
 
 A token's row depends on its own input and scores. A higher score never costs an expert its token, and never lowers
 its weight or raises another one's: that holds for a softmax, sigmoids, noise and a bias of the choice alike, and
-all of it the other way round where scores are distances. Of the weights only ratios are known, since the change of
-an expert's output is not; the sum of a token's weights is compared under other scores (_normalised). Shapes are
-those of probe.py.
+the other way round where scores are distances. Of the weights only ratios are known, since the change of an
+expert's output is not; the sum of a token's weights is compared under other scores (_normalised). Shapes are as in
+probe.py.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ class Layer:
     num_scores: int  # num_experts, or one more for a choice of no expert
     stacked: dict[str, nn.Parameter] = field(default_factory=dict)  # [E, a, b], all experts
     separate: list[dict[str, nn.Parameter]] = field(default_factory=list)  # one dict an expert
-    shards: list[dict[str, nn.Parameter]] = field(
-        default_factory=list
-    )  # stacks of fewer experts, as of ranks
+    shards: list[dict[str, nn.Parameter]] = field(default_factory=list)  # stacks of a part, as a rank's
     order: list[int] = field(default_factory=list)  # place in the shards of each expert, once it was measured
     routers: dict[str, nn.Parameter] = field(default_factory=dict)
     named: bool = True  # False: the router was found by its shape alone

@@ -105,9 +105,8 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         scale = max(abs(slope), abs(expected), size * float(along.norm()) / along.numel() ** 0.5)
         gap = abs(slope - expected)
         bad: bool | None = gap > SLOPE_BOUND * scale + 0.1 * ROUNDING * abs(float(case.task)) / SLOPE_STEP
-        if (
-            bad
-        ):  # a mistake has one slope at every step; rounding, and choices that change unseen, have others
+        if bad:
+            # a mistake has one slope at every step; rounding, and choices that change unseen, have others
             others = [_slope(case, layer, along, step) for step in (SLOPE_STEP * 4, SLOPE_STEP / 4)]
             steady = all(seen and abs(other - slope) < 0.2 * gap for other, seen in others)
             bad = True if same and case.choices and steady else None
@@ -196,7 +195,7 @@ def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None
 
 
 def choice_bias(case: Case) -> Iterator[Finding]:
-    """A bias of the choice changes choices only: the weights are those of the scores without it."""
+    """A bias of the choice changes choices only: weights come from the scores without it."""
     base, watch = case.run(case.copy(), case.subject.batch, case.subject.task)
     for layer in case.layers:
         for name in _biases(layer):

@@ -64,7 +64,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         """Return A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
         a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
         num_experts = self.num_experts
-        # a view of a matrix: torch copies its gradient four times as fast as that of three permuted dimensions
+        # a view of a matrix: torch copies its gradient four times as fast as with three permuted dimensions
         of_experts = b.reshape(-1, num_experts).t().view(num_experts, b.shape[0], -1)
         return a.reshape(num_experts, -1, a.shape[1]), of_experts
 

@@ -4,7 +4,7 @@ An experts module of Transformers has all its experts in stacked parameters [E, 
 own E / ranks experts, and an ExpertParallel through which experts_forward sends the tokens. PEFT's adapters of
 these parameters are cut with them: A [E * r, in] by rows, B [out, r * E] by columns, where the expert varies
 fastest. Two calls then need the other ranks: generate() goes on until the last of them has finished, and
-save_pretrained() gathers the rows first, so that the files are those of one process.
+save_pretrained() gathers the rows first, so that the files are the same as from one process.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
 def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
     """Save a PeftModel whose experts are spread: every rank calls it, the first of the job writes.
 
-    The files are PEFT's, with the adapters of all experts. options: those of PEFT's save_pretrained.
+    The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained.
     """
     state = dict(options.pop("state_dict", None) or model.state_dict())
     for prefix, wrapper in adapters_around(model):

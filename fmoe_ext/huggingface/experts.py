@@ -4,11 +4,11 @@ Transformers decorates every experts module that may run elsewhere with facts ab
 is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default).
 experts_forward reads them and takes one of three routes: a usual MLP is one operator (ops.expert_mlp;
 frozen.frozen_mlp with packed weights or adapters); any other MLP is two grouped products with the module's own
-activation between them, of which glu.py makes the clamped ones one operator each way; experts with rounded adapters
-run through lattice.py.
+activation between them, one operator each way where glu.py knows it; experts with rounded adapters run through
+lattice.py.
 
-T tokens, D their width, K experts of each, E experts, H hidden width, R = T * K rows sorted by expert, N tokens
-that this rank has received.
+T tokens of width D, K experts a token, H hidden width, N tokens that this rank has received, R = N * K rows sorted
+by expert.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def use(model: Any) -> Any:
 
     From then on model.load_state_dict() also takes the names that save_pretrained() writes, where each expert is a
     tensor. Trainer.train(resume_from_checkpoint=) loads these, and without it drops all experts with a line in the log.
-    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
-    SwitchTransformers and JetMoe among them.
+    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers, for
+    example Llama4, SwitchTransformers and JetMoe.
 
     Example:
 
@@ -136,7 +136,7 @@ def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "n
     ranks; expert_dp_comm: the tag of the experts' parameters (FMoE.mark_parallel_comm). For training wrap the model in
     fmoe_ext.distributed.DistributedGroupedDataParallel; torch's DistributedDataParallel is refused. From then on all
     ranks call the forward, generate() (which waits for the last to finish) and save_pretrained() (which writes the
-    whole model, for any layout) together. The loss of output_router_logits is that of each rank's tokens.
+    whole model, for any layout) together. The loss of output_router_logits is of each rank's tokens.
     Raises ValueError for a model without experts that can be spread, TypeError for quantised or sharded ones.
     """
     from fmoe_ext.huggingface.ep import spread_experts

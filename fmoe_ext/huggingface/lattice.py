@@ -3,8 +3,8 @@
 Merging an adapter into packed weights rounds the sum to what the packing can hold, and what was trained in float is
 lost in part. Here the forward already computes with the rounded sum, so that training sees the loss of the merged
 model. Rounding has no useful gradient; the backward takes it for the identity (straight-through, Bengio et al.,
-2013, https://arxiv.org/abs/1308.3432): it decodes W, runs the experts again with it in float and sends the gradient
-of W on to B and A, as that of W + scale B A.
+2013, https://arxiv.org/abs/1308.3432): it decodes the rounded sum, runs the experts again with it in float, and
+sends the gradient of the sum on to B and A as if it were W + scale B A itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_rounded(
     with torch.no_grad():
         # clones: the backward reads them, and the buffers of a streamed layer have other weights by then
         packed = tuple(w.map(torch.clone) if a is None else _rounded(w, a) for w, a in pairs)
-    # not read: the gradients of W that the backward returns reach a and b through them
+    # not read: the gradients that the backward returns for the sums reach a and b through them
     changes = (None if a is None else a.scale * torch.bmm(a.b, a.a) for _, a in pairs)
     result: Tensor = _StraightThrough.apply(run, packed, transposed, x, topk_weights, *changes)
     return result

@@ -139,7 +139,7 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
 def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
     """Save a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
 
-    huggingface.from_pretrained() loads the folder in one process. options: those of Transformers' save_pretrained.
+    huggingface.from_pretrained() loads the folder in one process. options: of Transformers' save_pretrained.
     Where experts are spread over ranks, all of them call it, max_shard_size is the only option, and the first writes;
     fmoe_ext.checkpoint.load(folder, model) reads each rank's experts.
     Raises CheckpointError on every rank.

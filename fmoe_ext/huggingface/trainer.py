@@ -42,7 +42,7 @@ class BalanceCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
         trainer = _running_trainer()
-        # First, before those of report_to (TensorBoard, W&B), which read the logs that this one completes. In place:
+        # First, before report_to's callbacks (TensorBoard, W&B), which read the logs that this one completes. In place:
         # Transformers is walking the list, and calls each callback once all the same.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)

@@ -37,7 +37,7 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
       a Trainer of Transformers or TRL: added to what compute_loss returns in training, whatever computes that loss.
     Under accumulation the loss of each microbatch counts as the model's own does: by its share of num_items_in_batch
     where the loop divides by this number, else wholly, for the loop (accelerator.backward, Lightning) to divide both.
-    The loss is that of a microbatch's tokens; gates.WholeBatch has that of the whole batch. A loss that was added
+    The loss is of a microbatch's tokens; gates.WholeBatch makes it of the whole batch. A loss that was added
     before to the same gates is removed, with a warning: it would be the only one that counts. Raises ValueError for a
     model without gates, for a weight that is no number of at least 0, and in training for an output without a loss.
     Equivalent to: loss + weight * total_loss(model).

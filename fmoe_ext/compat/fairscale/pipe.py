@@ -48,12 +48,12 @@ class Pipe(nn.Module):
     statistics move once a batch (DeferredBatchNorm).
 
     Losses, hooks, skip connections (skippable) and gates' balance losses work as in the module itself; a gate's loss is
-    the mean of those of its microbatches, weighted by their rows, or inside gates.all_forwards_first and
-    gates.WholeBatch that of the whole batch.
+    the mean of its microbatches' losses, weighted by their rows, or inside gates.all_forwards_first and
+    gates.WholeBatch the loss of the whole batch.
 
     Raises TypeError for another module; ValueError for a wrong balance, chunks or checkpoint, and for parameters shared
-    between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe;
-    fmoe_ext.compat.torch_pipe has that of torch.distributed.pipeline.sync.Pipe.
+    between devices; IndexError for too few devices. The interface is torchgpipe's and
+    fairscale.nn.Pipe's; fmoe_ext.compat.torch_pipe has torch.distributed.pipeline.sync.Pipe's.
     Equivalent to: module(batch) on one device.
 
     Example:
@@ -145,8 +145,8 @@ class Pipe(nn.Module):
         """batch [B, *], or a tuple of such tensors for a first layer that takes one -> what the last layer returns.
 
         Among the tensors of a tuple may be other values (None, lists, numbers), which every microbatch gets, and
-        NoChunk(tensor), which it gets whole; a value of the result that is no tensor comes back as the list of those of
-        the microbatches. The result is on devices[-1]. Raises TypeError for values without a tensor, and whatever a
+        NoChunk(tensor), which it gets whole; a value of the result that is no tensor comes back as a list, an entry a
+        microbatch. The result is on devices[-1]. Raises TypeError for values without a tensor, and whatever a
         layer raises, with the layer's name.
         """
         if others:

@@ -34,7 +34,7 @@ def get_moe_group() -> dist.ProcessGroup | None:
 class DistributedDataParallel(DistributedGroupedDataParallel):
     """DistributedGroupedDataParallel over the groups of _set_groups() or Megatron's, for Megatron's schedules.
 
-    State dicts are those of the module, without a prefix. Raises ValueError for Megatron's contiguous gradient buffers,
+    State dicts are the module's, without a prefix. Raises ValueError for Megatron's contiguous gradient buffers,
     which this does not use.
     """
 

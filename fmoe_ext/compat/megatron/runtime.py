@@ -56,7 +56,7 @@ def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
 
 
 def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, Any]:
-    """Arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
+    """Make the arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
     if not dist.is_initialized():
         return {"world_size": 1, "expert_dp_comm": "dp"}
     mpu = get_mpu()
@@ -91,7 +91,7 @@ def _stage_group(args: Any) -> dist.ProcessGroup:
 
 
 def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
-    """Groups of a DistributedGroupedDataParallel for fmoefied Megatron models; all ranks of the job call it."""
+    """Make the groups for DistributedGroupedDataParallel of fmoefied Megatron models; all ranks call it."""
     args, mpu = get_args(), get_mpu()
     data_group = mpu.get_data_parallel_group()
     groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": _stage_group(args)}

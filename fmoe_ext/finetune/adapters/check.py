@@ -27,7 +27,7 @@ _WRITERS = MappingProxyType(
 def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     """Report on an adapter, as JSON: layout, evidence, rows (one a projection of a layer), problems.
 
-    base: adds what does not fit and, for each expert, the norm of its delta over that of its weight.
+    base: adds what does not fit and, for each expert, the norm of its delta over its weight's.
     """
     problems = [*adapter.problems, *adapter.refused]
     notes = []

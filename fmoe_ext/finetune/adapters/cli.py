@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     text = join.add_mutually_exclusive_group()
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")
     text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
-    join.add_argument("--tokenizer", help="folder or name of the tokenizer, that of the model by default")
+    join.add_argument("--tokenizer", help="folder or name of the tokenizer, the model's by default")
     join.add_argument(
         "--rounding",
         choices=("calibrated", "nearest"),

@@ -21,7 +21,7 @@ from fmoe_ext.finetune.adapters.delta import module_of
 _Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]
 
 
-class ConvertedChanges:
+class _ConvertedChanges:
     """Changes of the parameters that one converter makes, and what they are in the files.
 
     pairs: {name of a parameter: (lora_A, lora_B, scaling)}. Raises CheckpointError if the converter does not turn
@@ -78,7 +78,7 @@ class ConvertedChanges:
 
 def converted_changes(
     of_base: BaseExperts, pairs: dict[str, _Pair]
-) -> tuple[list[ConvertedChanges], dict[str, _Pair]]:
+) -> tuple[list[_ConvertedChanges], dict[str, _Pair]]:
     """Group the changes of converted weights by their tensors in the files -> (groups, pairs of all others).
 
     pairs: {name of lora_A: (lora_A, lora_B, scaling)}.
@@ -90,4 +90,4 @@ def converted_changes(
             others[key] = pair
         else:
             groups.setdefault(at[1].names, (*at, {}))[2][f"{module_of(key)}.weight"] = pair
-    return [ConvertedChanges(*group) for group in groups.values()], others
+    return [_ConvertedChanges(*group) for group in groups.values()], others

@@ -31,7 +31,7 @@ def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
 
 
 def lacks_gate(adapter: Adapter, of_base: BaseExperts | None) -> bool:
-    """True where the experts are known to have no gate, as those of Nemotron-H."""
+    """True where the experts are known to have no gate, as Nemotron-H's."""
     if of_base is not None:
         return any(e and not e.has_gate for e in map(of_base.at, adapter.layers))
     return adapter.form == "flat" and any("up" in parts for parts in adapter.layers.values())

@@ -141,7 +141,7 @@ def merge(
 ) -> dict[str, Any]:
     """Write base + adapter to a new folder -> its report: the share of each change that rounding took.
 
-    dtype: of the weights, those of the base by default. Raises CheckpointError where they do not fit, where `out` is
+    dtype: of the weights, the base's by default. Raises CheckpointError where they do not fit, where `out` is
     taken, and on a full disk; what is complete stays beside `out`, and the same call goes on with it.
     """
     out = Path(out).absolute()

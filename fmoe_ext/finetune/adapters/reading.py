@@ -84,9 +84,7 @@ class Adapter:
     orientation: str = ""  # "out_in" (PEFT 0.19 and later) or "in_out" (earlier)
     packing: str = ""  # of the columns of lora_B
     evidence: Evidence | None = None
-    layers: dict[str, dict[str, Factors]] = field(
-        default_factory=dict
-    )  # {module of experts: {projection: ...}}
+    layers: dict[str, dict[str, Factors]] = field(default_factory=dict)  # {module: {projection: ...}}
     others: dict[str, StoredTensor] = field(default_factory=dict)  # under the names of the file
     problems: list[str] = field(default_factory=list)  # what check() reports
     refused: list[str] = field(default_factory=list)  # why its factors are not all that changes the base

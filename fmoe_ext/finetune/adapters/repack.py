@@ -3,8 +3,8 @@
 A change of an adapter is often smaller than the steps of the packing, so that rounding to the nearest values would
 lose it. A text tells which directions matter: it runs through the streamed model once, a hook on each layer sees
 the inputs x of the experts, and the experts are rounded one at a time so that ||x (Q - (W + D))|| is small, by the
-second moments of x (frozen.rounding). The inputs of the down projection are those of the merged, not yet rounded up
-projection. The error is measured on the last part of the text, against the error of leaving the adapter out. Each
+second moments of x (frozen.rounding). The down projection's inputs come from the merged up projection before it is
+rounded. The error is measured on the last part of the text, against the error of leaving the adapter out. Each
 layer is noted when its bytes are on the disk, so that a merge that was ended goes on after it.
 """
 
@@ -247,7 +247,7 @@ class _Repack:
                     if rows is None:
                         rounded, ways = to_nearest(lies, target), {"nearest": target.shape[0]}
                     else:
-                        # few tokens choose some experts: their moments are drawn to those of the layer's inputs
+                        # few tokens choose some experts: their moments are drawn to the moments of the layer's inputs
                         moments = shrunk_moments(rows[:num], prior if name == "w1" else None)
                         rounded, ways = round_packed(lies, target, moments)
                     sums[name].add(e, rounded, weight, target, rows, num, ways)

@@ -93,9 +93,8 @@ class Streamed:
             is_training, has_graph = experts.training, torch.is_grad_enabled()
             graph = pool.graph() if has_graph else None
 
-            def of_part(
-                i: int, phase: Phase, _: Any = graph
-            ) -> Any:  # holds graph as long as the backward may come
+            # _ holds the graph's lease as long as the backward may come
+            def of_part(i: int, phase: Phase, _: Any = graph) -> Any:
                 found = pool.part(numbers[i], phase, is_training)
                 return found if has_graph else self._multiplied(found)
 

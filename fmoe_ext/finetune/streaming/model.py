@@ -54,7 +54,7 @@ def stream(
     experts, and a quarter of it for activations and the program; "auto" is what the machine and the memory cgroups of
     this process have free.
     folders: others, on other disks perhaps, where shards that the folder's index names may be instead.
-    dtype: of the model, by default that of config.json, or of most weights in the files where it names none; weights
+    dtype: of the model, by default config.json's, or that of most weights in the files where it names none; weights
     that the files have in another one are cast while they are read. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for

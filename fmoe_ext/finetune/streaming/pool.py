@@ -39,7 +39,7 @@ class Statistics:
     """Counts since the last reset(). Layers, or parts of layers, and experts that were read, bytes, and seconds."""
 
     layers_read: int = 0
-    parts_read: int = 0  # of layers of which two do not fit into the buffers
+    parts_read: int = 0  # of layers, where two layers do not fit into the buffers
     experts_read: int = 0
     bytes_read: int = 0
     hits: int = 0  # of experts that few tokens chose
@@ -60,7 +60,7 @@ class Statistics:
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
-# seconds without a lease that ends, after which those of other threads count as kept by autograd
+# seconds in which no lease ends, after which other threads' leases count as kept by autograd
 PATIENCE = 60.0
 
 
@@ -76,7 +76,7 @@ class _Slot:
     """A buffer for one part of a layer."""
 
     begin: int  # byte in the memory of the pool
-    part: int | None = None  # its number among those of all layers
+    part: int | None = None  # its number in Parts
     done: Future[None] | None = None  # the read of it
     leases: set[Lease] = field(default_factory=set)
 
@@ -89,9 +89,8 @@ class _Cache:
         self.weights = layer.weights(buffer, num_slots)
         # [E + 1] slot of each expert, -1 where it is in none; the last for a choice of -1, of no expert
         self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
-        self.order = torch.zeros(
-            num_slots, dtype=torch.int64, device="cpu"
-        )  # expert in each slot, 0 if empty
+        # [num_slots] expert in each slot, 0 if empty
+        self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self._free = list(range(num_slots))
 
@@ -356,7 +355,7 @@ class Pool:
         return cache
 
     def resident_layers(self) -> list[int]:
-        """Layers of which a part has a buffer, or is being read into one."""
+        """Layers with a part that has a buffer, or is being read into one."""
         return [self.parts[slot.part].layer for slot in self._slots if slot.part is not None]
 
     def contains(self, address: int) -> bool:
