@@ -1,7 +1,10 @@
 """FastMoE's module tree on top of fmoe_ext: `import fmoe_ext.compat as fmoe`, or install() and `import fmoe`.
 
-Thin translations of names and arguments; docs/fastmoe.md lists the intended differences. Modules of FastMoE that have
-no file here are made from the table TREE. Doors for other libraries: fairscale/ and torch_pipe.py.
+Everything here is a thin translation: names, arguments, the order of arguments, initial values and dtypes are
+FastMoE's, the maths is the core's, so that a program and its checkpoints go on as they are. Private names that
+published programs import (_Expert, _fmoe_general_global_forward) are kept; docs/fastmoe.md lists the intended
+differences. FastMoE has more modules than ideas: layers.py, _gates.py and _fastermoe.py hold what is in several of
+its files, and the table _TREE makes those modules of it. Doors for other libraries: fairscale/ and torch_pipe.py.
 """
 
 import importlib
@@ -16,7 +19,8 @@ from fmoe_ext.compat.layers import (
     FMoETransformerMLP,
 )
 
-TREE = MappingProxyType(
+# module of FastMoE: (file here, names)
+_TREE = MappingProxyType(
     {
         "balance": ("megatron.balance", "metrics reset_balance_profile update_balance_profile"),
         "distributed": ("layers", "DistributedGroupedDataParallel"),
@@ -58,14 +62,15 @@ def install() -> None:
             f"another fmoe is already imported, from {getattr(present, '__file__', None)}: call "
             "fmoe_ext.compat.install() before the first `import fmoe`, or uninstall FastMoE"
         )
+    # the same module objects, so that a class imported by either name is one class
     for name, module in list(sys.modules.items()):
         if f"{name}.".startswith(f"{__name__}."):
             sys.modules[f"fmoe{name.removeprefix(__name__)}"] = module
 
 
 def _make_modules() -> None:
-    """Make the modules of TREE, each an attribute of the module above it."""
-    for path, (source, names) in TREE.items():
+    """Make the modules of _TREE, each an attribute of the module above it."""
+    for path, (source, names) in _TREE.items():
         module = ModuleType(f"{__name__}.{path}", f"fmoe.{path}.")
         module.__path__ = []  # a package, which may have modules
         home = importlib.import_module(f"{__name__}.{source}")

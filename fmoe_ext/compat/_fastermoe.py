@@ -1,7 +1,8 @@
 """fmoe.fastermoe and its modules: FasterMoE's names for the same maths; overlap and shadowing belong to fmoe_ext.ep.
 
-The parameters of expert number idx of a list e are one flat tensor; shadow policies return the experts that all ranks
-copy, as bools [world_size * num_expert]; stored_models changes only where a result is computed.
+FasterMoE's functions pass the parameters of expert number idx of a list e as one flat tensor. Its shadow policies
+return the experts that all ranks copy, as bools [world_size * num_expert]. Its stored_models says which were
+copied: that changes only where a result is computed, so it is taken and ignored here.
 """
 
 import functools
@@ -18,7 +19,7 @@ from fmoe_ext.compat.layers import _fmoe_general_global_forward as _general_forw
 from fmoe_ext.ep.cost import Hardware, Layer
 from fmoe_ext.ep.shadowing import choose_shadows
 
-ExpertFn: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+_ExpertFn: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 policy_fn = None
 
@@ -63,7 +64,7 @@ def stash_expert_params(e: Sequence[nn.Module], params: torch.Tensor, idx: int) 
 
 @torch.no_grad()
 def pop_expert_params(e: Sequence[nn.Module], idx: int) -> None:
-    """Give an expert back what stash_expert_params put aside; does nothing if that is nothing."""
+    """Give an expert back what stash_expert_params put aside, if it did."""
     expert = e[idx]
     if not hasattr(expert, "expert_param_stash"):
         return
@@ -148,7 +149,7 @@ class MoEForward:
 
     @staticmethod
     def apply(
-        expert_fn: ExpertFn,
+        expert_fn: _ExpertFn,
         experts: Any,
         inp: torch.Tensor,
         pos_s: torch.Tensor,
@@ -171,7 +172,7 @@ class MoEForward:
 def _fmoe_general_global_forward(
     inp: torch.Tensor,
     gate: torch.Tensor,
-    expert_fn: ExpertFn,
+    expert_fn: _ExpertFn,
     n_expert: int,
     world_size: int,
     experts: Any = None,
@@ -185,6 +186,6 @@ def _fmoe_general_global_forward(
     return _general_forward(inp, gate, all_experts, n_expert, world_size)
 
 
-def _each_expert(expert_fn: ExpertFn, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def _each_expert(expert_fn: _ExpertFn, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     parts = x.split(count.tolist())
     return torch.cat([expert_fn(rows, count[idx : idx + 1], idx) for idx, rows in enumerate(parts)])

@@ -16,23 +16,24 @@ from fmoe_ext.gates.faster_gate import make_faster_gate
 nw_per_node = _env.get("FMOE_TOPO_GPUS_PER_NODE")
 
 
-class ModelDtype:
+class _ModelDtype:
     """A gate whose topk_weights have the dtype of the model, where fmoe_ext's have float32 or wider.
 
-    The dtype is that of the input, or of autocast, as F.linear would return it. Choices and losses are computed in
-    float32 all the same.
+    It is the dtype that F.linear would return: the input's, or autocast's. Choices and losses are computed in float32
+    all the same.
     """
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> Any:
         options = (return_all_scores,) if return_all_scores else ()
         topk_idx, topk_weights, *rest = super().forward(inp, *options)  # type: ignore[misc]
         device, dtype = inp.device.type, inp.dtype
+        # torch.is_autocast_enabled("meta") raises, and autocast leaves float64 as it is
         if device != "meta" and dtype != torch.float64 and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         return topk_idx, topk_weights.to(dtype), *rest
 
 
-class NaiveGate(ModelDtype, gates.NaiveGate):
+class NaiveGate(_ModelDtype, gates.NaiveGate):
     """NaiveGate with topk_weights of the model's dtype, and to the last bit the softmax of the chosen scores."""
 
     @property
@@ -56,15 +57,16 @@ class NaiveGate(ModelDtype, gates.NaiveGate):
         )
         dropped = topk_idx < 0
         chosen = logits.gather(1, topk_idx.clamp(min=0))
+        # not -inf, whose softmax is NaN where all are dropped
         chosen = chosen.masked_fill(dropped, torch.finfo(chosen.dtype).min)
         return topk_idx, (chosen.softmax(-1) * scale).masked_fill(dropped, 0)
 
 
-class NoisyGate(ModelDtype, gates.NoisyGate):
+class NoisyGate(_ModelDtype, gates.NoisyGate):
     """NoisyGate with topk_weights of the dtype of the model."""
 
 
-class ZeroGate(ModelDtype, gates.ZeroGate):
+class ZeroGate(_ModelDtype, gates.ZeroGate):
     """ZeroGate with topk_weights of the dtype of the model."""
 
 
@@ -92,7 +94,7 @@ def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
 
 
 class SwipeGate(NaiveGate, gates.SwipeGate):
-    """SwipeGate with topk_weights of the dtype of the model; outside a layer its ranks are those of ensure_comm()."""
+    """SwipeGate with topk_weights of the dtype of the model; outside a layer its ranks are ensure_comm()'s."""
 
     def swipe_once(
         self, idx: torch.Tensor, capacity: torch.Tensor, bias: int
@@ -127,4 +129,4 @@ def limit_by_capacity(
     return new_lec, new_gec, kept.view(topk_idx.shape)
 
 
-__all__ = ["BaseGate", "ModelDtype"]
+__all__ = ["BaseGate"]

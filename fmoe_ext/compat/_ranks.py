@@ -1,4 +1,9 @@
-"""Exchanges of fmoe.functions with other ranks; everything that needs a process group goes through here."""
+"""Exchanges of fmoe.functions with other ranks; everything that needs a process group goes through here.
+
+FastMoE's functions take counts and no group: the group is the one of the last ensure_comm(), kept in _State. A rank
+sends rows in the order (rank, expert) and wants those that it receives in the order (expert, rank), so that each
+expert's are together: to_experts() sorts after the exchange, from_experts() undoes it before.
+"""
 
 from typing import Any
 
@@ -30,8 +35,8 @@ def exchange_counts(local_expert_count: torch.Tensor, world_size: int) -> torch.
 
 
 def to_host(count: torch.Tensor, world_size: int) -> torch.Tensor:
-    """A count that may have come from other ranks, on the host; RuntimeError if its exchange failed meanwhile."""
-    count = count.cpu()
+    """Copy a count that may have come from other ranks; RuntimeError if its exchange failed meanwhile."""
+    count = count.cpu()  # waits for the exchange, so that check() sees its end
     if world_size > 1:
         exchange.check(exchange.register_group(_State.group))
     return count
@@ -65,7 +70,7 @@ def sum_over_ranks(x: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def all_gather(x: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:
-    """x of every rank of the group; the numbers of rows may differ."""
+    """Gather x of every rank of the group; the numbers of rows may differ."""
     return [x] if world_size == 1 else gather_rows(x, group)
 
 

@@ -15,7 +15,7 @@ from fmoe_ext.ep.process_groups import Group
 
 
 def ensure_comm(t: torch.Tensor, comm: Group) -> None:
-    """Make comm (None: the default group) the group of the functions in this module; t is not used."""
+    """Make comm (None: the default group) the group of the functions in this module; t is ignored."""
     _ranks.set_group(comm)
 
 
@@ -73,7 +73,7 @@ def _local_gather(
     inp: torch.Tensor, pos: torch.Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> torch.Tensor:
     """Rows of inp at pos of a zero tensor with out_batch_size rows; rows at the same place are added."""
-    # a choice's row has a place of its own and is copied; gradients of one token's choices are added
+    # forward: each choice's row has a place of its own; backward: the choices of one token are added
     out = inp.new_zeros((out_batch_size, *inp.shape[1:]))
     return out.index_add_(0, pos, inp) if maybe_overlap else out.index_copy_(0, pos, inp)
 
@@ -148,7 +148,7 @@ class AllGather(Function):
 class Slice(Function):
     """This rank's rows of an input that all ranks of a group have; the first B % world_size have one row more.
 
-    The gradient is that of all rows, gathered.
+    The gradient is gathered from all of them.
     """
 
     @staticmethod

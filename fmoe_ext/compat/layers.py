@@ -84,7 +84,8 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
 
 
 def draw_as_fastmoe(linear: _FMoELinear) -> None:
-    """FastMoE's initial values: kaiming_uniform with in_feat * out_feat for the fan-in, zero bias."""
+    """Draw FastMoE's initial values: kaiming_uniform with in_feat * out_feat for the fan-in, zero bias."""
+    # of [E, out, in] torch takes out * in for the fan-in
     nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -113,7 +114,7 @@ class MOELinear:
 
 
 class FMoETransformerMLP(_FMoETransformerMLP, FMoE):
-    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them anew.
+    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them again.
 
     Example:
 
@@ -153,7 +154,7 @@ def _draw(experts: FusedExperts) -> None:
 
 
 class DistributedGroupedDataParallel(_DataParallel):
-    """fmoe_ext's, but for parameters outside of FMoE layers: their gradient is the mean over the group of their tag."""
+    """fmoe_ext's, but a parameter outside of FMoE layers gets the mean of its gradient over the group of its tag."""
 
     def _follow_tags(self) -> None:
         layers = [child for child in self.module.modules() if isinstance(child, _FMoE)]

@@ -1,4 +1,4 @@
-"""torch.distributed.pipeline.sync, which torch no longer has, on top of Pipe: programs change only their import."""
+"""torch.distributed.pipeline.sync, which torch no longer has, on FairScale's Pipe: only a program's import changes."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ class LocalResult:
         return True
 
 
-# DistributedDataParallel(static_graph=True) finds the end of a backward by the tensors of a result.
+# DistributedDataParallel(static_graph=True) finds the end of a backward by the tensors of a result
 register_pytree_node(
     LocalResult, lambda result: ([result.value], None), lambda values, _: LocalResult(*values)
 )
 
 
 class WithDevice(nn.Module):
-    """Puts a module on a device, for one whose parameters do not show where it is to run."""
+    """Put a module on a device, for one whose parameters do not show where it is to run."""
 
     def __init__(self, module: nn.Module, device: torch.device | str | int):
         super().__init__()
@@ -69,7 +69,7 @@ class Pipe(pipe.Pipe):
     deferred_batch_norm: as in fmoe_ext.compat.fairscale.Pipe.
 
     Called with one or several arguments; a layer that returns a tuple gives the next one several. The result is in a
-    LocalResult: model(x).local_value(). torch's needs init_rpc before; this one does not. Names in the state dict are
+    LocalResult: model(x).local_value(). init_rpc, which torch's Pipe needs, is not needed. Names in the state dict are
     torch's. Raises TypeError for another module, ValueError for a child whose parameters are on several devices, and
     what fmoe_ext.compat.fairscale.Pipe raises.
     Equivalent to: module(*args) on one device.
@@ -84,8 +84,30 @@ class Pipe(pipe.Pipe):
     ):
         nn.Module.__init__(self)
         pipe.check_layers(module)
-        layers, balance, devices = _partition(module)
-        self._build(layers, balance, devices, chunks, checkpoint, deferred_batch_norm)
+        layers: list[nn.Module] = []
+        balance: list[int] = []
+        devices: list[torch.device] = []
+        for name, child in module.named_children():
+            if isinstance(child, WithDevice):
+                device = child.device
+                child = child.module.to(device)
+            else:
+                found = {p.device for p in child.parameters()}
+                if len(found) > 1:
+                    places = ", ".join(sorted(map(str, found)))
+                    raise ValueError(
+                        f"layer {name!r} has parameters on {places}: move it to one device with .to(), or cut it into "
+                        "layers"
+                    )
+                device = found.pop() if found else torch.device("cpu")
+            inner = list(child) if isinstance(child, nn.Sequential) else [child]
+            # on the CPU one partition would be no pipeline: there each child is its own
+            if not (devices and devices[-1] == device and device.type != "cpu"):
+                balance.append(0)
+                devices.append(device)
+            balance[-1] += len(inner)
+            layers += inner
+        self._build(nn.Sequential(*layers), balance, devices, chunks, checkpoint, deferred_batch_norm)
 
     def _partitions(self, module: nn.Sequential, balance: list[int]) -> "Iterator[_Partition]":
         layers = list(module)
@@ -101,34 +123,6 @@ class Pipe(pipe.Pipe):
 class _Partition(pipe.Partition):
     def _call(self, layer: nn.Module, values: Values) -> Any:
         return layer(*values) if isinstance(values, tuple) else layer(values)
-
-
-def _partition(module: nn.Sequential) -> tuple[nn.Sequential, list[int], list[torch.device]]:
-    """All layers, how many of them each partition has, and the partitions' devices."""
-    layers: list[nn.Module] = []
-    balance: list[int] = []
-    devices: list[torch.device] = []
-    for name, child in module.named_children():
-        if isinstance(child, WithDevice):
-            device = child.device
-            child = child.module.to(device)
-        else:
-            found = {p.device for p in child.parameters()}
-            if len(found) > 1:
-                places = ", ".join(sorted(map(str, found)))
-                raise ValueError(
-                    f"layer {name!r} has parameters on {places}: move it to one device with .to(), or cut it into "
-                    "layers"
-                )
-            device = found.pop() if found else torch.device("cpu")
-        inner = list(child) if isinstance(child, nn.Sequential) else [child]
-        # On the CPU one partition would be no pipeline: there each child is its own.
-        if not (devices and devices[-1] == device and device.type != "cpu"):
-            balance.append(0)
-            devices.append(device)
-        balance[-1] += len(inner)
-        layers += inner
-    return nn.Sequential(*layers), balance, devices
 
 
 __all__ = ["LocalResult", "NoChunk", "Pipe", "WithDevice", "pop", "skippable", "stash", "verify_skippables"]

@@ -1,4 +1,7 @@
-"""Invariants of adapters: they reach the loss, cover what they name, and are the same after a merge."""
+"""Invariants of adapters: they reach the loss, cover what they name, and are the same after a merge.
+
+PEFT begins with B = 0, where an adapter that is never used looks like one that is: random numbers are added first.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from fmoe_ext.doctor.case import TINY, Case, off, verdict
-from fmoe_ext.doctor.finding import layers_of
 from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.structure import layers_of
 from fmoe_ext.doctor.subject import copied
 
 
@@ -22,7 +25,6 @@ def adapters(case: Case) -> Iterator[Finding]:
         return
     base = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[0].detach()
     model = case.copy().eval()
-    dead = []
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in names:

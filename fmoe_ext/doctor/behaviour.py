@@ -12,31 +12,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.case import TINY, Case, off, parts_of, verdict
-from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.case import TINY, Case, off, parts_of, rows_of, verdict
 from fmoe_ext.doctor.probe import has_capacity
 from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.structure import Layer, layers_of, state_of
 from fmoe_ext.doctor.subject import copied
 
 
 def evaluation(case: Case) -> Iterator[Finding]:
     """Two evaluations with other random numbers are equal and leave the state as it was."""
     model = case.copy().eval()
-    before = {n: v.clone() for n, v in _state(model).items()}
+    before = {n: v.clone() for n, v in state_of(model).items()}
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         with torch.no_grad():
             losses.append(float(case.subject.task(model, case.subject.batch)))
     yield verdict("evaluation", "", off(*losses) > TINY, f"two losses {losses[0]:.8g}, {losses[1]:.8g}")
-    moved = [n for n, v in _state(model).items() if n in before and not v.equal(before[n])]
+    moved = [n for n, v in state_of(model).items() if n in before and not v.equal(before[n])]
     yield verdict(
         "bias-once", moved[0] if moved else "", bool(moved), f"{len(moved)} tensors moved in evaluation"
     )
-    yield from _as_in_training(case)
-
-
-def _as_in_training(case: Case) -> Iterator[Finding]:
     random = draws_numbers(case)
     _, watch = case.run(case.copy().eval(), case.subject.batch, case.subject.task)
     for name, choices in case.choices.items():
@@ -45,7 +41,7 @@ def _as_in_training(case: Case) -> Iterator[Finding]:
             yield verdict("evaluation", name, None, "training draws random numbers")
             continue
         same = other.shape == choices.shape and other.sort().values.equal(choices.sort().values)
-        # Sinkhorn balances in training only
+        # other experts may be right: Sinkhorn balances in training only
         bad = True if other.shape != choices.shape else False if same else None
         yield verdict(
             "evaluation", name, bad, f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation"
@@ -61,10 +57,6 @@ def draws_numbers(case: Case) -> bool:
     return off(*losses) > TINY
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: v for layer in layers_of(model) for n, v in layer.state().items()}
-
-
 def drops(case: Case) -> Iterator[Finding]:
     """No token leaves a layer without any expert's part, and experts compute every choice."""
     outputs: dict[str, torch.Tensor] = {}
@@ -73,12 +65,12 @@ def drops(case: Case) -> Iterator[Finding]:
     computed: dict[str, int] = {}
     for layer in layers:
         layer.module.register_forward_hook(
-            lambda _m, _i, out, n=layer.name: outputs.__setitem__(n, _rows(out))
+            lambda _m, _i, out, n=layer.name: outputs.__setitem__(n, rows_of(out))
         )
         for expert in _separate_experts(model, layer):
             expert.register_forward_hook(
                 lambda _m, _i, out, n=layer.name: computed.__setitem__(
-                    n, computed.get(n, 0) + len(_rows(out))
+                    n, computed.get(n, 0) + len(rows_of(out))
                 )
             )
     _, watch = case.run(model, case.subject.batch, case.subject.task)
@@ -114,26 +106,23 @@ def _separate_experts(model: nn.Module, layer: Layer) -> list[nn.Module]:
     return list(own[0].children()) if len(own) == 1 else []
 
 
-def _rows(output: Any) -> torch.Tensor:
-    while isinstance(output, tuple | list):
-        output = output[0]
-    return output.detach().reshape(-1, output.shape[-1])
-
-
 def recomputation(case: Case) -> Iterator[Finding]:
     """Recomputing a layer in the backward changes neither gradients nor state."""
 
+    def again_in_backward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return case.subject.recompute(partial(forward, **kwargs), *args)
+
     def recompute_layers(model: nn.Module) -> None:
         for layer in layers_of(model):
-            layer.module.forward = _recomputed(layer.module.forward, case.subject.recompute)
+            layer.module.forward = partial(again_in_backward, layer.module.forward)
 
     again, batches = case.copy(), [case.subject.batch]
     recompute_layers(again)
     try:
         expected = case.backward(case.copy(), case.subject.task)[2]
         grads = case.backward(again, case.subject.task)[2]
-        # After a step: a count may be twice as high before it, if the step takes the sign of the load and clears it.
-        a, b = (_state(case.stepped(batches, prepare)[0]) for prepare in (None, recompute_layers))
+        # states after a step: a count may be doubled before it, if the step takes the load's sign and clears it
+        a, b = (state_of(case.stepped(batches, prepare)[0]) for prepare in (None, recompute_layers))
     except Exception as error:  # models may refuse this kind of recomputation
         yield verdict("recomputation", "", None, str(error).splitlines()[0][:80] if str(error) else "refused")
         return
@@ -154,25 +143,22 @@ def recomputation(case: Case) -> Iterator[Finding]:
     )
 
 
-def _recomputed(forward: Callable[..., Any], recompute: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: recompute(partial(forward, **kwargs), *args)
-
-
 def bias_once(case: Case) -> Iterator[Finding]:
     """The state per expert moves as far in a step of two microbatches as in a step of one."""
     halves = parts_of(case.subject.batch)
-    start = _state(case.model)
+    start = state_of(case.model)
     if not start or halves is None:
         why = "no layer has a state of each expert" if not start else "the batch has one sample"
         yield verdict("bias-once", "", None, why)
         return
-    ends = [_state(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
+    ends = [state_of(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
     moving = {_of_any_layer(n) for n, v in start.items() if n in ends[0] and not ends[0][n].equal(v)}
     for name, value in start.items():
         moves = [float((end[name] - value).abs().max()) for end in ends if name in end]
         counted = moves and max(moves) >= 1  # a counter of tokens, not a bias
         bad = len(moves) < 2 or (not counted and moves[1] > 1.5 * moves[0] and moves[0] > 0)
-        bad |= not any(moves) and _of_any_layer(name) in moving and _unbalanced(case, name)  # left out
+        # it stays where others of its kind move, although its load is uneven: the step leaves it out
+        bad |= not any(moves) and _of_any_layer(name) in moving and _unbalanced(case, name)
         yield verdict(
             "bias-once",
             name,
@@ -184,10 +170,10 @@ def bias_once(case: Case) -> Iterator[Finding]:
 def bias_padding(case: Case) -> Iterator[Finding]:
     """A bias of the choice moves by the load of tokens, and padding is none."""
     s = case.subject
-    start = {n: v for n, v in _state(case.model).items() if "bias" in n.rpartition(".")[2]}
+    start = {n: v for n, v in state_of(case.model).items() if "bias" in n.rpartition(".")[2]}
     if s.padded is None or not start:
         return
-    plain, padded = (_state(case.stepped([b])[0]) for b in (s.batch, s.padded))
+    plain, padded = (state_of(case.stepped([b])[0]) for b in (s.batch, s.padded))
     for name, value in start.items():
         if name not in plain or name not in padded or plain[name].equal(value):
             continue
@@ -221,15 +207,25 @@ def checkpoint(case: Case) -> Iterator[Finding]:
     optimizer = case.optimizer(saved_from)
     s.step(saved_from, optimizer, [s.batch], s.loss)
     with torch.no_grad():
-        for value in _state(saved_from).values():
+        for value in state_of(saved_from).values():
             value.add_(torch.randn_like(value))
     late = s.save(saved_from)
-    # extra state
+    # extra state that has another form after a step
     shapes = [{n: getattr(v, "shape", None) for n, v in state.items()} for state in (early, late)]
     stale = [n for n, shape in shapes[0].items() if shapes[1].get(n, shape) != shape]
-    fresh = _scrambled(case)
+    if s.build is not None:
+        torch.manual_seed(99)
+        fresh = case.build(s.build)
+    else:
+        fresh = case.copy()
+        with torch.no_grad():
+            for p in [*fresh.parameters(), *state_of(fresh).values()]:
+                p.add_(torch.randn_like(p))
     try:
-        result = s.load(fresh, _through_a_file(late))
+        buffer = io.BytesIO()
+        torch.save(dict(late), buffer)  # as a file, which shares nothing with the model that was saved
+        buffer.seek(0)
+        result = s.load(fresh, torch.load(buffer, weights_only=True))
     except Exception as error:
         yield verdict("checkpoint", "", True, f"does not load: {str(error).splitlines()[0][:80]}")
         return
@@ -241,26 +237,8 @@ def checkpoint(case: Case) -> Iterator[Finding]:
     yield from _optimizer_checkpoint(case, saved_from.train(), optimizer)
 
 
-def _through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def _scrambled(case: Case) -> nn.Module:
-    if case.subject.build is not None:
-        torch.manual_seed(99)
-        fresh = case.build(case.subject.build)
-    else:
-        fresh = case.copy()
-        with torch.no_grad():
-            for p in [*fresh.parameters(), *_state(fresh).values()]:
-                p.add_(torch.randn_like(p))
-    return fresh
-
-
 def _optimizer_checkpoint(case: Case, model: nn.Module, optimizer: Any) -> Iterator[Finding]:
+    """A step of an optimizer that was loaded moves the parameters as one of the saved optimizer does."""
     twin = copied(model)
     other = case.optimizer(twin)
     try:
@@ -279,6 +257,7 @@ def _optimizer_checkpoint(case: Case, model: nn.Module, optimizer: Any) -> Itera
 
 
 def repeatable(case: Case) -> Iterator[Finding]:
+    """Two forwards from the same random numbers have the same loss, to the bit."""
     losses = [case.run(case.copy(), case.subject.batch, case.subject.task)[0].detach() for _ in range(2)]
     yield verdict(
         "repeatable", "", not losses[0].equal(losses[1]), f"losses {losses[0]:.10g}, {losses[1]:.10g}"

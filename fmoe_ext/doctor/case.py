@@ -1,4 +1,7 @@
-"""Float64 copies of the examined model and the steps that every check shares."""
+"""Float64 copies of the examined model and the steps that every check shares.
+
+Each check runs on a copy of its own, from the same random numbers, so that no check sees what another has left behind.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.finding import Layer, Watch, layers_of
 from fmoe_ext.doctor.report import OK, UNDECIDED, WRONG, Finding
+from fmoe_ext.doctor.structure import Layer, Watch, layers_of
 from fmoe_ext.doctor.subject import Batch, Loss, Subject, copied, double
 
 ChangeScores: TypeAlias = Callable[[Layer, torch.Tensor], torch.Tensor]
@@ -31,14 +34,24 @@ class Case:
         self.model = double(s.model).train()
         self.layers = _that_choose(self.subject, self.model)
         model = self.copy()
-        outputs = _outputs(model)
+        outputs: dict[str, torch.Tensor] = {}
+
+        def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            while isinstance(output, tuple | list) and output:
+                output = output[0]
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.retain_grad()
+                outputs[name] = output
+
+        for layer in layers_of(model):
+            layer.module.register_forward_hook(partial(keep, layer.name))
         self.task, self.choices, self.grads, self.over_tokens = self.backward(model, self.subject.task)
         self.reached = {  # tokens whose row of a layer's output has a gradient
             name: (out.grad != 0).any(-1).flatten() for name, out in outputs.items() if out.grad is not None
         }
 
     def copy(self) -> nn.Module:
-        """A copy in the state before any step."""
+        """Copy the model in its state before any step."""
         return copied(self.model)
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -50,7 +63,7 @@ class Case:
     def run(
         self, model: nn.Module, batch: Batch, loss: Loss, change: ChangeScores | None = None
     ) -> tuple[torch.Tensor, Watch]:
-        """Loss of a forward with fixed random numbers, and the choices in it; change: as of Watch."""
+        """Run a forward with fixed random numbers -> (loss, what was chosen in it); change: as of Watch."""
         torch.manual_seed(0)
         with Watch(layers_of(model), change).forward() as watch:
             value = loss(model, batch)
@@ -59,6 +72,7 @@ class Case:
     def backward(
         self, model: nn.Module, loss: Loss
     ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor], set[str]]:
+        """Run forward and backward -> (loss, choices, gradients, layers whose experts choose tokens)."""
         model.zero_grad()
         value, watch = self.run(model, self.subject.batch, loss)
         if value.requires_grad:
@@ -68,12 +82,13 @@ class Case:
         return value.detach(), watch.choices, grads, watch.over_tokens
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Make the subject's optimizer, AdamW if it names none."""
         if self.subject.optimizer is not None:
             return self.subject.optimizer(model)
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
 
     def stepped(self, batches: list[Batch], prepare: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """A copy after one step of the training."""
+        """Copy the model and train the copy for one step -> (copy, its optimizer)."""
         model = self.copy()
         if prepare is not None:
             prepare(model)
@@ -83,7 +98,7 @@ class Case:
         return model, optimizer
 
     def chosen(self, layer: Layer) -> list[int] | None:
-        """Experts that the forward chose for tokens that the loss depends on; None if the choices are not visible."""
+        """Experts that were chosen for tokens on which the loss depends; None if the choices are not visible."""
         choices = self.choices.get(layer.name)
         if choices is None:
             return None
@@ -94,7 +109,7 @@ class Case:
 
 
 def _that_choose(subject: Subject, model: nn.Module) -> list[Layer]:
-    """The model's MoE layers; of those whose router has no usual name, the ones that choose, and their routers."""
+    """Find the model's MoE layers; where no router has a usual name, keep those that choose, and their routers."""
     layers = layers_of(model)
     if all(layer.named for layer in layers):
         return layers
@@ -108,24 +123,8 @@ def _that_choose(subject: Subject, model: nn.Module) -> list[Layer]:
     return [layer for layer in layers if layer.name in watch.choices]
 
 
-def _outputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Outputs of the layers of a model in its next forward, with gradients after its backward."""
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        while isinstance(output, tuple | list) and output:
-            output = output[0]
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.retain_grad()
-            found[name] = output
-
-    for layer in layers_of(model):
-        layer.module.register_forward_hook(partial(keep, layer.name))
-    return found
-
-
 def parts_of(batch: Batch) -> list[Batch] | None:
-    """A batch in two along its first dimension, the first part not the larger one; None if it is of one sample."""
+    """Cut a batch in two along its first dimension, the first part not the larger one; None for one sample."""
     size = samples_of(batch)
     if size is None or size < 2:
         return None
@@ -142,19 +141,28 @@ def samples_of(batch: Batch) -> int | None:
 
 
 def tensors(batch: Batch) -> Iterator[torch.Tensor]:
+    """The tensors of a batch that have dimensions."""
     values = batch.values() if isinstance(batch, Mapping) else [batch]
     yield from (v for v in values if isinstance(v, torch.Tensor) and v.ndim)
 
 
 def mapped(batch: Batch, change: Any) -> Batch:
+    """Apply change to the tensors of a batch that have dimensions."""
     if isinstance(batch, Mapping):
         return {n: change(v) if isinstance(v, torch.Tensor) and v.ndim else v for n, v in batch.items()}
     return change(batch)
 
 
 def verdict(invariant: str, module: str, bad: bool | None, numbers: str) -> Finding:
-    """A finding; bad=None is undecided."""
+    """Make a finding; bad=None is undecided."""
     return Finding(invariant, module or "model", UNDECIDED if bad is None else WRONG if bad else OK, numbers)
+
+
+def rows_of(output: Any) -> torch.Tensor:
+    """The first tensor of a layer's output, as rows [T, D]."""
+    while isinstance(output, tuple | list):
+        output = output[0]
+    return output.detach().reshape(-1, output.shape[-1])
 
 
 def off(a: torch.Tensor | float, b: torch.Tensor | float) -> float:

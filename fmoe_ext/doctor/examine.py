@@ -1,4 +1,21 @@
-"""Run every check on one model."""
+"""Run every check on one model.
+
+The doctor has no second implementation to compare a model with, and does not read its code. It takes the model apart
+by what can be seen from outside (structure.py): experts are a list of equal modules or a stack of matrices, their
+router is a matrix from their width to their number, and choices and scores show in the calls of torch that make them,
+which a torch function mode observes. Then it compares the model with itself, on copies in float64 (case.py), where
+rounding leaves 1e-16 and a mistake leaves more:
+
+* a gradient with the slope of the loss along it (gradients.py, wiring.py)
+* a step with the same step in two microbatches, an evaluation with another, a saved model with the loaded one
+  (behaviour.py)
+* an output with itself among other samples, in another order or after another batch (independence.py)
+* one layer alone with itself after one score, token or expert has changed (probe.py): the rows that move tell who
+  computed a token, and the ratios of the moves are the ratios of its weights (routing.py)
+
+Where a design may break an invariant on purpose (a capacity, a custom backward, random numbers in training) a violation
+is undecided, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +29,12 @@ import torch
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.doctor import adapters, behaviour, gradients, independence, routing, wiring
 from fmoe_ext.doctor.case import Case, verdict
-from fmoe_ext.doctor.finding import repeated, unregistered
 from fmoe_ext.doctor.report import Finding, Report
+from fmoe_ext.doctor.structure import repeated, unregistered
 from fmoe_ext.doctor.subject import Subject
 
-# The names of the invariants that a check is about, for the case that it cannot run.
-CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
+# (invariant that is named where the check cannot run, check)
+_CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("finite", gradients.finite),
     ("router-gradient", gradients.router_gradient),
     ("expert-gradient", gradients.expert_gradient),
@@ -74,7 +91,20 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             subject = model if isinstance(model, Subject) else Subject(model, batch, **parts)
-            hidden = _hidden(subject.model)
+            # mistakes that hide experts from the model itself: nothing else could be examined
+            hidden = [
+                verdict(
+                    "registered",
+                    name,
+                    True,
+                    f"a list of {count} modules, whose parameters the model does not have",
+                )
+                for name, count in unregistered(subject.model).items()
+            ]
+            hidden += [
+                verdict("experts-differ", name, True, f"its {count} experts are one module")
+                for name, count in repeated(subject.model).items()
+            ]
             if hidden:
                 return Report(hidden, time.perf_counter() - began)
             case = Case(subject)
@@ -82,30 +112,15 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
                 raise AuditError(
                     "no MoE layer is found: no experts of one shape beside a router of their number"
                 )
-            findings = [finding for name, run in CHECKS for finding in _findings(name, run, case)]
+            findings: list[Finding] = []
+            for name, run in _CHECKS:
+                try:
+                    findings += list(run(case))
+                except Exception as error:  # a check that a model does not allow is undecided, and says why
+                    text = (str(error).splitlines() or [""])[0]
+                    text = f"cannot run: {type(error).__name__}: {text[:90]}"
+                    findings.append(verdict(name, "", None, text))
     finally:
         torch.random.set_rng_state(state)
         torch.set_num_threads(threads)
     return Report(findings, time.perf_counter() - began)
-
-
-def _hidden(model: Any) -> list[Finding]:
-    """Mistakes that hide experts from the model itself, so that nothing else can be examined."""
-    lists = [
-        verdict(
-            "registered", name, True, f"a list of {count} modules, whose parameters the model does not have"
-        )
-        for name, count in unregistered(model).items()
-    ]
-    return lists + [
-        verdict("experts-differ", name, True, f"its {count} experts are one module")
-        for name, count in repeated(model).items()
-    ]
-
-
-def _findings(name: str, run: Callable[[Case], Iterator[Finding]], case: Case) -> list[Finding]:
-    try:
-        return list(run(case))
-    except Exception as error:  # a check that a model does not allow is undecided, and says why
-        text = (str(error).splitlines() or [""])[0]
-        return [verdict(name, "", None, f"cannot run: {type(error).__name__}: {text[:90]}")]

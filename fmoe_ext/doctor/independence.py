@@ -15,12 +15,12 @@ from torch import nn
 
 from fmoe_ext.doctor.behaviour import draws_numbers
 from fmoe_ext.doctor.case import Case, mapped, off, samples_of, verdict
-from fmoe_ext.doctor.finding import Watch, layers_of
 from fmoe_ext.doctor.probe import drawn, has_capacity, probe_of
 from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.structure import Watch, layers_of, state_of
 from fmoe_ext.doctor.subject import Batch
 
-BOUND = 1e-4  # of the largest output: parts in float32 round otherwise in another batch
+_BOUND = 1e-4  # of the largest output: parts in float32 round otherwise in another batch
 
 
 def outputs(case: Case) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def _compared(
         return verdict(name, "", None, f"the model has another output if {when}")
     moved = _distance(found, expected)
     text = f"outputs move by {moved:.1e} of the largest if {when}"
-    bad = moved > BOUND
+    bad = moved > _BOUND
     return verdict(name, "", None if bad and why else bad, f"{text}: {why}" if bad and why else text)
 
 
@@ -119,11 +119,12 @@ def _samples(batch: Batch, count: int, numbers: torch.Tensor) -> Batch:
 
 
 def _behind(batch: Batch, count: int, position: int, from_sample: int = 0) -> Batch | None:
-    """The batch with other values from a position on, in all samples from a number on; None if it has no positions."""
+    """Change the values from a position on, in all samples from a number on; None if the batch has no positions."""
     changed = False
 
     def change(v: torch.Tensor) -> torch.Tensor:
         nonlocal changed
+        # [B, L, D], or tokens [B, L]; a mask has no values to change
         sequence = v.ndim > 2 or (v.ndim == 2 and not v.is_floating_point() and v.dtype != torch.bool)
         if len(v) != count or not sequence or v.shape[1] < 2:
             return v
@@ -150,13 +151,13 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
         return
     moved = _distance(changed[:, :position], plain[:, :position])
     text = f"outputs before a change of later tokens move by {moved:.1e} of the largest"
-    bad: bool | None = moved > BOUND
+    bad: bool | None = moved > _BOUND
     if bad:
         pair = [
             _output(case, other, count, _without_experts(case))[0] for other in (case.subject.batch, batch)
         ]
         without = _distance(pair[1][:, :position], pair[0][:, :position])  # type: ignore[index]
-        if without > BOUND:
+        if without > _BOUND:
             bad, text = None, "the model without its experts is not causal"
         elif why:
             bad, text = None, f"{text}: {why}"
@@ -201,7 +202,7 @@ def padding(case: Case) -> Iterator[Finding]:
 
 
 def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
-    """(row of each token of a batch among those of the padded one, rows of that); None if they are not found."""
+    """Find the tokens of a batch in the padded one -> (row of each token, number of rows), or None."""
     if not isinstance(batch, Mapping):
         batch, padded = {"": batch}, {"": padded}
     for name, value in batch.items():
@@ -219,7 +220,7 @@ def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
 
 
 def _without_experts(case: Case) -> nn.Module:
-    """A copy in evaluation whose experts have no values."""
+    """Copy the model in evaluation, with experts whose values are 0."""
     model = case.copy().eval()
     with torch.no_grad():
         for p in (p for layer in layers_of(model) for p in layer.parameters().values()):
@@ -228,10 +229,9 @@ def _without_experts(case: Case) -> nn.Module:
 
 
 def _history(case: Case, count: int) -> Iterator[Finding]:
-    """A forward after that of another batch equals the first forward of a model."""
-    some = _samples(
-        case.subject.batch, count, torch.arange(count, device="cpu") // 2
-    )  # not the same tokens in another order
+    """A forward after one of another batch equals a model's first forward."""
+    # not the same tokens in another order, which leave the same counts and sums
+    some = _samples(case.subject.batch, count, torch.arange(count, device="cpu") // 2)
     changed = _behind(some, count, 0)
     other = some if changed is None else changed
     for training in (False, True):
@@ -246,7 +246,7 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
         moved = _distance(found, expected)
         when = "training" if training else "evaluation"
         text = f"outputs in {when} move by {moved:.1e} of the largest after a forward of another batch"
-        bad: bool | None = moved > BOUND
+        bad: bool | None = moved > _BOUND
         excuse = training and (moves[0] if moves else "random numbers" if draws_numbers(case) else None)
         if bad and excuse:
             bad, text = None, f"{text}: {excuse} changed"
@@ -256,7 +256,7 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
 
 
 def _balance_history(case: Case, other: Batch) -> Finding:
-    """The balance loss is of this batch."""
+    """The balance loss depends on this batch alone."""
     parts = case.subject.parts
     assert parts is not None
     fresh, second = case.copy(), case.copy()
@@ -264,10 +264,10 @@ def _balance_history(case: Case, other: Batch) -> Finding:
     parts(second, other)
     found = float(parts(second, case.subject.batch)[1].detach())
     text = f"balance loss {expected:.6g}, after a forward of another batch {found:.6g}"
-    return verdict("history", "balance loss", off(expected, found) > BOUND, text)
+    return verdict("history", "balance loss", off(expected, found) > _BOUND, text)
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers and biases of choices: what may change a later forward by design."""
-    biases = {n: v for layer in layers_of(model) for n, v in layer.state().items() if "bias" in n}
+    biases = {n: v for n, v in state_of(model).items() if "bias" in n}
     return {n: v.clone() for n, v in (dict(model.named_buffers()) | biases).items()}

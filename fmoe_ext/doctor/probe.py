@@ -20,40 +20,34 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.case import Case, ChangeScores
-from fmoe_ext.doctor.finding import Layer, Watch
+from fmoe_ext.doctor.case import Case, ChangeScores, rows_of
+from fmoe_ext.doctor.structure import Layer, Watch
 from fmoe_ext.doctor.subject import copied
 
-CAPACITY = ("capacity", "drop")
 Prepare: TypeAlias = Callable[[Layer, dict[str, nn.Parameter]], None]
-MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
+_MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
 NEAR = 0.1  # a change of a score that moves weights and few choices
-MOST_MEASURED = 16  # a run for each; of more experts the MANY that were chosen most often
-MANY = 8
-ZERO = 1e-12  # of the largest move: what an expert does not compute does not move at all
+_MOST_MEASURED = 16  # a run for each; of more experts the _MANY that were chosen most often
+_MANY = 8
+_ZERO = 1e-12  # of the largest move: what an expert does not compute does not move at all
 
 
 class Probe:
-    """One layer of the model in evaluation, run alone on the input that it had in the model's first forward.
-
-    cannot: why it cannot be run so; None if it can.
-    scores [T, E]: of the router; None where its product is not seen, or is of groups of tokens (of_groups).
-    choices [T, K]: None where they are not visible; ranked: a rank of scores was seen.
-    input_kept: False once a run, in training or in evaluation, wrote into the layer's input.
-    measured: numbers of the experts that are measured.
-    """
+    """One layer of the model in evaluation, run alone on the input that it had in the model's first forward."""
 
     def __init__(self, case: Case, layer: Layer) -> None:
         self.layer = layer
-        self.cannot: str | None = None
-        self.scores: torch.Tensor | None = None
-        self.choices: torch.Tensor | None = None
-        self.over_tokens = self.ranked = False
-        self.input_kept = True
-        self.measured: list[int] = []
-        self._inputs: Any = None
-        self.rows: torch.Tensor = torch.empty(0, device="cpu")
-        self.of_groups = False
+        self.cannot: str | None = None  # why it cannot be run so
+        self.rows: torch.Tensor = torch.empty(0, device="cpu")  # [T, D], what it returns
+        self.scores: torch.Tensor | None = None  # [T, E]; None where its product is not seen, or of_groups
+        self.of_groups = False  # scores are of groups of tokens
+        self.choices: torch.Tensor | None = None  # [T, K]; None where they are not visible
+        self.over_tokens = False  # experts choose tokens
+        self.ranked = False  # a rank of scores was seen
+        self.input_kept = True  # False once a run, in training or in evaluation, wrote into its input
+        self.measured: list[int] = []  # numbers of the experts that are measured
+        self._module = case.model.get_submodule(layer.name)
+        self._inputs: Any = None  # its (args, kwargs) in the model
         expected = self._run_model(case)
         if self._inputs is None or expected is None:
             self.cannot = "its input and output are not visible"
@@ -71,14 +65,14 @@ class Probe:
         if self.choices is not None and len(self.choices) != len(self.rows):
             self.choices = None
         self.measured = list(range(layer.num_experts))
-        if layer.num_experts > MOST_MEASURED:
+        if layer.num_experts > _MOST_MEASURED:
             chosen = (
                 torch.arange(layer.num_experts, device=self.rows.device)
                 if self.choices is None
                 else self.choices[(self.choices >= 0) & (self.choices < layer.num_experts)]
             )
             counts = chosen.flatten().bincount(minlength=layer.num_experts)
-            self.measured = counts.topk(MANY).indices.sort().values.tolist()
+            self.measured = counts.topk(_MANY).indices.sort().values.tolist()
         if layer.shards and not layer.order:
             self._find_order()
 
@@ -102,7 +96,7 @@ class Probe:
         self.layer.order = order
 
     def _run_model(self, case: Case) -> torch.Tensor | None:
-        """Note the layer's input and output in a forward of the model."""
+        """Note the layer's input in a forward of the model -> its output there."""
         model = case.copy().eval()
         found: list[torch.Tensor] = []
 
@@ -111,14 +105,13 @@ class Probe:
                 self._inputs = _detached((args, kwargs))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(_rows(output))
+            found.append(rows_of(output).clone())
 
         module = model.get_submodule(self.layer.name)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         with torch.no_grad():
             case.run(model, case.subject.batch, case.subject.task)
-        self._module = case.model.get_submodule(self.layer.name)
         return found[0] if found else None
 
     def run(
@@ -174,7 +167,7 @@ class Probe:
             torch.manual_seed(training or 0)
             before = [v.clone() for v in _floating((args, kwargs))]
             with Watch([layer], change).forward() as watch:
-                rows = _rows(module(*args, **kwargs))
+                rows = rows_of(module(*args, **kwargs)).clone()
             after = _floating((args, kwargs))
             self.input_kept &= all(a.equal(b) for a, b in zip(before, after, strict=False))
             return rows, watch
@@ -203,7 +196,7 @@ class Probe:
 
     @functools.cached_property
     def by_design(self) -> str | None:
-        """Why a token's experts depend on other tokens by the layer's design; None if nothing says so."""
+        """Say why a token's experts depend on other tokens by the layer's design; None if nothing says so."""
         if self.cannot is None and (reason := self.mixes_tokens):
             return reason
         if declared_capacity(self.layer):
@@ -220,7 +213,8 @@ class Probe:
         if self.cannot is not None or self.choices is None:
             return None
         counts, most = self.used.sum(0), []
-        chosen = self._chosen()
+        valid = self.choices[(self.choices >= 0) & (self.choices < self.layer.num_experts)]
+        chosen = valid.bincount(minlength=self.layer.num_experts)[self.measured]
         inputs = self._doubled()
         if inputs is None or not bool((counts < chosen).any()):
             return None
@@ -232,25 +226,18 @@ class Probe:
             if not len(full) or bool((full != full[0]).any()) or bool((computed > full[0]).any()):
                 return None
             most.append(int(full[0]))
-        if not 2 * most[0] - 1 <= most[1] <= 2 * most[0] + 1:
+        if not 2 * most[0] - 1 <= most[1] <= 2 * most[0] + 1:  # a factor of the batch, rounded
             return None
         return f"each expert computes {most[0]} tokens at most, and {most[1]} of a batch twice as large: a capacity"
 
-    def _chosen(self) -> torch.Tensor:
-        """Count the choices of each measured expert [M]."""
-        assert self.choices is not None
-        valid = self.choices[(self.choices >= 0) & (self.choices < self.layer.num_experts)]
-        return valid.bincount(minlength=self.layer.num_experts)[self.measured]
-
     def _doubled(self) -> Any:
-        """The layer's inputs with each sample twice; None if no input has a row for each token."""
+        """Double the layer's inputs, each sample twice; None if no input has a row for each token."""
         args, kwargs = copy.deepcopy(self._inputs)
         values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]
         if not values:
             return None
-        of_rows = (
-            values[0] if values[0].is_floating_point() else values[0][..., None]
-        )  # hidden states, or tokens
+        # hidden states [..., D], or tokens [...]
+        of_rows = values[0] if values[0].is_floating_point() else values[0][..., None]
         if of_rows.shape[:-1].numel() != len(self.rows):
             return None
         size = len(values[0])
@@ -263,7 +250,7 @@ class Probe:
 
     @functools.cached_property
     def mixes_tokens(self) -> str | None:
-        """Why a token's row depends on other tokens even if they change no choice; None if nothing says so."""
+        """Say why a token's row depends on other tokens even if no choice changes; None if nothing says so."""
         if self.over_tokens:
             return "experts choose tokens, so that other tokens decide"
         if self.of_groups:
@@ -287,7 +274,7 @@ class Probe:
         return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
 
     def with_input(self, row: int | slice, amount: float = 1.0) -> Any:
-        """The layer's input with one token changed, or some alike; None if no input has a row for each token."""
+        """Change one token of the layer's input, or some alike; None if no input has a row for each token."""
         args, kwargs = copy.deepcopy(self._inputs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
@@ -302,7 +289,7 @@ class Probe:
 
 
 def probe_of(case: Case, layer: Layer) -> Probe:
-    """The Probe of a layer, made once for all checks."""
+    """Return the Probe of a layer, made once for all checks."""
     if layer.name not in case.probes:
         case.probes[layer.name] = Probe(case, layer)
     probe: Probe = case.probes[layer.name]
@@ -312,7 +299,7 @@ def probe_of(case: Case, layer: Layer) -> Probe:
 def declared_capacity(layer: Layer) -> bool:
     """True if an option speaks of a capacity or of drops."""
     return any(
-        any(word in name.lower() for word in CAPACITY) and "dropout" not in name
+        any(word in name.lower() for word in ("capacity", "drop")) and "dropout" not in name
         for name, value in options_of(layer).items()
         if not isinstance(value, str | None) and value is not False
     )
@@ -334,7 +321,7 @@ def has_capacity(case: Case, layer: Layer) -> bool:
 
 
 def ratio_of(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Of two measurements [T, M, D] the ratio of the weights [T, M]; NaN where an expert adds nothing."""
+    """Ratio of the weights of two measurements [T, M, D] -> [T, M]; NaN where an expert adds nothing."""
     return (after * before).sum(-1) / (before * before).sum(-1)
 
 
@@ -366,7 +353,7 @@ def drawn(seed: int, amount: float = 1.0) -> ChangeScores:
 def active(parts: torch.Tensor) -> torch.Tensor:
     """bool [T, M]: the experts that add to a token."""
     sizes = parts.norm(dim=-1)
-    return sizes > ZERO * sizes.max().clamp(min=1e-300)
+    return sizes > _ZERO * sizes.max().clamp(min=1e-300)
 
 
 def without_experts(layer: Layer, own: dict[str, nn.Parameter]) -> None:
@@ -396,11 +383,11 @@ def stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter
 
 
 def _equal(moved: list[int], matrices: bool = False) -> Prepare:
+    """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
     return functools.partial(_make_equal, moved=moved, matrices=matrices)
 
 
 def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], matrices: bool) -> None:
-    """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
     generator = torch.Generator("cpu").manual_seed(9)
 
     def give(values: dict[int, torch.Tensor]) -> None:
@@ -410,7 +397,7 @@ def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], ma
         for e, value in values.items():
             value.copy_(first)
             if e in moved and (first.ndim > 1 or not matrices):
-                value.add_(noise.to(first), alpha=MOVE * size)
+                value.add_(noise.to(first), alpha=_MOVE * size)
 
     with_values = {e: list(expert.values()) for e, expert in enumerate(layer.separate) if expert}
     for tensors in zip(*with_values.values(), strict=True):
@@ -420,12 +407,6 @@ def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], ma
     for tensors in zip(*(shard.values() for shard in layer.shards), strict=True):
         rows = [row for p in tensors for row in p.unbind(0)]
         give({e: rows[layer.place(e)] for e in range(layer.num_experts)})
-
-
-def _rows(output: Any) -> torch.Tensor:
-    while isinstance(output, tuple | list):
-        output = output[0]
-    return output.detach().reshape(-1, output.shape[-1]).clone()
 
 
 def _floating(inputs: Any) -> list[torch.Tensor]:

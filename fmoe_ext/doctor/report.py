@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 OK, WRONG, UNDECIDED = "ok", "wrong", "undecided"
 
+_NO_THREAD = "no thread"
 # invariant: (a published thread about a violation, or the demand for it; what to do)
-NO_THREAD = "no thread"
 INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "router-gradient": (
@@ -22,25 +22,25 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "DeepSpeed#6545",
             "scale expert gradients as the others: compare with the loss's slope",
         ),
-        "used": (NO_THREAD, "call every layer, and add what it computes to the output"),
-        "registered": (NO_THREAD, "hold experts in an nn.ModuleList: a list hides them from the optimizer"),
-        "input-gradient": (NO_THREAD, "keep the experts' inputs in the graph: no detach() before them"),
+        "used": (_NO_THREAD, "call every layer, and add what it computes to the output"),
+        "registered": (_NO_THREAD, "hold experts in an nn.ModuleList: a list hides them from the optimizer"),
+        "input-gradient": (_NO_THREAD, "keep the experts' inputs in the graph: no detach() before them"),
         "weighted": ("Automodel#2591", "multiply an expert's whole output by its weight, the bias included"),
         "choice-bias": ("PaddleFormers#3452", "take the weights from the scores without the bias"),
         "bias-direction": (
-            NO_THREAD,
+            _NO_THREAD,
             "add the bias to the scores of the choice; lower it where the load is high",
         ),
-        "cleared": (NO_THREAD, "clear the list of losses at the begin of each step"),
+        "cleared": (_NO_THREAD, "clear the list of losses at the begin of each step"),
         "experts-differ": ("Muon#65", "draw each expert from its own random numbers, or say upcycled=True"),
-        "optimizer": (NO_THREAD, "give every trainable parameter to the optimizer"),
-        "frozen": (NO_THREAD, "leave frozen parameters out of the optimizer and of in-place updates"),
+        "optimizer": (_NO_THREAD, "give every trainable parameter to the optimizer"),
+        "frozen": (_NO_THREAD, "leave frozen parameters out of the optimizer and of in-place updates"),
         "clip-norm": ("Megatron-LM#5916", "clip by one norm over all ranks' gradients, every expert's once"),
         "accumulation": (
-            NO_THREAD,
+            _NO_THREAD,
             "divide every part of the loss, the router's too, by the number of microbatches",
         ),
-        "balance-cost": (NO_THREAD, "take softmax once, and the products of load and probability by expert"),
+        "balance-cost": (_NO_THREAD, "take softmax once, and the products of load and probability by expert"),
         "balance-size": ("transformers#43688", "divide by tokens and by K, so that f and P each sum to 1"),
         "balance-padding": (
             "transformers#28505",
@@ -57,12 +57,12 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "evaluation": ("transformers#33969", "draw noise only when training, never in evaluation"),
         "batch": ("torchtitan#1340", "let an output depend on its own sample alone; declare a capacity"),
-        "causality": (NO_THREAD, "let no later token move an earlier one: no statistics over tokens"),
-        "history": (NO_THREAD, "keep no scores, choices or counts of an earlier batch for a later one"),
+        "causality": (_NO_THREAD, "let no later token move an earlier one: no statistics over tokens"),
+        "history": (_NO_THREAD, "keep no scores, choices or counts of an earlier batch for a later one"),
         "own-row": ("torchtitan#1340", "return each row to its token, and let it depend on this token alone"),
-        "choice": (NO_THREAD, "compute each token by the experts with its highest scores, and by no others"),
+        "choice": (_NO_THREAD, "compute each token by the experts with its highest scores, and by no others"),
         "weights": (
-            NO_THREAD,
+            _NO_THREAD,
             "multiply an expert's output by the score of this expert for this token, once",
         ),
         "normalised": (
@@ -70,10 +70,10 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "divide a token's weights by their sum if the option says so, and only then",
         ),
         "top-k": ("MoLE#7", "read the number of experts of a token from the option"),
-        "drops": (NO_THREAD, "send every token to all of its experts, or declare a capacity"),
+        "drops": (_NO_THREAD, "send every token to all of its experts, or declare a capacity"),
         "checkpoint": ("torchtitan#1222", "register buffers as persistent, and update them in place"),
-        "optimizer-checkpoint": (NO_THREAD, "save the optimizer's entries of every expert"),
-        "repeatable": (NO_THREAD, "seed every generator that the model draws from"),
+        "optimizer-checkpoint": (_NO_THREAD, "save the optimizer's entries of every expert"),
+        "repeatable": (_NO_THREAD, "seed every generator that the model draws from"),
         "options": ("trl#7222", "read the option where it acts, or refuse it by name"),
         "adapters": ("unsloth-zoo#1242", "use the adapter in the forward that really runs"),
         "merged": ("unsloth#6387", "merge every expert's delta in the orientation of its weight, or fail"),

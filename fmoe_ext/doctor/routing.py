@@ -1,7 +1,10 @@
 """Invariants of one layer's routing, whatever its code: rows, choices and weights, measured by a Probe.
 
 A token's row depends on its own input and scores. A higher score never costs an expert its token, and never lowers
-its weight or raises that of another one. Shapes are those of probe.py.
+its weight or raises another one's: that holds for a softmax, sigmoids, noise and a bias of the choice alike, and
+the other way round where scores are distances. Of the weights only ratios are known, since the change of an
+expert's output is not; the sum of a token's weights is compared under other scores (_normalised). Shapes are as in
+probe.py.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from fmoe_ext.doctor.case import Case, verdict
-from fmoe_ext.doctor.finding import Layer
 from fmoe_ext.doctor.probe import (
     NEAR,
     Prepare,
@@ -30,28 +32,30 @@ from fmoe_ext.doctor.probe import (
     without_matrices,
 )
 from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.structure import Layer
 
-FAR = 10.0  # a change of a score that decides the choice
-SMALL = 1e-5  # a change of a token that changes no choice
-ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
-WEIGHT_BOUND = 1e-4
-SOME = 0.1  # of the tokens
-TRIED = 3  # experts, tokens
-# Options of the number of experts of a token; where one of the second kind stands, the first may mean something else.
-TOP_K = (
+_FAR = 10.0  # a change of a score that decides the choice
+_SMALL = 1e-5  # a change of a token that changes no choice
+_ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
+_WEIGHT_BOUND = 1e-4
+_SOME = 0.1  # of the tokens
+_TRIED = 3  # experts, tokens
+# options of the number of experts of a token; where one of the second kind stands, the first may mean something else
+_TOP_K = (
     re.compile(r"(moe_?|router_?|num_)?(top_?k|k)(_experts)?|num_selected(_experts)?"),
     re.compile(
         r"(num_|n_)?(activated_|active_|selected_|routed_)?experts_per_tok(en)?|n(um)?_activ(at)?ed?_experts"
     ),
 )
-SCORES = r"(top_?k|prob|weight|gate|rout|expert|score)"
-NORM = r"(re)?norm(ali[sz]e)?d?"
-NORMALISED = re.compile(
-    rf"(?!.*(layer|rms|post|pre|qk))(.*{NORM}_.*{SCORES}.*|.*{SCORES}.*_{NORM}|(moe_)?renormali[sz]e|normali[sz]e)"
+_SCORES = r"(top_?k|prob|weight|gate|rout|expert|score)"
+_NORM = r"(re)?norm(ali[sz]e)?d?"
+_NORMALISED = re.compile(
+    rf"(?!.*(layer|rms|post|pre|qk))(.*{_NORM}_.*{_SCORES}.*|.*{_SCORES}.*_{_NORM}|(moe_)?renormali[sz]e|normali[sz]e)"
 )
 
 
 def routing(case: Case) -> Iterator[Finding]:
+    """Examine each layer alone: its rows, who computes them, and with which weights."""
     for layer in case.layers:
         probe = probe_of(case, layer)
         if probe.cannot is not None:
@@ -93,7 +97,7 @@ def _as_in_training(probe: Probe, shared: str | None) -> Finding:
             "evaluation", probe.layer.name, None, "training chooses others, as balanced assignments do"
         )
     gap = float((rows - probe.rows).abs().max()) / scale if scale else 0.0
-    bad: bool | None = gap > WEIGHT_BOUND
+    bad: bool | None = gap > _WEIGHT_BOUND
     text = f"the same choices and input, outputs differ by {gap:.1e} of the largest"
     if bad and any("running_mean" in n for n, _ in probe.layer.module.named_buffers()):
         bad, text = None, f"{text}: a norm has statistics of the batch"
@@ -110,7 +114,7 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
         return
 
     def others(moved: torch.Tensor, token: int, base: torch.Tensor) -> list[int]:
-        rows = ((moved - base).abs().amax(-1) > ROW_BOUND * scale).nonzero().flatten().tolist()
+        rows = ((moved - base).abs().amax(-1) > _ROW_BOUND * scale).nonzero().flatten().tolist()
         return [row for row in rows if row != token]
 
     if probe.scores is not None:
@@ -141,7 +145,7 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
             # who is dropped depends on choices alone
             if probe.mixes_tokens is None and probe.choices is not None:
                 for first in (0, 1):  # all tokens, so that a pair of them in one place is seen
-                    moved, choices = probe.choose(inputs=probe.with_input(slice(first, None, 2), SMALL))
+                    moved, choices = probe.choose(inputs=probe.with_input(slice(first, None, 2), _SMALL))
                     rows = [row for row in others(moved, -1, probe.rows) if row % 2 != first]
                     if rows and choices is not None and choices.equal(probe.choices):
                         bad = True
@@ -175,17 +179,10 @@ def _used_as_chosen(probe: Probe, used: torch.Tensor, shared: str | None) -> Ite
     yield verdict("choice", layer.name, None if dense and not doubled else strange + doubled > 0, text)
     lost = int((chosen & ~used).sum())
     text = f"{lost} of {int(chosen.sum())} choices add nothing to their token"
-    sorted_all = probe.choices.shape[1] == layer.num_experts  # and cut at a share of the probability
-    idle = lost == int(
-        chosen[:, ~used.any(0)].sum()
-    )  # all of experts without computation, if they are in the stack
+    # a top p sorts all experts and cuts at a share of the probability; experts in a stack may compute nothing
+    sorted_all = probe.choices.shape[1] == layer.num_experts
+    idle = lost == int(chosen[:, ~used.any(0)].sum())
     yield verdict("drops", layer.name, None if lost and (sorted_all or idle) else lost > 0, text)
-
-
-def _most(probe: Probe, used: torch.Tensor) -> list[int]:
-    """Places of the measured experts with the most tokens, the busiest first."""
-    counts = used.sum(0)
-    return [i for i in counts.argsort(descending=True)[:TRIED].tolist() if counts[i]]
 
 
 def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
@@ -193,9 +190,11 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
 
     Where scores are distances all of it is the other way round. Scores reach the output through weights only.
     """
-    layer, tried, parts = probe.layer, _most(probe, used), probe.base
+    layer, parts = probe.layer, probe.base
+    counts = used.sum(0)
+    tried = [i for i in counts.argsort(descending=True)[:_TRIED].tolist() if counts[i]]  # the busiest
     assert probe.scores is not None
-    far = FAR + 2 * float(probe.scores.abs().max())
+    far = _FAR + 2 * float(probe.scores.abs().max())
     up = down = 0  # tokens whose choice follows the score, and runs against it
     for place in tried:
         expert, before = probe.measured[place], used[:, place]
@@ -205,14 +204,13 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
     whole = probe.whole()
     if len(probe.measured) == layer.num_experts:
         gap = (parts.sum(1) - whole).norm(dim=-1)
-        if bool((gap > 0.1 * whole.norm(dim=-1).max()).any()):
+        if bool((gap > 0.1 * whole.norm(dim=-1).max()).any()):  # moves of 1 % add up but for their squares
             yield verdict("weights", layer.name, None, "the output is not a sum over experts")
             return
     share = (parts * whole[:, None]).sum(-1) / (whole * whole).sum(-1)[:, None]
     asked = still = 0
-    moves = torch.zeros(
-        2, 2, dtype=torch.int64, device="cpu"
-    )  # tokens: [own weight, another one's] x [lower, higher]
+    # tokens: [own weight, another one's] x [lower, higher]
+    moves = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
     acts = False
     for place in tried:
         change = only(None, probe.measured[place], NEAR)
@@ -223,15 +221,15 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
         ratio[:, place] = 1.0
         asked += len(own)
         for row, values in enumerate((own[:, None], ratio)):
-            moves[row, 0] += int((values < 1 - WEIGHT_BOUND).any(-1).sum())
-            moves[row, 1] += int((values > 1 + WEIGHT_BOUND).any(-1).sum())
+            moves[row, 0] += int((values < 1 - _WEIGHT_BOUND).any(-1).sum())
+            moves[row, 1] += int((values > 1 + _WEIGHT_BOUND).any(-1).sum())
         still += int(
-            ((own - 1).abs() < WEIGHT_BOUND).logical_and(((ratio - 1).abs() < WEIGHT_BOUND).all(-1)).sum()
+            ((own - 1).abs() < _WEIGHT_BOUND).logical_and(((ratio - 1).abs() < _WEIGHT_BOUND).all(-1)).sum()
         )
         moved = (probe.run(change) - probe.rows)[same].abs().amax(-1)
-        acts |= bool((moved > WEIGHT_BOUND * NEAR * float(probe.rows.abs().max())).any())
+        acts |= bool((moved > _WEIGHT_BOUND * NEAR * float(probe.rows.abs().max())).any())
     (own_lower, own_higher), (other_lower, other_higher) = moves.tolist()
-    distances = down > up and own_lower > (1 - SOME) * asked > 0
+    distances = down > up and own_lower > (1 - _SOME) * asked > 0
     text = f"a higher score brings its expert {up} tokens and takes {down} away"
     bad: bool | None = not distances and down > 0
     if not up + down and not bool(used.all()):
@@ -252,7 +250,7 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
     text = f"a higher score lowers its own weight for {lower} of {asked} tokens, raises another one's for {higher}"
     if distances:
         text = f"scores are distances: a higher one raises its own weight for {lower} of {asked} tokens"
-    bad = max(lower, higher) > SOME * asked
+    bad = max(lower, higher) > _SOME * asked
     if not bad and still == asked and acts:
         bad, text = True, "scores reach the output and do not weigh the experts"
     if not bad and bool((share[used] < -0.01).any()):
@@ -271,7 +269,7 @@ def _beside(probe: Probe) -> Finding:
 
     def moved(prepare: Prepare) -> bool:
         rows = probe.run(None, prepare), probe.run(drawn(4), prepare)
-        return float((rows[1] - rows[0]).abs().max()) > ROW_BOUND * scale
+        return float((rows[1] - rows[0]).abs().max()) > _ROW_BOUND * scale
 
     if not moved(without_experts):
         return verdict("weights", name, False, "without the experts no score moves the output")
@@ -298,10 +296,10 @@ def _same_added(probe: Probe) -> Iterator[Finding]:
             return
         same = (choices.sort().values == other_choices.sort().values).all(-1)
         gap = (rows - other_rows).abs().amax(-1)
-        if not same.any() or float(gap[same].max()) > WEIGHT_BOUND * scale:
+        if not same.any() or float(gap[same].max()) > _WEIGHT_BOUND * scale:
             continue  # weights change too
         others = int((~same).sum())
-        if others > SOME * len(same):
+        if others > _SOME * len(same):
             text = "the same amount added to all scores changes no weight, and the choices of"
             text += f" {others} of {len(same)} tokens"
             yield verdict("choice", probe.layer.name, True, text)
@@ -339,7 +337,7 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
     Where it denies it they may have one too: a softmax over the chosen scores has.
     """
     said = {
-        n: v for n, v in options_of(probe.layer).items() if isinstance(v, bool) and NORMALISED.fullmatch(n)
+        n: v for n, v in options_of(probe.layer).items() if isinstance(v, bool) and _NORMALISED.fullmatch(n)
     }
     if not said or int(used.sum(-1).max()) < 2 or probe.layer.is_partly_empty:
         return
@@ -358,9 +356,9 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
 
 
 def _top_k(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
-    """As many experts compute a token as an option says."""
+    """An option says how many experts compute a token."""
     numbers = {n: v for n, v in options_of(probe.layer).items() if type(v) is int and v > 0}
-    weak, strong = ({n: v for n, v in numbers.items() if kind.fullmatch(n)} for kind in TOP_K)
+    weak, strong = ({n: v for n, v in numbers.items() if kind.fullmatch(n)} for kind in _TOP_K)
     said = strong or weak
     is_visible = len(probe.measured) == probe.layer.num_experts and not probe.layer.is_partly_empty
     if not said or not is_visible or shared is not None:

@@ -30,19 +30,18 @@ def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Loss that the model returns, else a fixed random projection of its first floating output."""
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(output, "loss", None)
-    return loss if isinstance(loss, torch.Tensor) else _projected(output)
-
-
-def _projected(output: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor):
+        return loss
     value = _first_floating(output)
     generator = torch.Generator("cpu").manual_seed(5)
     shape = value.shape[1:]
     weights = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
+    # linear and square parts, so that neither a sign nor a permutation of the columns goes unseen
     return (value.double().square() * (1 + weights.abs()) + value.double() * weights).mean()
 
 
 def _first_floating(output: Any) -> torch.Tensor:
-    """First floating-point tensor in a nest of outputs; ValueError if there is none."""
+    """Find the first floating-point tensor of an output; ValueError if there is none."""
     if isinstance(output, torch.Tensor) and output.is_floating_point():
         return output
     values = output.values() if hasattr(output, "values") else output
@@ -74,7 +73,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its batch, and those of the training's functions that are not the defaults.
+    """A model, its batch, and those functions of its training that are not the defaults.
 
     loss: the tensor that is differentiated. parts(model, batch): (task loss, balance loss), for the checks of
     the balance loss, which enters with balance_weight. padded: the batch with padding. with_top_k(k): the model
@@ -85,7 +84,7 @@ class Subject:
     """
 
     model: nn.Module
-    batch: Batch
+    batch: Batch  # what the model takes: a tensor, or keyword arguments
     loss: Loss = _output_loss
     parts: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None
     balance_weight: float = 1.0
@@ -97,12 +96,12 @@ class Subject:
     clip: Callable[[nn.Module, float], Any] | None = None
     build: Callable[[], nn.Module] | None = None
     recompute: Callable[..., Any] = _recomputed
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
-    step: Callable[..., None] = train_step
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # None: AdamW
+    step: Callable[..., None] = train_step  # (model, optimizer, microbatches, loss)
     save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict
     load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = _load_by_name
     save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
-    upcycled: bool = False
+    upcycled: bool = False  # experts begin equal: they are compared after a step
 
     def task(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Loss without the balance loss."""
@@ -110,18 +109,18 @@ class Subject:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy of a model that shares its process groups; tensors of a past graph that it keeps are detached."""
+    """Copy a model deeply but for its process groups; tensors of a past graph that it keeps are detached."""
     owners = [vars(module) for module in model.modules()]
     owners += [vars(v) for values in owners for v in values.values() if hasattr(v, "__dict__")]
     kept = [v for values in owners for v in values.values() if isinstance(v, torch.Tensor)]
-    # deepcopy keeps what reduces to a string.
+    # deepcopy keeps what reduces to a string
     shared = {dist.ProcessGroup: str} if dist.is_available() else {}
     with patch.dict(copyreg.dispatch_table, shared):
         return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
 
 
 def double(value: Any) -> Any:
-    """A copy in float64 of a model, or of the floating-point tensors of a batch."""
+    """Copy a model in float64, or a batch with its floating-point tensors in float64."""
     if isinstance(value, nn.Module):
         result = copied(value).double()
         for module in result.modules():
@@ -169,7 +168,7 @@ def _from_folder(model: str) -> Subject:
 
 
 def from_transformers(build: Callable[[], Any]) -> Subject:
-    """Subject of a model of Transformers, with random tokens, and labels where it computes a loss of them."""
+    """Make the Subject of a model of Transformers: random tokens, and labels where it computes a loss of them."""
     torch.manual_seed(0)
     model = build()
     text = model.config.get_text_config()

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.doctor.case import TINY, Case, off, verdict
-from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.case import TINY, Case, off, rows_of, verdict
 from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward
 from fmoe_ext.doctor.probe import probe_of, stacks
 from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.structure import Layer, layers_of
 
-SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
+_SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
 
 
 def unused(case: Case) -> Iterator[Finding]:
@@ -36,7 +36,13 @@ def unused(case: Case) -> Iterator[Finding]:
         others = [n for n, p in case.model.named_parameters() if n.startswith(prefix) and p.requires_grad]
         idle = [n for n in others if n not in own and "lora_" not in n and not _has(case.grads.get(n))]
         if idle:
-            grads = _near(case)
+            model = case.copy()
+            generator = torch.Generator("cpu").manual_seed(0)
+            with torch.no_grad():
+                for p in model.parameters():
+                    noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
+                    p.add_(noise.to(p.device), alpha=0.01)
+            grads = case.backward(model, case.subject.loss)[2]
             idle = [n for n in idle if not _has(grads.get(n))]
         text = f"{len(idle)} of {len(others)} trainable parameters get no gradient from the loss"
         yield verdict("used", idle[0] if idle else layer.name, bool(idle), text)
@@ -46,23 +52,14 @@ def _has(grad: torch.Tensor | None) -> bool:
     return grad is not None and bool(grad.any())
 
 
-def _near(case: Case) -> dict[str, torch.Tensor]:
-    """Gradients of the whole loss in a copy whose parameters are a little off."""
-    model = case.copy()
-    generator = torch.Generator("cpu").manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
-            p.add_(noise.to(p.device), alpha=0.01)
-    return case.backward(model, case.subject.loss)[2]
-
-
 def half_frozen(case: Case) -> Iterator[Finding]:
     """The matrices of an expert are frozen or trained together."""
     for layer in case.layers:
         matrices = {n: p for n, p in layer.parameters().items() if p.ndim > 1 and "lora_" not in n}
         frozen = [n for n, p in matrices.items() if not p.requires_grad]
-        mixed = 0 < len(frozen) < len(matrices) and _names(frozen) != _names(matrices)
+        # names without numbers of layers and experts: freezing some experts whole is a choice
+        kinds = [{"".join(c for c in n if not c.isdigit()) for n in names} for names in (frozen, matrices)]
+        mixed = 0 < len(frozen) < len(matrices) and kinds[0] != kinds[1]
         text = f"{len(frozen)} of {len(matrices)} matrices of the experts are frozen, the others are trained"
         if mixed or not matrices:
             yield verdict("frozen", frozen[0] if frozen else layer.name, mixed or None, text)
@@ -80,11 +77,6 @@ def frozen_choice(case: Case) -> Iterator[Finding]:
         yield verdict("frozen", moved[0] if moved else layer.name, bool(moved), text)
 
 
-def _names(parameters: Any) -> set[str]:
-    """Names without the numbers of layers and experts: freezing some experts whole is a choice."""
-    return {"".join(c for c in name if not c.isdigit()) for name in parameters}
-
-
 def input_gradient(case: Case) -> Iterator[Finding]:
     """The gradient of a layer's input is the slope of the loss along it."""
     if own_backward(case):
@@ -92,8 +84,13 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         return
     for layer in case.layers:
         seen: list[torch.Tensor] = []
+
+        def as_leaf(x: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            seen.append(x.detach().requires_grad_())
+            return seen[-1]
+
         model = case.copy()
-        _module(model, layer).register_forward_pre_hook(_change_input(partial(_noted, seen)))
+        _module(model, layer).register_forward_pre_hook(_change_input(as_leaf))
         value, _ = case.run(model, case.subject.batch, case.subject.task)
         if len(seen) != 1 or not value.requires_grad:
             yield verdict("input-gradient", layer.name, None, f"{len(seen)} inputs are visible")
@@ -108,7 +105,8 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         scale = max(abs(slope), abs(expected), size * float(along.norm()) / along.numel() ** 0.5)
         gap = abs(slope - expected)
         bad: bool | None = gap > SLOPE_BOUND * scale + 0.1 * ROUNDING * abs(float(case.task)) / SLOPE_STEP
-        if bad:  # rounding and choices that are not observed have other slopes at other steps
+        if bad:
+            # a mistake has one slope at every step; rounding, and choices that change unseen, have others
             others = [_slope(case, layer, along, step) for step in (SLOPE_STEP * 4, SLOPE_STEP / 4)]
             steady = all(seen and abs(other - slope) < 0.2 * gap for other, seen in others)
             bad = True if same and case.choices and steady else None
@@ -132,7 +130,7 @@ def _module(model: nn.Module, layer: Layer) -> nn.Module:
 
 
 def _change_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """A forward pre-hook that changes the first floating-point tensor of the arguments."""
+    """Make a forward pre-hook that changes the first floating-point tensor of the arguments."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         for i, x in enumerate(args):
@@ -141,12 +139,6 @@ def _change_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
         return args
 
     return hook
-
-
-def _noted(seen: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    leaf = x.detach().requires_grad_()
-    seen.append(leaf)
-    return leaf
 
 
 def weighted_biases(case: Case) -> Iterator[Finding]:
@@ -193,12 +185,7 @@ def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None
     found: list[torch.Tensor] = []
     model = case.copy()
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        while isinstance(output, tuple | list):
-            output = output[0]
-        found.append(output.detach().reshape(-1, output.shape[-1]))
-
-    _module(model, layer).register_forward_hook(keep)
+    _module(model, layer).register_forward_hook(lambda _m, _i, output: found.append(rows_of(output)))
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         if name:
@@ -208,7 +195,7 @@ def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None
 
 
 def choice_bias(case: Case) -> Iterator[Finding]:
-    """A bias of the choice changes choices only: the weights are those of the scores without it."""
+    """A bias of the choice changes choices only: weights come from the scores without it."""
     base, watch = case.run(case.copy(), case.subject.batch, case.subject.task)
     for layer in case.layers:
         for name in _biases(layer):
@@ -218,12 +205,12 @@ def choice_bias(case: Case) -> Iterator[Finding]:
             generator = torch.Generator("cpu").manual_seed(3)
             with torch.no_grad():
                 noise = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
-                value += SHIFT * noise.to(value)
+                value += _SHIFT * noise.to(value)
             moved, other = case.run(model, case.subject.batch, case.subject.task)
             same = layer.name in watch.choices and all(
                 other.choices[n].equal(c) for n, c in watch.choices.items() if n in other.choices
             )
-            bad = off(base.detach(), moved.detach()) > 1e-3 * SHIFT
+            bad = off(base.detach(), moved.detach()) > 1e-3 * _SHIFT
             losses = f"{float(base.detach()):.12g} and {float(moved.detach()):.12g}"
             text = f"losses {losses} with two biases and the same choices"
             yield verdict("choice-bias", name, bad if same else None, text)
@@ -295,16 +282,14 @@ def grows(case: Case) -> Iterator[Finding]:
     for _ in range(3):
         torch.manual_seed(0)
         case.subject.step(model, optimizer, [case.subject.batch], case.subject.loss)
-        sizes.append(_lists(model))
+        sizes.append(
+            {
+                f"{path}.{name}".lstrip("."): len(value)
+                for path, module in model.named_modules()
+                for name, value in vars(module).items()
+                if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) for v in value)
+            }
+        )
     growing = [n for n, size in sizes[0].items() if size < sizes[1].get(n, 0) < sizes[2].get(n, 0)]
     text = f"{len(growing)} lists hold tensors of every step so far"
     yield verdict("cleared", growing[0] if growing else "", bool(growing), text)
-
-
-def _lists(model: nn.Module) -> dict[str, int]:
-    return {
-        f"{path}.{name}".lstrip("."): len(value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) for v in value)
-    }

@@ -1,4 +1,11 @@
-"""PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight."""
+"""PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight.
+
+PEFT computes experts with W + scale B A: it adds a product of the size of all experts' weights up in each forward,
+which packed and streamed weights do not even have. lora.fuse() makes its wrappers FusedParamWrapper: they hand A
+[E, r, in] and B [E, out, r] to the experts below instead, which compute x W^T + scale (x A^T) B^T for the rows of
+each expert, with r columns in between. The parameters, their names and PEFT's files stay. Where PEFT has no adapter
+active, or has merged it, its own forward runs.
+"""
 
 import re
 from typing import Any, cast
@@ -12,7 +19,7 @@ from fmoe_ext import ops
 from fmoe_ext.adapters import Lora, OnLattice, given
 from fmoe_ext.frozen import frozen_mlp
 from fmoe_ext.frozen.rounding import ROUNDED
-from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, save_adapters
+from fmoe_ext.huggingface.ep import adapters_around, is_peft_model, save_adapters
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.linear import FMoELinear, NotesHooks
 
@@ -22,7 +29,7 @@ _OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's s
 class FusedParamWrapper(NotesHooks, ParamWrapper):
     """PEFT's wrapper of one weight of experts, which hands A and B to the experts instead of adding B @ A up."""
 
-    on_lattice = False  # computes with the packed sum of weight and adapter, lora.fuse(quantize=)
+    on_lattice = False  # lora.fuse(quantize=): compute with the packed sum of weight and adapter
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = self.adapter
@@ -48,15 +55,16 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         if len(factors) == 1:
             a, b, scale = factors[0]
             return Lora(a.to(dtype), b.to(dtype), scale)
+        # several adapters are one of all their ranks
         a = torch.cat([a for a, _, _ in factors], dim=1)
         b = torch.cat([b * scale for _, b, scale in factors], dim=2)
         return Lora(a.to(dtype), b.to(dtype), 1.0)
 
     def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
+        """Return A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
         a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
         num_experts = self.num_experts
-        # a view of a matrix: torch copies its gradient four times as fast as that of three permuted dimensions
+        # a view of a matrix: torch copies its gradient four times as fast as with three permuted dimensions
         of_experts = b.reshape(-1, num_experts).t().view(num_experts, b.shape[0], -1)
         return a.reshape(num_experts, -1, a.shape[1]), of_experts
 
@@ -78,7 +86,7 @@ FusedParamWrapper.__name__ = ParamWrapper.__name__  # by which PEFT knows wrappe
 
 
 def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
-    """Makes every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
+    """Make every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
     if quantize is not None and quantize not in ROUNDED:
         raise ValueError(f'quantize must be one of {", ".join(ROUNDED)}, but got "{quantize}"')
     if tuple(int(part) for part in peft.__version__.split(".")[:2]) < _OLDEST:
@@ -100,27 +108,23 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
                 )
     if quantize is not None:
         for path, wrapper in wrappers.items():
-            _check_lattice(path, wrapper, quantize)
+            streamed = getattr(wrapper.get_base_layer(), "streamed", None)
+            found = "of floats in memory" if streamed is None else streamed.format_of(wrapper.parameter_name)
+            if found != quantize:
+                raise ValueError(
+                    f'quantize="{quantize}" trains on the values of experts that their files have in {quantize}, but '
+                    f"those of {path} are {found}: give stream() a folder or GGUF file with {quantize} experts"
+                )
     for wrapper in wrappers.values():
+        # in place, so that PEFT's own references to the wrappers stay valid
         wrapper.__class__ = FusedParamWrapper
         cast(FusedParamWrapper, wrapper).on_lattice = quantize is not None
     if is_peft_model(model) and any(adapters_around(model)):
         replace_save_pretrained(model, save_adapters)
 
 
-def _check_lattice(path: str, wrapper: ParamWrapper, format: str) -> None:
-    """ValueError unless the weight of a wrapper is streamed in the format."""
-    streamed = getattr(wrapper.get_base_layer(), "streamed", None)
-    found = "of floats in memory" if streamed is None else streamed.format_of(wrapper.parameter_name)
-    if found != format:
-        raise ValueError(
-            f'quantize="{format}" trains on the values of experts that their files have in {format}, but those of '
-            f"{path} are {found}: give stream() a folder or GGUF file with {format} experts"
-        )
-
-
 def _refuse_ignored_options(config: Any, path: str) -> None:
-    """ValueError for options of LoraConfig that PEFT takes and leaves out for target_parameters. path: of experts."""
+    """Raise ValueError for options that PEFT takes and leaves out for target_parameters. path: of the experts."""
     number = re.search(r"\.(\d+)\.", path)
     layers, excluded = config.layers_to_transform, config.exclude_modules or ()
     layers = [layers] if isinstance(layers, int) else layers

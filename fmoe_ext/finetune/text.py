@@ -18,7 +18,7 @@ _FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 
 
 def read_tokens(file: Path) -> Tensor:
-    """Ids [N] int64 of a NumPy file (.npy) or of a JSON list; CheckpointError for anything else."""
+    """Read ids [N] int64 of a NumPy file (.npy) or of a JSON list; CheckpointError for anything else."""
     try:
         content = (
             np.load(file, allow_pickle=False) if file.suffix == ".npy" else json.loads(file.read_bytes())
@@ -36,7 +36,7 @@ def read_tokens(file: Path) -> Tensor:
 
 
 def tokenize(file: Path, model: str | Path) -> Tensor:
-    """Ids [N] int64 of a UTF-8 file, by the tokenizer of a folder or name; CheckpointError for what cannot be read."""
+    """Tokenize a UTF-8 file by the tokenizer of a folder or name -> ids [N] int64; CheckpointError if unreadable."""
     from transformers import AutoTokenizer
 
     try:
@@ -48,13 +48,13 @@ def tokenize(file: Path, model: str | Path) -> Tensor:
     folder = local_path(model, ())
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of any class, by the kind of tokenizer
+    except Exception as error:  # each kind of tokenizer has errors of its own
         raise CheckpointError(
             f"{folder} has no tokenizer that Transformers reads ({type(error).__name__}): give --tokens, a file of "
             "ids, or --tokenizer, another folder"
         ) from error
     ids: Any = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
-    if text and not ids:  # of a folder without a tokenizer's files Transformers makes one without words
+    if text and not ids:  # Transformers makes a tokenizer without words where a folder has no files of one
         raise CheckpointError(
             f"the tokenizer of {folder} finds no token in {file}: give --tokens, a file of ids, or --tokenizer, "
             "another folder"
@@ -65,7 +65,7 @@ def tokenize(file: Path, model: str | Path) -> Tensor:
 def sequences(
     tokens: Tensor, seq_len: int, held_out: float, num_experts: int, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """(sequences [n, seq_len] to measure, sequences [m, seq_len] to test) of ids [N]; what is left over is dropped.
+    """Cut ids [N] into sequences [n, seq_len] to measure on and [m, seq_len] to test on; the remainder is dropped.
 
     Raises CheckpointError for other shapes, foreign ids, and fewer than _FEWEST_TOKENS for each expert.
     """

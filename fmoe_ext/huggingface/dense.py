@@ -1,8 +1,11 @@
 """fmoefy for dense Hugging Face models, recognised by the structure of their layers, not by their names.
 
-Three structures: an MLP module (Llama, Qwen3, Mistral, Gemma, Phi, GPT-2, ViT, T5, ...), which may add the residual
-itself (BLOOM, MPT); `intermediate` and `output` side by side, the second with dropout, residual and LayerNorm (BERT and
-its kin); fc1 and fc2 in the layer itself (OPT, BART, Whisper, ...).
+A function for each of three structures reads it or returns None: an MLP module (Llama, Qwen3, Mistral, Gemma, Phi,
+GPT-2, ViT, T5, ...), which may add the residual itself (BLOOM, MPT); `intermediate` and `output` side by side, the
+second with dropout, residual and LayerNorm (BERT and its kin); fc1 and fc2 in the layer itself (OPT, BART, Whisper,
+...). What the linear layers compute is not assumed from the structure: read_mlp() and read_pair() run the module,
+or the whole layer around the pair, and compare. A layer runs on tokens alone for that; where it asks for masks,
+caches or another sequence, a stand-in returns what its attention gets.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext.huggingface.record import note
-from fmoe_ext.huggingface.saving import replace_of_fmoefied
+from fmoe_ext.huggingface.saving import save_as_fmoefied
 from fmoe_ext.layers import FMoE
 from fmoe_ext.models.recognize import is_linear, read_mlp, read_pair, weight_shape
 from fmoe_ext.models.target import Options, Target
@@ -40,9 +43,9 @@ def find(model: nn.Module, options: Options) -> list[Target]:
 
 
 def after_replacing(model: Any, kind: str, targets: Any, layers: Any, options: Options) -> str:
-    """Notes in the model's configuration what fmoefy did -> the formats that it can be written in, for the report."""
+    """Note in the model's configuration what fmoefy did -> the formats that it can be written in, for the report."""
     ways_out = note(model, kind, targets, layers, options)
-    replace_of_fmoefied(model)
+    save_as_fmoefied(model)
     return ways_out
 
 
@@ -51,22 +54,34 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
         return  # an MoE layer, or one with shared experts
     in_layers = any(name.isdigit() for name in path.split("."))
     if in_layers and any(c.__module__.startswith("transformers") for c in type(module).__mro__):
-        if _has_bert_structure(module):
-            yield _bert_target(path, module)
-            return
-        if _has_fc_beside_attention(module):
-            yield _fc_target(path, module)
-            return
-        # by its names: the linear layers of an attention can have the shapes of an MLP
-        names = f"{attribute} {type(module).__name__}".lower()
-        if _has_mlp_shapes(module) and not any(part in names for part in ("attn", "attention")):
-            yield _mlp_target(path, module, parent, attribute, activation)
+        # BERT and OPT first: their layers are more than an MLP, whose shapes they have as well
+        target = (
+            _read_bert(path, module)
+            or _read_fc(path, module)
+            or _read_module(path, module, parent, attribute, activation)
+        )
+        if target is not None:
+            yield target
             return
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, module, name, activation)
 
 
-def _mlp_target(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target:
+def _read_module(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target | None:
+    """Replace an MLP module: two linear layers d -> H or 2H -> d, or three d -> H, d -> H, H -> d, in any order."""
+    # by its names: the linear layers of an attention can have the shapes of an MLP
+    names = f"{attribute} {type(module).__name__}".lower()
+    if "attn" in names or "attention" in names:
+        return None
+    shapes = [weight_shape(m) for m in module.children() if is_linear(m)]
+    if len(shapes) == 2:
+        (rows, d_model), (d_out, d_hidden) = shapes
+        is_mlp = d_out == d_model and rows in (d_hidden, 2 * d_hidden)
+    else:
+        orders = ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+        is_mlp = len(shapes) == 3 and any(shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in orders)
+    if not is_mlp:
+        return None
     adds_residual = list(inspect.signature(module.forward).parameters)[1:] == ["residual"]
     reading = read_mlp(_WithoutResidual(module) if adds_residual else module, activation)
 
@@ -98,19 +113,16 @@ class AddsResidual(nn.Module):
         return residual + self.moe(hidden_states)
 
 
-def _has_bert_structure(layer: nn.Module) -> bool:
-    first = getattr(layer, "intermediate", None)
-    second = getattr(layer, "output", None)
-    return (
+def _read_bert(path: str, layer: Any) -> Target | None:
+    """Replace `intermediate`, or only its linear layer if something comes before that."""
+    first: Any = getattr(layer, "intermediate", None)
+    second: Any = getattr(layer, "output", None)
+    if not (
         is_linear(getattr(first, "dense", None))
         and is_linear(getattr(second, "dense", None))
         and hasattr(first, "intermediate_act_fn")
-    )
-
-
-def _bert_target(path: str, layer: Any) -> Target:
-    """Replace `intermediate`, or only its linear layer if something comes before that."""
-    first = layer.intermediate
+    ):
+        return None
 
     def call(x: Tensor) -> Any:
         needed, _ = _parameters(layer.output)
@@ -129,17 +141,15 @@ def _bert_target(path: str, layer: Any) -> Target:
     return _target(path, parent, attribute, dense, finish=finish)
 
 
-def _has_fc_beside_attention(layer: nn.Module) -> bool:
-    return (
+def _read_fc(path: str, layer: Any) -> Target | None:
+    """Replace fc1 beside an attention; the layer's own forward stays, and what follows fc1 in it does nothing."""
+    if not (
         is_linear(getattr(layer, "fc1", None))
         and is_linear(getattr(layer, "fc2", None))
         and callable(getattr(layer, "activation_fn", None))
         and any("attn" in name or "attention" in name for name, _ in layer.named_children())
-    )
-
-
-def _fc_target(path: str, layer: Any) -> Target:
-    """The layer's own forward goes on to be used: fc1 becomes the MoE layer, what follows it does nothing."""
+    ):
+        return None
     p = getattr(layer, "activation_dropout", 0.0)
 
     def finish() -> None:
@@ -156,7 +166,7 @@ def _fc_target(path: str, layer: Any) -> Target:
 
 
 def _call_alone(layer: nn.Module, x: Tensor) -> Any:
-    """A Transformer layer on tokens x, with nothing else: no mask, no cache, no other sequence.
+    """Run a Transformer layer on tokens x and nothing else: no mask, no cache, no other sequence.
 
     Where its attention needs more, a stand-in returns its input: once, or as often as the layer unpacks it.
     """
@@ -184,7 +194,7 @@ def _stand_ins(parameters: list[inspect.Parameter], x: Tensor) -> dict[str, Any]
 
 @contextlib.contextmanager
 def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[None]:
-    """The attention modules of a layer return the first tensor that they get, or a tuple of the first num_results."""
+    """Let a layer's attention modules return the first tensor that they get, or a tuple of the first num_results."""
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -195,7 +205,9 @@ def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[No
         for name, m in layer.named_children()
         if ("attn" in name or "attention" in name) and any(map(is_linear, m.modules()))
     ]
-    own_forwards = {m: vars(m).get("forward") for m in attentions}
+    own_forwards = {
+        m: vars(m).get("forward") for m in attentions
+    }  # accelerate's hooks set one on the instance
     try:
         for m in attentions:
             m.forward = answer
@@ -205,14 +217,3 @@ def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[No
             del m.forward
             if forward is not None:
                 m.forward = forward
-
-
-def _has_mlp_shapes(module: nn.Module) -> bool:
-    """Two linear layers d -> H or 2H -> d, or three d -> H, d -> H, H -> d, in whatever order."""
-    shapes = [weight_shape(m) for m in module.children() if is_linear(m)]
-    if len(shapes) == 2:
-        (rows, d_model), (d_out, d_hidden) = shapes
-        return d_out == d_model and rows in (d_hidden, 2 * d_hidden)
-    if len(shapes) != 3:
-        return False
-    return any(shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in ((0, 1, 2), (0, 2, 1), (1, 2, 0)))

@@ -1,19 +1,32 @@
-"""Transformers' MoE models with their experts spread over the ranks of a group, on the exchange of fmoe_ext."""
+"""Transformers' MoE models with their experts spread over the ranks of a group, on the exchange of fmoe_ext.
+
+An experts module of Transformers has all its experts in stacked parameters [E, ...]. A rank keeps the rows of its
+own E / ranks experts, and an ExpertParallel through which experts_forward sends the tokens. PEFT's adapters of
+these parameters are cut with them: A [E * r, in] by rows, B [out, r * E] by columns, where the expert varies
+fastest. Two calls then need the other ranks: generate() goes on until the last of them has finished, and
+save_pretrained() gathers the rows first, so that the files are the same as from one process.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.process_groups import Group, find_group, register_group
-from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, keep_own_adapters, save_adapters
-from fmoe_ext.huggingface.saving import replace_save_pretrained, save_spread, stacks
+from fmoe_ext.huggingface.saving import replace_save_pretrained, replacing_for_transformers
 from fmoe_ext.linear import check_plain
 from fmoe_ext.spread import keep_rows
+
+_STACKED = tuple(
+    f"{name}{suffix}" for name in ("gate_up_proj", "up_proj", "down_proj") for suffix in ("", "_bias")
+)
 
 
 def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none") -> None:
@@ -29,12 +42,12 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
         name = type(experts).__name__
         if getattr(experts, "expert_parallel", None) is not None:
             raise ValueError(f"the experts of {name} are spread over ranks already")
-        for _, p in stacks(experts):
+        for _, p in _stacks(experts):
             check_plain(p)  # Transformers' own expert parallelism has made it a DTensor
             if p.shape[0] % size != 0:
                 raise ValueError(f"{name} has {p.shape[0]} experts, which {size} ranks cannot share evenly")
     for experts in modules:
-        whole = dict(stacks(experts))
+        whole = dict(_stacks(experts))
         num_local = next(iter(whole.values())).shape[0] // size
         parallel = experts.expert_parallel = ExpertParallel(group, num_local)
         first, end = parallel.rank * num_local, (parallel.rank + 1) * num_local
@@ -43,15 +56,99 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
                 own = keep_rows(p, first, end)
             own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads
             setattr(experts, name, own)
-        for _, adapter in adapters_around(model, experts):
-            keep_own_adapters(adapter, first, end, expert_dp_comm)
+        for _, wrapper in adapters_around(model, experts):
+            _keep_own_adapters(wrapper, first, end, expert_dp_comm)
     if is_peft_model(model):
         replace_save_pretrained(model, save_adapters)
         model = model.get_base_model()
     model.generate = functools.partial(_generate, model)
-    replace_save_pretrained(model, save_spread)
+    replace_save_pretrained(model, _save_spread)
 
 
 def _generate(model: Any, *args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:
-    """generate() that goes on until every rank has finished, for all of them hold experts that the others need."""
+    """Go on until every rank has finished, since all of them hold experts that the others need."""
     return type(model).generate(model, *args, synced_gpus=synced_gpus, **kwargs)
+
+
+def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter [E, ...]) of what each expert of an experts module of Transformers has of its own."""
+    return ((name, p) for name, p in experts.named_parameters(recurse=False) if name in _STACKED)
+
+
+def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
+    """Save the whole model: every rank calls it, the first of the job writes."""
+    given = options.pop("state_dict", None)
+    state = dict(model.state_dict() if given is None else given)
+    for path, experts in model.named_modules():
+        if getattr(experts, "expert_parallel", None) is None:
+            continue
+        group = find_group(experts.expert_parallel.group)
+        if 0 not in dist.get_process_group_ranks(group):
+            continue  # copies of the experts that the first rank gathers
+        for name, _ in _stacks(experts):
+            key = f"{path}.{name}"
+            part = state[key].detach().contiguous()
+            parts = None
+            if dist.get_rank() == 0:  # only the writer needs room for all
+                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+            dist.gather(part, parts, dst=0, group=group)
+            state[key] = part if parts is None else torch.cat(parts)
+    if dist.get_rank() == 0:
+        with replacing_for_transformers(Path(save_directory), options) as unfinished:
+            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
+    dist.barrier()
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """True for a model that PEFT has wrapped."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def adapters_around(model: nn.Module, experts: nn.Module | None = None) -> Iterator[tuple[str, Any]]:
+    """(name, PEFT's wrapper of one weight) around an experts module, or around any whose experts are spread."""
+    for name, module in model.named_modules():
+        if not hasattr(module, "get_base_layer") or not hasattr(module, "lora_A"):
+            continue
+        base = module.get_base_layer()
+        is_spread = hasattr(base, "is_transposed") and getattr(base, "expert_parallel", None) is not None
+        if base is experts or (experts is None and is_spread):
+            yield name, module
+
+
+@torch.no_grad()
+def _keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
+    """Keep the adapters of experts [first, end) only; comm: the tag of their parameters (param.dp_comm)."""
+    for name in wrapper.lora_A:
+        a, b = wrapper.lora_A[name], wrapper.lora_B[name]
+        own_a = a.weight.reshape(wrapper.num_experts, -1, a.weight.shape[1])[first:end].flatten(0, 1)
+        own_b = b.weight.reshape(b.weight.shape[0], -1, wrapper.num_experts)[..., first:end].flatten(1)
+        for linear, own in ((a, own_a), (b, own_b)):
+            linear.weight = nn.Parameter(own.clone(), requires_grad=linear.weight.requires_grad)
+            linear.weight.dp_comm = comm
+            linear.out_features, linear.in_features = own.shape
+    wrapper.num_experts = end - first
+
+
+@torch.no_grad()
+def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
+    """Save a PeftModel whose experts are spread: every rank calls it, the first of the job writes.
+
+    The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained.
+    """
+    state = dict(options.pop("state_dict", None) or model.state_dict())
+    for prefix, wrapper in adapters_around(model):
+        parallel = wrapper.get_base_layer().expert_parallel
+        for name in wrapper.lora_A:
+            a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+            state[f"{prefix}.lora_A.{name}.weight"] = torch.cat(_of_all_ranks(a, parallel))
+            parts = [part.reshape(b.shape[0], -1, wrapper.num_experts) for part in _of_all_ranks(b, parallel)]
+            state[f"{prefix}.lora_B.{name}.weight"] = torch.cat(parts, dim=2).flatten(1)
+    if dist.get_rank() == 0:
+        type(model).save_pretrained(model, save_directory, state_dict=state, **options)
+    dist.barrier()
+
+
+def _of_all_ranks(t: Tensor, parallel: ExpertParallel) -> list[Tensor]:
+    parts = [torch.empty_like(t) for _ in range(parallel.size)]
+    dist.all_gather(parts, t.contiguous(), group=find_group(parallel.group))
+    return parts

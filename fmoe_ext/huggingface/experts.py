@@ -1,9 +1,14 @@
 """The experts of Hugging Face Transformers on our operators: register(), then experts_implementation="fmoe".
 
 Transformers decorates every experts module that may run elsewhere with facts about its weights: is_transposed,
-is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default). The forward
-here reads them, runs the usual MLPs as one operator, and any other between two grouped products, with the clamped
-activations of glu.py as one operator each way.
+is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default).
+experts_forward reads them and takes one of three routes: a usual MLP is one operator (ops.expert_mlp;
+frozen.frozen_mlp with packed weights or adapters); any other MLP is two grouped products with the module's own
+activation between them, one operator each way where glu.py knows it; experts with rounded adapters run through
+lattice.py.
+
+T tokens of width D, K experts a token, H hidden width, N tokens that this rank has received, R = N * K rows sorted
+by expert.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
 from fmoe_ext.huggingface.saved import from_pretrained
 from fmoe_ext.huggingface.training import add_balance_loss
 from fmoe_ext.linear import DTYPES, adapted_gemm, with_adapter
+from fmoe_ext.models.recognize import GATED
 from fmoe_ext.routing import widen
 
 __all__ = [
@@ -40,13 +46,12 @@ __all__ = [
     "register",
     "use",
 ]
-NAME = "fmoe"
+_NAME = "fmoe"
 _OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
-GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
 
 
 def register() -> None:
-    """Makes "fmoe" an experts implementation of Transformers; calling it again changes nothing.
+    """Make "fmoe" an experts implementation of Transformers; calling it again changes nothing.
 
     Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
     the experts of every architecture that uses Transformers' experts interface on fmoe_ext. A Trainer that resumes such
@@ -64,16 +69,16 @@ def register() -> None:
         >>> model.config._experts_implementation
         'fmoe'
     """
-    require_transformers(f'experts_implementation="{NAME}"')
+    require_transformers(f'experts_implementation="{_NAME}"')
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(_NAME, _refuse_fp8)
 
 
 def require_transformers(needed_by: str) -> None:
-    """Raises ImportError, with the name of what needs it, if Transformers is missing or too old."""
+    """Raise ImportError, with the name of what needs it, if Transformers is missing or too old."""
     transformers = require("transformers", needed_by, f"transformers>={_OLDEST_TRANSFORMERS}")
     oldest = tuple(map(int, _OLDEST_TRANSFORMERS.split(".")))
     if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
@@ -84,12 +89,12 @@ def require_transformers(needed_by: str) -> None:
 
 
 def use(model: Any) -> Any:
-    """register(), then model.set_experts_implementation("fmoe") -> the model; warns if that changes nothing.
+    """Call register() and model.set_experts_implementation("fmoe") -> the model; warn if that changes nothing.
 
     From then on model.load_state_dict() also takes the names that save_pretrained() writes, where each expert is a
     tensor. Trainer.train(resume_from_checkpoint=) loads these, and without it drops all experts with a line in the log.
-    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
-    SwitchTransformers and JetMoe among them.
+    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers, for
+    example Llama4, SwitchTransformers and JetMoe.
 
     Example:
 
@@ -101,7 +106,7 @@ def use(model: Any) -> Any:
         torch.Size([1, 3, 64])
     """
     register()
-    model.set_experts_implementation(NAME)
+    model.set_experts_implementation(_NAME)
     if not any(hasattr(module, "is_transposed") for module in model.modules()):
         warnings.warn(
             f"{type(model).__name__} has no experts module that Transformers lets others compute: its experts stay "
@@ -113,7 +118,8 @@ def use(model: Any) -> Any:
 
 
 def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Puts what save_pretrained() wrote under the names that the modules have."""
+    """Put what save_pretrained() wrote under the names that the modules have."""
+    # the hook runs for each submodule too, with its prefix: once, for the whole model, is enough
     if prefix == "" and not state_dict.keys() <= model.state_dict().keys():
         from fmoe_ext.checkpoint.written_names import as_in_modules  # it brings torch.distributed.checkpoint
 
@@ -123,14 +129,14 @@ def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_
 
 
 def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "none") -> Any:
-    """Spreads the experts of a Transformers MoE model over the ranks of a group -> the model.
+    """Spread the experts of a Transformers MoE model over the ranks of a group -> the model.
 
     Every rank calls it with the same whole model and keeps E / ranks experts of each layer, rank r the r-th part;
     tokens travel to their experts and back by fmoe_ext's exchange. group: a ProcessGroup, a DeviceMesh or None for all
     ranks; expert_dp_comm: the tag of the experts' parameters (FMoE.mark_parallel_comm). For training wrap the model in
     fmoe_ext.distributed.DistributedGroupedDataParallel; torch's DistributedDataParallel is refused. From then on all
     ranks call the forward, generate() (which waits for the last to finish) and save_pretrained() (which writes the
-    whole model, for any layout) together. The loss of output_router_logits is that of each rank's tokens.
+    whole model, for any layout) together. The loss of output_router_logits is of each rank's tokens.
     Raises ValueError for a model without experts that can be spread, TypeError for quantised or sharded ones.
     """
     from fmoe_ext.huggingface.ep import spread_experts
@@ -142,7 +148,7 @@ def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "n
 def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
     """A callback for Transformers' Trainer and TRL's: the gates' balance loss in the loss, experts' load in the logs.
 
-    weight: that of the balance loss; file: of JSON lines for the load of every layer (balance.write).
+    weight: of the balance loss; file: of JSON lines for the load of every layer (balance.write).
     `Trainer(..., callbacks=[huggingface.balance_callback(0.01)])`: huggingface.trainer.BalanceCallback.
     """
     from fmoe_ext.huggingface.trainer import BalanceCallback
@@ -204,7 +210,7 @@ def compute(
     weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product. adapters: of w1 and w2.
     """
     w1, b1, w2, b2 = weights
-    if is_rounded(adapters):
+    if is_rounded(adapters):  # the sum W + B A is the weight then, without an adapter beside it
 
         def run(x: Tensor, topk_weights: Tensor, w1: Any, w2: Any) -> Tensor:
             return compute(experts, (w1, b1, w2, b2), x, topk_idx, topk_weights, (None, None))
@@ -266,14 +272,26 @@ def fused_activation(experts: Any) -> str | None:
     """The activation under which ops.expert_mlp is the MLP of an experts module; None if it is another MLP."""
     if experts.is_transposed:
         return None
-    name = _activation_name(getattr(experts, "act_fn", None))
+    from transformers import activations
+
+    act_fn = getattr(experts, "act_fn", None)
+    if isinstance(act_fn, activations.SiLUActivation):
+        name: str | None = "silu"
+    elif isinstance(act_fn, activations.GELUActivation):
+        name = "gelu"
+    elif isinstance(act_fn, (activations.GELUTanh, activations.NewGELUActivation)):
+        name = "gelu_tanh"
+    elif isinstance(act_fn, activations.ReLUSquaredActivation):
+        name = "relu2"
+    else:
+        name = activation_name(act_fn) if callable(act_fn) else None
     if not experts.has_gate:
         return name
-    # a class that gates its own way defines _apply_gate; the others get that of Transformers' decorator
+    # a class that gates its own way defines _apply_gate; the others get the one of Transformers' decorator
     is_usual_gate = experts._apply_gate.__module__ == "transformers.integrations.moe"
     if not is_usual_gate or not getattr(experts, "is_concatenated", True):
         return None
-    return None if name is None else dict(GATED).get(name)
+    return None if name is None else GATED.get(name)
 
 
 def activation_of(experts: Any, is_packed: bool) -> str | None:
@@ -285,27 +303,14 @@ def activation_of(experts: Any, is_packed: bool) -> str | None:
     return fused_activation(experts)
 
 
-def _activation_name(act_fn: Any) -> str | None:
-    from transformers import activations
-
-    if isinstance(act_fn, activations.SiLUActivation):
-        return "silu"
-    if isinstance(act_fn, activations.GELUActivation):
-        return "gelu"
-    if isinstance(act_fn, (activations.GELUTanh, activations.NewGELUActivation)):
-        return "gelu_tanh"
-    if isinstance(act_fn, activations.ReLUSquaredActivation):
-        return "relu2"
-    return activation_name(act_fn) if callable(act_fn) else None
-
-
 def _compute_dtype(experts: Any, weights: tuple[Tensor | None, ...]) -> torch.dtype:
-    """The dtype to compute in; TypeError for quantised weights, some of which report another dtype than they have."""
+    """The dtype to compute in, autocast's where that is on; TypeError for quantised weights."""
     for weight in filter(torch.is_tensor, weights):
+        # a quantised subclass may report the dtype that it dequantises to, not the one it has
         is_subclass = hasattr(weight, "__tensor_flatten__") and not is_dtensor(weight)
         if is_subclass or weight.dtype not in DTYPES:
             raise TypeError(
-                f'experts_implementation="{NAME}" computes with plain float64, float32, bfloat16 or float16 weights, '
+                f'experts_implementation="{_NAME}" computes with plain float64, float32, bfloat16 or float16 weights, '
                 f"but {type(experts).__name__} has {type(weight).__name__ if is_subclass else weight.dtype}: leave the "
                 "experts out of the quantization, call model.dequantize(), put weight.dequantize() in their place, or "
                 'set_experts_implementation to "eager"'
@@ -319,6 +324,6 @@ def _compute_dtype(experts: Any, weights: tuple[Tensor | None, ...]) -> torch.dt
 
 def _refuse_fp8(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> NoReturn:
     raise TypeError(
-        f'experts_implementation="{NAME}" does not compute with FP8 weights: load the model with '
+        f'experts_implementation="{_NAME}" does not compute with FP8 weights: load the model with '
         'quantization_config=FineGrainedFP8Config(dequantize=True), or set_experts_implementation to "grouped_mm"'
     )

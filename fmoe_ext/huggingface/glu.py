@@ -1,7 +1,9 @@
 """The clamped gated activations of Transformers' experts as one operator each way: GPT-OSS, DeepSeek-V4 and others.
 
-Which options of the operator a class of experts computes with is not read from its code, which changes from release to
-release: its _apply_gate runs once on numbers, in float64, and the options that give the same results are taken.
+They differ in where gates and ups lie, what is clamped and what is added. The code of a class of experts changes
+from release to release, so it is not read: its _apply_gate runs once on a probe in float64, values up to three
+times the limit with each gate beside several ups, and the options of ops.clamped_glu that give the same results are
+taken.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from torch import nn
 from fmoe_ext import ops
 
 # alpha, limit, offset, interleaved, clamps_activated of ops.clamped_glu
-Options: TypeAlias = tuple[float, float, float, bool, bool]
-ALPHAS, LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # attributes of experts
+_Options: TypeAlias = tuple[float, float, float, bool, bool]
+_ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # attributes of experts
 
 
 def apply_gate(experts: Any, h: torch.Tensor) -> torch.Tensor:
     """experts._apply_gate(h): h [R, 2H] -> [R, H], by ops.clamped_glu where that computes the same."""
-    options = glu_options(experts) if h.device.type == "cpu" else None
+    options = glu_options(experts) if h.device.type == "cpu" else None  # the operator has no CUDA kernel
     if options is None:
         gated: torch.Tensor = experts._apply_gate(h)
         return gated
@@ -33,7 +35,7 @@ def apply_gate(experts: Any, h: torch.Tensor) -> torch.Tensor:
     )
 
 
-def glu_options(experts: Any) -> Options | None:
+def glu_options(experts: Any) -> _Options | None:
     """The options with which ops.clamped_glu computes experts._apply_gate; None if there are none.
 
     The first call for a class and its numbers compares the two in float64.
@@ -43,18 +45,19 @@ def glu_options(experts: Any) -> Options | None:
     act_fn = getattr(experts, "act_fn", None)
     numbers = [
         next((getattr(experts, name) for name in names if hasattr(experts, name)), None)
-        for names in (ALPHAS, LIMITS)
+        for names in (_ALPHAS, _LIMITS)
     ]
     if not all(isinstance(number, (int, float, type(None))) for number in numbers):
         return None
     return _found(type(experts), *numbers, type(act_fn) if isinstance(act_fn, nn.Module) else None)
 
 
+# Apart from _compare(): Dynamo looks through the wrapper of lru_cache, and would not see that the result is constant.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def _found(
     experts: type[Any], alpha: float | None, limit: float | None, act_fn: type[nn.Module] | None
-) -> Options | None:
-    found: Options | None = _compare(experts, alpha, limit, act_fn)  # type: ignore[arg-type]  # classes are hashable
+) -> _Options | None:
+    found: _Options | None = _compare(experts, alpha, limit, act_fn)  # type: ignore[arg-type]  # classes are hashable
     return found
 
 
@@ -62,10 +65,10 @@ def _found(
 @torch.no_grad()
 def _compare(
     experts: type[Any], alpha: float | None, limit: float | None, act_fn: type[nn.Module] | None
-) -> Options | None:
-    bare: Any = object.__new__(experts)
+) -> _Options | None:
+    bare: Any = object.__new__(experts)  # without its constructor, which makes the weights
     nn.Module.__init__(bare)
-    vars(bare).update(dict.fromkeys(ALPHAS, alpha), **dict.fromkeys(LIMITS, limit))
+    vars(bare).update(dict.fromkeys(_ALPHAS, alpha), **dict.fromkeys(_LIMITS, limit))
     alphas, limits = {1.0, alpha or 1.0}, {math.inf, math.inf if limit is None else limit}
     size = 3 * max([4.0, *filter(math.isfinite, limits)])  # beyond what is clamped
     probe = torch.linspace(-size, size, 1024, dtype=torch.float64, device="cpu")

@@ -1,4 +1,11 @@
-"""Experts with W + B A rounded to the values of the packed W, and gradients as if nothing had been rounded."""
+"""Experts with W + B A rounded to the values of the packed W, and gradients as if nothing had been rounded.
+
+Merging an adapter into packed weights rounds the sum to what the packing can hold, and what was trained in float is
+lost in part. Here the forward already computes with the rounded sum, so that training sees the loss of the merged
+model. Rounding has no useful gradient; the backward takes it for the identity (straight-through, Bengio et al.,
+2013, https://arxiv.org/abs/1308.3432): it decodes the rounded sum, runs the experts again with it in float, and
+sends the gradient of the sum on to B and A as if it were W + scale B A itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from fmoe_ext.frozen import Quantized
 from fmoe_ext.frozen.rounding import to_nearest
 
 # (x, topk_weights, w1, w2) -> weighted sums of the experts
-Run: TypeAlias = Callable[[Tensor, Tensor, Any, Any], Tensor]
+_Run: TypeAlias = Callable[[Tensor, Tensor, Any, Any], Tensor]
 
 
 def is_rounded(adapters: tuple[Lora | None, Lora | None]) -> bool:
@@ -23,21 +30,22 @@ def is_rounded(adapters: tuple[Lora | None, Lora | None]) -> bool:
 
 
 def run_rounded(
-    run: Run,
+    run: _Run,
     x: Tensor,
     topk_weights: Tensor,
     weights: tuple[Quantized, Quantized],
     adapters: tuple[Lora | None, Lora | None],
     transposed: bool,
 ) -> Tensor:
-    """run with the packed sums of weights and adapters. transposed: run takes float weights as [E, in, out].
+    """Call run with the packed sums of weights and adapters. transposed: run takes float weights as [E, in, out].
 
     The backward decodes the weights of this layer, and keeps them and their gradients for its time.
-    Straight-through: Bengio et al., 2013, https://arxiv.org/abs/1308.3432
     """
     pairs = [*zip(weights, adapters, strict=True)]
     with torch.no_grad():
+        # clones: the backward reads them, and the buffers of a streamed layer have other weights by then
         packed = tuple(w.map(torch.clone) if a is None else _rounded(w, a) for w, a in pairs)
+    # not read: the gradients that the backward returns for the sums reach a and b through them
     changes = (None if a is None else a.scale * torch.bmm(a.b, a.a) for _, a in pairs)
     result: Tensor = _StraightThrough.apply(run, packed, transposed, x, topk_weights, *changes)
     return result
@@ -62,7 +70,7 @@ def _rounded(weight: Quantized, adapter: Lora) -> Quantized:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, run: Run, packed: Any, transposed: bool, x: Tensor, topk_weights: Tensor, *_: Any
+        ctx: Any, run: _Run, packed: Any, transposed: bool, x: Tensor, topk_weights: Tensor, *_: Any
     ) -> Tensor:
         ctx.run, ctx.packed, ctx.transposed = run, packed, transposed
         ctx.save_for_backward(x, topk_weights)

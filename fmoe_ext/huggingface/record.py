@@ -1,8 +1,10 @@
 """Notes of fmoefy in the configuration of a Transformers model, which save_pretrained saves.
 
-The configuration gets the entry "fmoe_ext", from which huggingface.from_pretrained builds the model
-again, and its activations become NEEDS: a dense model built from it fails with that text. Where it names none, the
-dtype in the file becomes NEEDS. The name of the dense model goes: nothing reads a dense model in its place by it.
+The configuration gets the entry "fmoe_ext", from which huggingface.from_pretrained builds the model again. Without
+fmoe_ext the same config.json would make a dense model, silently, with random MLPs. So its activations become NEEDS,
+and a dense model built from it fails with that text; where it names no activation, saving.py puts NEEDS in place of
+the dtype. What was there before is in the entry, and take_record() puts it back. The dense model's name goes, so
+that no library loads the dense model by it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from fmoe_ext.ops.activations import ACTIVATIONS
 from fmoe_ext.transformer import FMoETransformerMLP
 
 KEY = "fmoe_ext"
-VERSION = 1
+_VERSION = 1
 NEEDS = "needs fmoe_ext.huggingface.from_pretrained"
 _JSON = MappingProxyType(
     {
@@ -38,37 +40,40 @@ _JSON = MappingProxyType(
     }
 )
 _RECORD: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {"version": (int,), "dense": (dict,), "layers": (list,)}
+    {
+        "version": (int,),
+        "dense": (dict,),  # {dotted name in the configuration: what stood where NEEDS stands}
+        "layers": (list,),  # in the order in which fmoefy made them
+    }
 )
 _GATE: Mapping[str, tuple[type, ...]] = MappingProxyType({"name": (str,), "options": (dict,)})
 _LAYER: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
-        "kind": (str,),
-        "matched": (bool,),
-        "path": (str,),
-        "num_experts": (int,),
+        "kind": (str,),  # which finder of fmoefy found the MLP
+        "matched": (bool,),  # by match= of the user
+        "path": (str,),  # dotted name in the model
+        "num_experts": (int,),  # of all ranks
         "top_k": (int,),
         "d_model": (int,),
         "d_hidden": (int,),
-        "activation": (str, type(None)),
+        "activation": (str, type(None)),  # null: the dense MLP's own, or in missing
         "bias": (bool,),
-        "gate": (dict, type(None)),
-        "options": (dict,),
-        "missing": (dict,),
+        "gate": (dict, type(None)),  # null: in missing
+        "options": (dict,),  # further keywords of FMoETransformerMLP that are values of JSON
+        "missing": (dict,),  # {keyword: how it printed} of those that are not: to be given again
     }
 )
 _NO_NAME = (
     "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
 )
-# of this process, or in the entry
-NOT_SAVED = (
+_NOT_SAVED = (
     "moe_group",
     "world_size",
     "expert_dp_comm",
     "gate_group",
     "bias",
-)
-_NEVER = (*NOT_SAVED, "num_expert", "mask", "mask_dict", "gate_hook")  # no values of JSON, or another entry
+)  # of this process, or in the entry
+_NEVER = (*_NOT_SAVED, "num_expert", "mask", "mask_dict", "gate_hook")  # no values of JSON, or another entry
 
 
 def note(
@@ -78,9 +83,9 @@ def note(
     layers: Sequence[FMoETransformerMLP],
     options: Options,
 ) -> str:
-    """Notes in model.config what became of the targets -> in which formats the model can be written, for the report.
+    """Note in model.config what became of the targets -> in which formats the model can be written, for the report.
 
-    Nothing, and "", for a model that has no save_pretrained().
+    A model that has no save_pretrained() gets no note, and the report "".
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
@@ -89,12 +94,15 @@ def note(
     if record is not None:
         check_record(record, f"{type(model).__name__}.config")
     else:
-        config = _own_config(model)
-        record = {"version": VERSION, "dense": _mark(config), "layers": []}
-    entries = [
-        {"kind": kind, "matched": options.match is not None} | _entry(target, moe, options)
-        for target, moe in zip(targets, layers, strict=True)
-    ]
+        # a copy, here and in the submodules: other models may be made of the original
+        copies: dict[int, Any] = {}
+        config = copy.deepcopy(config, copies)
+        for module in model.modules():
+            own = copies.get(id(vars(module).get("config")))
+            if own is not None:
+                module.config = own
+        record = {"version": _VERSION, "dense": _mark(config), "layers": []}
+    entries = [_entry(kind, target, moe, options) for target, moe in zip(targets, layers, strict=True)]
     setattr(config, KEY, record | {"layers": [*record["layers"], *entries]})
     config._name_or_path = _NO_NAME
     from fmoe_ext.checkpoint.families import formats_for  # it brings torch.distributed.checkpoint
@@ -108,19 +116,8 @@ def note(
     )
 
 
-def _own_config(model: Any) -> Any:
-    """A copy of model.config in its place, also in its submodules: other models may be made of the original."""
-    copies: dict[int, Any] = {}
-    config = copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        own = copies.get(id(vars(module).get("config")))
-        if own is not None:
-            module.config = own
-    return config
-
-
 def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
-    """Takes the entry out of the values of a configuration, which are the dense model's then -> it, None if none.
+    """Take the entry out of the values of a configuration, which are the dense model's then -> it, None if none.
 
     where: what has the values, for errors. Raises CheckpointError for an entry that note() has not written.
     """
@@ -133,7 +130,7 @@ def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
         part: Any = values
         for parent in parents:
             part = part.get(parent) if isinstance(part, dict) else None
-        # A value that was written over ours is neither theirs nor ours to drop
+        # another value was written over ours by hand: neither it nor the noted one may be dropped
         if not isinstance(part, dict) or part.get(last) != NEEDS:
             found = part.get(last) if isinstance(part, dict) else None
             raise _damaged(
@@ -154,23 +151,23 @@ def _places_of(value: Any, part: Any, prefix: str = "") -> Iterator[str]:
 
 
 def check_record(record: Any, where: str) -> Any:
-    """Checks that an entry has the keys, types and ranges of one that note() writes -> it; CheckpointError if not."""
+    """Check that an entry has the keys, types and ranges of one that note() writes -> it; CheckpointError if not."""
     _check_keys(record, _RECORD, where, "")
-    if record["version"] != VERSION:
-        raise _damaged(where, "version", record["version"], f"this fmoe_ext reads {VERSION}: upgrade it")
+    if record["version"] != _VERSION:
+        raise _damaged(where, "version", record["version"], f"this fmoe_ext reads {_VERSION}: upgrade it")
     from transformers.activations import ACT2FN
 
     for name, value in record["dense"].items():
         if name == "dtype":
             if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
                 raise _damaged(where, "dense.dtype", value, "it must be a dtype of torch, or null")
-        elif not isinstance(value, str) or value.removeprefix("gated-") not in ACT2FN:  # "gated-" is of T5
+        elif not isinstance(value, str) or value.removeprefix("gated-") not in ACT2FN:  # T5 says "gated-gelu"
             raise _damaged(where, f"dense.{name}", value, "it must be an activation of Transformers")
     for i, entry in enumerate(record["layers"]):
         at = f"layers[{i}]"
         _check_keys(entry, _LAYER, where, at)
         for name in ("num_experts", "top_k", "d_model", "d_hidden"):
-            if not 1 <= entry[name] < 2**63:
+            if not 1 <= entry[name] < 2**63:  # what torch takes as a size
                 raise _damaged(where, f"{at}.{name}", entry[name], "it must be at least 1, and below 2**63")
         if entry["gate"] is not None:
             _check_keys(entry["gate"], _GATE, where, f"{at}.gate")
@@ -196,7 +193,7 @@ def check_record(record: Any, where: str) -> Any:
 
 
 def _check_keys(part: Any, fields: Mapping[str, tuple[type, ...]], where: str, at: str) -> None:
-    """Raises CheckpointError unless a part of the entry is an object of these keys, whose values have these types."""
+    """Raise CheckpointError unless a part of the entry is an object of these keys, whose values have these types."""
     if not isinstance(part, dict):
         raise _damaged(where, at, part, f"it must be an object with {', '.join(fields)}")
     dot = f"{at}." if at else ""
@@ -207,7 +204,7 @@ def _check_keys(part: Any, fields: Mapping[str, tuple[type, ...]], where: str, a
     for name, types in fields.items():
         if name not in part:
             raise _damaged(where, f"{dot}{name}", "missing", f"it must be {_names(types)}")
-        # true is an int to Python
+        # True is an int to isinstance
         if not isinstance(part[name], types) or (isinstance(part[name], bool) and bool not in types):
             raise _damaged(where, f"{dot}{name}", part[name], f"it must be {_names(types)}")
 
@@ -226,11 +223,22 @@ def _damaged(where: str, key: str, value: Any, why: str) -> Exception:
     )
 
 
-def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[str, Any]:
+def _entry(kind: str, target: Target, moe: FMoETransformerMLP, options: Options) -> dict[str, Any]:
+    """The entry of one layer; the keys are _LAYER's."""
     activation = moe.experts.activation
-    kwargs = {name: value for name, value in options.moe_kwargs.items() if name not in NOT_SAVED}
+    kwargs = {name: value for name, value in options.moe_kwargs.items() if name not in _NOT_SAVED}
     saved = {name: value for name, value in kwargs.items() if _is_json(value)}
+    gate: Any = options.gate
+    gate_options = {}
+    if isinstance(gate, functools.partial) and not gate.args:
+        gate, gate_options = gate.func, gate.keywords
+    gate_name = next(
+        (known for known, maker in GATES.items() if maker is gate), "softmax" if gate is None else gate
+    )
+    has_name = isinstance(gate_name, str) and _is_json(gate_options)
     entry = {
+        "kind": kind,
+        "matched": options.match is not None,
         "path": target.path,
         "num_experts": moe.num_experts,
         "top_k": moe.top_k,
@@ -238,7 +246,7 @@ def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[st
         "d_hidden": moe.d_hidden,
         "activation": activation_name(activation),
         "bias": moe.experts.htoh4.bias is not None,
-        "gate": _name_of(options.gate),
+        "gate": {"name": gate_name, "options": gate_options} if has_name else None,
         "options": {name: value for name, value in target.moe_kwargs.items() if name == "gate_bias"} | saved,
     }
     missing = {name: str(kwargs[name]) for name in kwargs.keys() - saved.keys()}
@@ -249,18 +257,6 @@ def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[st
     return entry | {"missing": missing}
 
 
-def _name_of(gate: Any) -> dict[str, Any] | None:
-    """A gate of GATES as {"name", "options"}; None for one that has to be given again."""
-    options = {}
-    if isinstance(gate, functools.partial) and not gate.args:
-        gate, options = gate.func, gate.keywords
-    name = "softmax" if gate is None else gate
-    for known, maker in GATES.items():
-        if maker is gate:
-            name = known
-    return {"name": name, "options": options} if isinstance(name, str) and _is_json(options) else None
-
-
 def _is_json(value: Any) -> bool:
     try:
         return json.loads(json.dumps(value)) == value
@@ -268,24 +264,15 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _mark(config: Any) -> dict[str, str]:
-    """Replace the configuration's activations by NEEDS -> {dotted name: what was there}."""
+def _mark(config: Any, prefix: str = "") -> dict[str, str]:
+    """Replace the activations of a configuration, and of those inside it, by NEEDS -> {dotted name: what was there}."""
     from transformers.activations import ACT2FN
 
-    found = {}
-    for prefix, part in _parts(config, ""):
-        for name, value in list(vars(part).items()):
-            if not isinstance(value, str):
-                continue
-            if ("act" in name and value in ACT2FN) or name == "feed_forward_proj":
-                found[prefix + name] = value
-                setattr(part, name, NEEDS)
-    return found
-
-
-def _parts(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(dotted prefix, config) of a configuration and those inside it."""
-    yield prefix, config
+    found: dict[str, str] = {}
     for name, value in list(vars(config).items()):
-        if hasattr(value, "to_json_string") and hasattr(value, "model_type"):
-            yield from _parts(value, f"{prefix}{name}.")
+        if isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj"):
+            found[prefix + name] = value
+            setattr(config, name, NEEDS)
+        elif hasattr(value, "to_json_string") and hasattr(value, "model_type"):
+            found |= _mark(value, f"{prefix}{name}.")
+    return found

@@ -1,4 +1,10 @@
-"""Loads what save_pretrained saved of a fmoefied Transformers model."""
+"""Load what save_pretrained saved of a fmoefied Transformers model.
+
+The entry "fmoe_ext" of config.json (record.py) says what the dense model was and which MLPs became which MoE layers. So
+loading repeats what the user did: build the dense model with Transformers, fmoefy each noted layer with the noted
+options, then load the tensors, all of them or none. The folder may be a stranger's: the entry is checked before
+anything is built from it, and its sizes against the bytes of the files before memory is taken.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +40,12 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     **moe_kwargs: Any,
 ) -> nn.Module:
-    """The fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
+    """Load the fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
 
     folder: with config.json and model.safetensors or its parts, or its name in the hub's cache. gate, activation,
     moe_kwargs: what fmoefy was given and a file cannot hold (your own gate or activation); an error says which is
     missing.
-    dtype: None takes that of each tensor in the files.
+    dtype: None takes each tensor's own in the files.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
     damaged JSON, for an entry that fmoefy did not write, and for files and links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
@@ -63,9 +69,27 @@ def from_pretrained(
             "model there, and fmoe_ext.checkpoint.load(folder, model) reads each rank's experts"
         )
     folder = local_path(folder)
-    values, record = _read_config(folder)
-    files = _open(folder)
+    config_file = folder / "config.json"
+    values = read_config_json(folder)
+    if not values:
+        raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
+    if values.get(KEY) is None:
+        raise ValueError(
+            f"{config_file} is not of a fmoefied model: load it with Transformers' from_pretrained"
+        )
+    with errors_of_transformers(folder):
+        values = _with_floats(values)
+    record = take_record(values, str(config_file))
+    assert record is not None
+
+    files = ModelFolder(folder)
+    if not files.paths:
+        raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
+    for file in files.paths:
+        if not file.is_file():
+            raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
     _check_sizes(files, record)
+
     check_values(folder, values)
     with errors_of_transformers(folder):
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
@@ -73,16 +97,22 @@ def from_pretrained(
     name = names[0] if isinstance(names, list) and names else ""
     model_class: Any = getattr(transformers, str(name), None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
+        raise ValueError(f"{config_file}: architectures names no model of Transformers: {name!r}")
     with errors_of_transformers(folder):
-        model = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
+        model: Any = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
+
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     given = {name: value for name, value in given.items() if value is not None}
     for i, entry in enumerate(record["layers"]):
-        _rebuild(model, entry, given, f"{folder / 'config.json'}: {KEY}.layers[{i}]")
+        _rebuild(model, entry, given, f"{config_file}: {KEY}.layers[{i}]")
     model.config._name_or_path = str(folder)
-    tensors = _read_tensors(files)
-    if dtype is None:  # a gate may be wider than the rest, of which config.json has the dtype
+
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for found in files.without_replaced({file: load_file(file) for file in files.paths}).values():
+        tensors |= found
+    if dtype is None:  # a gate may be wider than the rest, whose dtype config.json has
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if name in tensors and tensors[name].is_floating_point():
                 value.data = value.data.to(tensors[name].dtype)
@@ -93,28 +123,13 @@ def from_pretrained(
     return model.eval()
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config.json of the dense model, the record of fmoefy)."""
-    file = folder / "config.json"
-    values = read_config_json(folder)
-    if not values:
-        raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
-    if values.get(KEY) is None:
-        raise ValueError(f"{file} is not of a fmoefied model: load it with Transformers' from_pretrained")
-    with errors_of_transformers(folder):
-        values = _with_floats(values)
-    record = take_record(values, str(file))
-    assert record is not None
-    return values, record
-
-
 def _check_sizes(files: ModelFolder, record: dict[str, Any]) -> None:
-    """Raises CheckpointError for layers of more weights than the files have bytes, before any is made."""
+    """Raise CheckpointError for layers of more weights than the files have bytes, before any is made."""
     num_bytes = sum(file.stat().st_size for file in files.paths)
     total = 0
     for i, entry in enumerate(record["layers"]):
         sizes = [entry["options"].get(name) for name in ("latent_size", "shared_expert_hidden")]
-        # what is no number, the layer refuses
+        # the layer itself refuses what is no number
         latent, shared = (size if isinstance(size, int) else 0 for size in sizes)
         width = latent or entry["d_model"]
         total += entry["num_experts"] * entry["d_hidden"] * width + entry["d_model"] * (latent + shared)
@@ -137,7 +152,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], where: str) -> None:
-    """Puts the MoE layer of an entry in its place, its weights not yet loaded; where: the entry, for errors."""
+    """Put the MoE layer of an entry in its place, its weights not yet loaded; where: the entry, for errors."""
     missing = {name: was for name, was in entry["missing"].items() if name not in given}
     if missing:
         what = ", ".join(f"{name}= (it was {was})" for name, was in missing.items())
@@ -175,34 +190,14 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], 
         ) from error
 
 
-def _open(folder: Path) -> ModelFolder:
-    """Opens the folder; ValueError for files that are missing."""
-    files = ModelFolder(folder)
-    if not files.paths:
-        raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
-    for file in files.paths:
-        if not file.is_file():
-            raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
-    return files
-
-
-def _read_tensors(files: ModelFolder) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for found in files.without_replaced({file: load_file(file) for file in files.paths}).values():
-        tensors |= found
-    return tensors
-
-
 def _load(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None:
-    """Loads all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
+    """Load all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
     state = model.state_dict()
-    by_place: dict[tuple[Any, ...], bool] = {}
-    for name, value in state.items():
-        by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
+    # tied parameters have one place in memory, and a file has one of their names
+    places = {name: (value.data_ptr() or id(value), tuple(value.shape)) for name, value in state.items()}
+    there = {place for name, place in places.items() if name in tensors}
     computed = model._keys_to_ignore_on_save or ()  # positions that are sines, as Marian's
-    missing = [name for name, value in state.items() if not by_place[_place(value)] and name not in computed]
+    missing = [name for name, place in places.items() if place not in there and name not in computed]
     unknown = tensors.keys() - state.keys()
     wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]
     if missing or unknown or wrong:
@@ -212,8 +207,3 @@ def _load(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None:
             f"sizes, those of MoE layers in {KEY}.layers. Take the folder as model.save_pretrained() wrote it"
         )
     model.load_state_dict(tensors, strict=False)
-
-
-def _place(value: Tensor) -> tuple[Any, ...]:
-    """Address of a tensor: the same for tied parameters."""
-    return value.data_ptr() or id(value), tuple(value.shape)

@@ -1,7 +1,10 @@
-"""save_pretrained() of Transformers models with layers of ours: what is written, and by which rank.
+"""Save Transformers models with layers of ours: what save_pretrained() writes, and from which rank.
 
-replace_save_pretrained() puts another in the place of Transformers': _save_fmoefied for models of fmoefy, save_spread
-for MoE models of Transformers whose experts are spread over ranks; formats/imports.py has that of imported models.
+Transformers' own save_pretrained() would write a fmoefied model under a config.json that describes a dense one, and
+every rank of a job would write the part that it has. replace_save_pretrained() therefore sets another one on the
+model: _save_fmoefied here, _save_spread in ep.py for experts that are spread over ranks, and formats/imports.py has
+one for imported models. Each fills a folder beside the target, which then takes the target's place in one step, and
+adds a model card. fmoefy imports this module, so it imports fmoe_ext.checkpoint where it is used.
 """
 
 from __future__ import annotations
@@ -15,15 +18,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.huggingface.record import KEY, NEEDS, check_record
 from fmoe_ext.layers import FMoE
 
 MAX_SHARD_SIZE = "5GiB"
-WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 
 
 def replace_save_pretrained(
@@ -39,7 +39,7 @@ def replace_save_pretrained(
 
 
 def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
-    """Transformers' push_to_hub(), and our model card; RuntimeError where every rank of a job would upload."""
+    """Push as Transformers does, then our model card; RuntimeError where every rank of a job would upload."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"push_to_hub would upload from each of {dist.get_world_size()} ranks: call save_pretrained(folder) on "
@@ -51,7 +51,7 @@ def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
     full = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
     has_card = api.file_exists(full, "README.md", revision=revision)
     pushed = type(model).push_to_hub(model, repo_id, **options)
-    # Transformers has put a card that says nothing over that of save_pretrained(), where the repository had none
+    # where the repository had no card, Transformers has put one that says nothing over save_pretrained()'s
     if not has_card and not hasattr(model, "peft_config"):
         card = card_of(model, model.config, full.rpartition("/")[2], f'model.push_to_hub("{full}")')
         revision = getattr(pushed, "pr_revision", None) or revision
@@ -63,12 +63,12 @@ def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
 
 def card_of(model: Any, config: Any, title: str, command: str, format: str | None = None) -> str:
     """The model card of a Transformers model, written with a configuration in a format; by default its own."""
-    from fmoe_ext.checkpoint.card import render_card  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.card import render_card
 
     inner = config.get_text_config()
     kind = (config.architectures or [type(model).__name__])[0]
     pipelines = {"ForCausalLM": "text-generation", "ForConditionalGeneration": "image-text-to-text"}
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of the families
     facts = {
         "architecture": kind,
         "format": format,
@@ -86,7 +86,7 @@ def card_of(model: Any, config: Any, title: str, command: str, format: str | Non
     )
 
 
-def replace_of_fmoefied(model: Any) -> None:
+def save_as_fmoefied(model: Any) -> None:
     """Make save_pretrained() write the experts of a model that fmoefy has noted in its configuration."""
     record = getattr(getattr(model, "config", None), KEY, None)
     if record is None:
@@ -107,10 +107,10 @@ def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
-    """Write into a configuration what the saved model decides, and what may have changed since it was made.
+    """Write into a configuration what the saved model decides: dtype, size of the vocabulary, tied embeddings.
 
-    These are the dtype, the size of the vocabulary, and whether head and embedding are one. A dtype that is not the
-    files' would round them when they are loaded, and embeddings that are tied by mistake are overwritten.
+    They may have changed since the configuration was made. Loading would round the tensors to a dtype that is not
+    theirs, and overwrite a head that is tied by mistake.
     """
     inner = config.get_text_config()
     config.dtype = dtype
@@ -120,12 +120,12 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
         return
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # of models that read no tokens
+    except NotImplementedError:  # models that read no tokens
         return
     if not isinstance(embedding, nn.Embedding):
         return
     a, b = embedding.weight, getattr(head, "weight", None)
-    # Mllama embeds 8 tokens more than it predicts; without a head nothing says how many are of the vocabulary
+    # Mllama embeds 8 tokens more than it predicts; without a head nothing says how many the vocabulary has
     if b is None or a.shape != b.shape:
         return
     if hasattr(inner, "vocab_size"):
@@ -137,9 +137,9 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
 
 @torch.no_grad()
 def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
-    """save_pretrained() of a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
+    """Save a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
 
-    huggingface.from_pretrained() loads the folder in one process. options: those of Transformers' save_pretrained.
+    huggingface.from_pretrained() loads the folder in one process. options: of Transformers' save_pretrained.
     Where experts are spread over ranks, all of them call it, max_shard_size is the only option, and the first writes;
     fmoe_ext.checkpoint.load(folder, model) reads each rank's experts.
     Raises CheckpointError on every rank.
@@ -153,16 +153,16 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
     if not options.get("is_main_process", True):
         type(model).save_pretrained(model, folder, **options)
         return
-    with _replaced(folder, options) as unfinished:
+    with replacing_for_transformers(folder, options) as unfinished:
         type(model).save_pretrained(model, unfinished, **options)
         _refuse_dense_models(unfinished)
         _write_card(model, unfinished, folder)
 
 
 @contextmanager
-def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
-    """shards.replacing(folder) for Transformers' save_pretrained(..., **options), which writes file by file."""
-    from fmoe_ext.checkpoint.shards import replacing  # not at the top: fmoefy imports this module
+def replacing_for_transformers(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
+    """Run shards.replacing(folder) for Transformers' save_pretrained(..., **options), which writes file by file."""
+    from fmoe_ext.checkpoint.shards import replacing
 
     if options.get("push_to_hub"):
         options.setdefault("repo_id", folder.name)  # Transformers takes the name of the folder it writes
@@ -171,14 +171,14 @@ def _replaced(folder: Path, options: dict[str, Any]) -> Iterator[Path]:
 
 
 def _write_card(model: Any, unfinished: Path, folder: Path) -> None:
-    from fmoe_ext.checkpoint.card import write_card  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.card import write_card
 
     card = card_of(model, model.config, folder.name, f'model.save_pretrained("{folder.name}")')
     write_card(unfinished, card, kept=folder)
 
 
 def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-    from fmoe_ext.checkpoint.model_folder import usual_dtype  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.model_folder import usual_dtype
     from fmoe_ext.checkpoint.saving import gathered
     from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
 
@@ -203,37 +203,3 @@ def _refuse_dense_models(folder: Path) -> None:
         values[KEY]["dense"]["dtype"] = values.get("dtype")
         values["dtype"] = NEEDS
         file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def save_spread(model: Any, save_directory: Any, **options: Any) -> None:
-    """save_pretrained() of a whole model of Transformers; every rank calls it, the first of the job writes."""
-    state = _whole_state(model, options.pop("state_dict", None))
-    if dist.get_rank() == 0:
-        with _replaced(Path(save_directory), options) as unfinished:
-            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
-    dist.barrier()
-
-
-def stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter [E, *]) of what each expert of an experts module of Transformers has of its own."""
-    return ((name, p) for name, p in experts.named_parameters(recurse=False) if name in STACKED)
-
-
-def _whole_state(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """The state dict with the experts of all ranks, on the first rank; collective in its group of experts."""
-    state = dict(model.state_dict() if state is None else state)
-    for path, experts in model.named_modules():
-        if getattr(experts, "expert_parallel", None) is None:
-            continue
-        group = find_group(experts.expert_parallel.group)
-        if 0 not in dist.get_process_group_ranks(group):
-            continue  # copies of the experts that the first rank gathers
-        for name, _ in stacks(experts):
-            key = f"{path}.{name}"
-            part = state[key].detach().contiguous()
-            parts = None
-            if dist.get_rank() == 0:  # only the writer needs room for all
-                parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-            dist.gather(part, parts, dst=0, group=group)
-            state[key] = part if parts is None else torch.cat(parts)
-    return state

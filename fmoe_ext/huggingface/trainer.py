@@ -1,4 +1,7 @@
-"""A callback for the trainers of Transformers and TRL that train fmoefied models."""
+"""A callback for the trainers of Transformers and TRL that train fmoefied models.
+
+In a module of its own because its class derives from Transformers': huggingface.balance_callback() imports it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ try:
 except ImportError as error:
     raise ImportError(f"BalanceCallback needs transformers ({error}): pip install transformers") from error
 
-PREFIX = "moe/"
+_PREFIX = "moe/"
 _LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
 
 
 class BalanceCallback(TrainerCallback):
     """The gates' balance loss in the training loss, and the experts' load in the logs.
 
-    weight: that of the balance loss, which add_balance_loss(trainer, weight) adds. Every log with a training loss gains
+    weight: of the balance loss, which add_balance_loss(trainer, weight) adds. Every log with a training loss gains
     moe/balance_loss (without its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the
     layers since the last log and over all ranks (balance.summarize). file: of JSON lines, to which balance.write() adds
     the loads of every layer. TrainingArguments(report_to=["tensorboard"]), "wandb" and others get the same numbers.
@@ -39,7 +42,7 @@ class BalanceCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
         trainer = _running_trainer()
-        # First, before those of report_to (TensorBoard, W&B), which read the logs that this one completes. In place:
+        # First, before report_to's callbacks (TensorBoard, W&B), which read the logs that this one completes. In place:
         # Transformers is walking the list, and calls each callback once all the same.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -56,10 +59,10 @@ class BalanceCallback(TrainerCallback):
             return
         record = self._monitor.collect(state.global_step, sum_over_ranks=_sum_over_ranks)
         layers = list(record["layers"].values())
-        numbers = {PREFIX + name: sum(layer[name] for layer in layers) / len(layers) for name in _LOGGED}
-        numbers[PREFIX + "balance_loss"] = self._loss.pop_mean()
+        numbers = {_PREFIX + name: sum(layer[name] for layer in layers) / len(layers) for name in _LOGGED}
+        numbers[_PREFIX + "balance_loss"] = self._loss.pop_mean()
         logs.update(numbers)
-        state.log_history[-1].update(numbers)  # a copy of logs
+        state.log_history[-1].update(numbers)  # it has a copy of logs
         if self.file is not None and state.is_world_process_zero:
             balance.write(record, self.file)
 
@@ -72,7 +75,8 @@ class BalanceCallback(TrainerCallback):
 
 
 def _running_trainer() -> Trainer:
-    """The Trainer that runs this callback: the nearest on the stack, for Transformers gives it to no callback."""
+    """Find the Trainer that runs this callback."""
+    # the nearest on the stack: Transformers gives callbacks the model, the optimizer and the data, not the trainer
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

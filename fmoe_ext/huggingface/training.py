@@ -1,7 +1,11 @@
 """The gates' balance loss in training loops that others run: Trainer, TRL, accelerate, Lightning.
 
-It joins the loss where the loop takes it, so that nobody overrides compute_loss. Biases of SigmoidGate need nothing:
-they move by themselves at the optimizer's step.
+It joins the loss where the loop takes it, so that nobody overrides compute_loss. There are three such places: what
+a model's forward returns (a forward hook), what training_step of a LightningModule returns, and what a Trainer's
+compute_loss returns, for trainers of TRL that compute the loss themselves. Under accumulation each microbatch
+counts by its share of the batch's labels where the loop has counted them, since the model's own loss is then
+divided by that number; elsewhere the loop divides both. Biases of SigmoidGate need nothing: they move by themselves
+at the optimizer's step.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ _IGNORED_LABEL = -100
 
 
 def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
-    """Adds weight * gates.total_loss(model) to the training loss -> a handle to remove().
+    """Add weight * gates.total_loss(model) to the training loss -> a handle to remove().
 
     model: one of
       a model whose forward returns a loss (output.loss, output["loss"] or the first of a tuple, as Transformers'
@@ -33,7 +37,7 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
       a Trainer of Transformers or TRL: added to what compute_loss returns in training, whatever computes that loss.
     Under accumulation the loss of each microbatch counts as the model's own does: by its share of num_items_in_batch
     where the loop divides by this number, else wholly, for the loop (accelerator.backward, Lightning) to divide both.
-    The loss is that of a microbatch's tokens; gates.WholeBatch has that of the whole batch. A loss that was added
+    The loss is of a microbatch's tokens; gates.WholeBatch makes it of the whole batch. A loss that was added
     before to the same gates is removed, with a warning: it would be the only one that counts. Raises ValueError for a
     model without gates, for a weight that is no number of at least 0, and in training for an output without a loss.
     Equivalent to: loss + weight * total_loss(model).
@@ -76,7 +80,7 @@ _added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictio
 
 
 def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
-    """Losses that copy.deepcopy or pickle has taken along."""
+    """Losses that copy.deepcopy or pickle has taken along: a copy's gates are new ones, unknown to _added_to."""
     for module in model.modules():
         hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)]
         yield from (hook.balance for hook in hooks)
@@ -86,7 +90,7 @@ def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
 
 
 def check_weight(weight: float) -> None:
-    """ValueError unless it is a finite number of at least 0."""
+    """Raise ValueError unless it is a finite number of at least 0."""
     if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
         raise ValueError(f"the weight of the balance loss must be a number of at least 0, but got {weight!r}")
 
@@ -102,7 +106,11 @@ class BalanceLoss:
         if _is_trainer(model):
             self._remove = _to_trainer(model, self)
         elif hasattr(model, "training_step"):
-            self._remove = _to_step(model, self)
+            # partials, which copy.deepcopy copies with their arguments: a copy of the module gets a step of the copy
+            own, before = model.training_step, vars(model).get("training_step")
+            step = functools.partial(_training_step, model, self, before)
+            model.training_step = functools.update_wrapper(step, own)
+            self._remove = functools.partial(_restore_step, model, before)
         else:
             self._remove = model.register_forward_hook(_AfterForward(self), with_kwargs=True).remove
 
@@ -112,13 +120,13 @@ class BalanceLoss:
         return self._remove is not None
 
     def remove(self) -> None:
-        """Removes it from the model; does nothing the second time."""
+        """Remove it from the model; a second call does nothing."""
         if self._remove is not None:
             self._remove()
             self._remove = None
 
     def pop_mean(self) -> float:
-        """The mean of the gates' losses, without the weight, since the last call; waits for the device."""
+        """Return the mean of the gates' losses since the last call, without the weight; waits for the device."""
         mean = float(self._sum) / max(self._count, 1)
         self._sum, self._count = 0.0, 0
         return mean
@@ -126,7 +134,7 @@ class BalanceLoss:
     def add(
         self, loss: torch.Tensor, balance: torch.Tensor | float, share: torch.Tensor | float
     ) -> torch.Tensor:
-        """loss with the gates' loss of a microbatch; share: its share of the batch."""
+        """Add the gates' loss of a microbatch to its loss; share: its share of the batch."""
         self._sum = self._sum + (balance.detach() if isinstance(balance, torch.Tensor) else balance)
         self._count += 1
         return (loss + self.weight * share * balance).to(loss.dtype)
@@ -151,7 +159,7 @@ def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | flo
         is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss
         if is_causal and not getattr(model.config, "is_encoder_decoder", False):
             labels = labels[..., 1:]
-    total = total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1)
+    total = total.clamp(min=1) if isinstance(total, torch.Tensor) else max(total, 1)  # no label counts: 0 / 1
     return labels.ne(_IGNORED_LABEL).sum().double() / total
 
 
@@ -173,17 +181,8 @@ class _AfterForward:
         return _with_balance(output, own_loss, self.balance, module, _share_of_batch(module, kwargs))
 
 
-def _to_step(module: Any, balance: BalanceLoss) -> Callable[[], None]:
-    own = module.training_step
-    before = vars(module).get("training_step")
-    # a copy of the module gets one of the copy
-    step = functools.partial(_training_step, module, balance, before)
-    module.training_step = functools.update_wrapper(step, own)
-    return functools.partial(_take_off, module, before)
-
-
 def _training_step(module: Any, balance: BalanceLoss, own: Any, *args: Any, **kwargs: Any) -> Any:
-    """own, or the step of the module's class, with the gates' loss."""
+    """Run own, or the step of the module's class, and add the gates' loss."""
     step = functools.partial(type(module).training_step, module) if own is None else own
     output = step(*args, **kwargs)
     if output is None and getattr(module, "automatic_optimization", False):
@@ -191,7 +190,7 @@ def _training_step(module: Any, balance: BalanceLoss, own: Any, *args: Any, **kw
     return _with_balance(output, _own_loss(output, module), balance, module, 1.0)
 
 
-def _take_off(module: Any, before: Any) -> None:
+def _restore_step(module: Any, before: Any) -> None:
     del module.training_step
     if before is not None:
         module.training_step = before
@@ -203,7 +202,7 @@ def _is_trainer(model: Any) -> bool:
 
 
 def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
-    """Wraps trainer.compute_loss, which may call the model several times; forwards without a gradient do not count."""
+    """Wrap trainer.compute_loss, which may call the model several times; forwards without a gradient do not count."""
     own = trainer.compute_loss
     parameters = inspect.signature(own)
     losses: list[torch.Tensor | float] = []
@@ -220,7 +219,7 @@ def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
         share = _share_in(trainer, given["inputs"], given.get("num_items_in_batch"))
         result = own(*args, **kwargs)
         own_loss, *outputs = result if isinstance(result, tuple) else (result,)
-        # A trainer may call a part of the model, without the hook.
+        # a trainer that calls a part of the model leaves out the hook
         mean = sum(losses) / len(losses) if losses else total_loss(trainer.model)
         loss = balance.add(own_loss, mean, share)
         return (loss, *outputs) if outputs else loss
@@ -237,17 +236,17 @@ def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
 
 def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.Tensor | float:
     """The factor of a microbatch's balance loss in what compute_loss returns."""
-    uses_num_items = num_items is not None and trainer.model_accepts_loss_kwargs
-    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # older Transformers lack it
     if is_scaled is None:
+        uses_num_items = num_items is not None and trainer.model_accepts_loss_kwargs
         is_scaled = uses_num_items or trainer.compute_loss_func is not None
     if not is_scaled:
         return 1.0  # the trainer divides by the number of microbatches
     if num_items is None or not ("labels" in inputs or "shift_labels" in inputs):
         return 1 / trainer.current_gradient_accumulation_steps
     share = _share_of_batch(trainer.model, {**inputs, "num_items_in_batch": num_items})
-    # then num_items is that of all devices, which average gradients
     if trainer.args.average_tokens_across_devices:
+        # num_items counts the labels of all devices then, and averaging the gradients divides by their number again
         num_gpus = trainer.args.n_gpu
         # ranks of one tensor-parallel group have the same batch
         num_ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
@@ -256,7 +255,7 @@ def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.
 
 
 def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
-    """The loss in output; ValueError without one."""
+    """Find the loss in output; ValueError without one."""
     own_loss: torch.Tensor | None = None
     if isinstance(output, torch.Tensor):
         own_loss = output
@@ -277,7 +276,7 @@ def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
 def _with_balance(
     output: Any, own_loss: torch.Tensor, balance: BalanceLoss, model: nn.Module, share: torch.Tensor | float
 ) -> Any:
-    """output with the gates' losses of the forward that made it."""
+    """Add the gates' losses of the forward that made it to an output."""
     loss = balance.add(own_loss, total_loss(model), share)
     if isinstance(output, torch.Tensor):
         return loss

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from fmoe_ext.audit.shrink import shrunk_config
-from fmoe_ext.doctor.finding import layers_of
+from fmoe_ext.doctor.structure import layers_of
 from fmoe_ext.doctor.subject import from_transformers
 from tests.huggingface.tiny_architectures import LARGEST, architectures, tiny_config
 

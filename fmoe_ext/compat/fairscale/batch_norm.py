@@ -11,8 +11,8 @@ from fmoe_ext.pipeline.batch_norm import BATCH_NORMS, is_recomputing
 class DeferredBatchNorm(nn.Module):
     """Batch norm that normalises each microbatch by itself and moves its running statistics once a batch.
 
-    Takes the place of an nn.BatchNorm1d / 2d / 3d; chunks: microbatches of a batch. Parameters and buffers are those of
-    the module it was made of (torchgpipe, Kim et al. 2020).
+    Replaces an nn.BatchNorm1d / 2d / 3d, whose parameters and buffers it has; chunks: microbatches of a batch
+    (torchgpipe, Kim et al. 2020).
     """
 
     running_mean: Tensor

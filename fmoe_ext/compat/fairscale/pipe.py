@@ -1,14 +1,21 @@
 """Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process.
 
-GPipe: while partition 1 computes microbatch 0, partition 0 computes microbatch 1. No threads are needed for that: work
-on CUDA devices is only queued, so that starting it in the order of clock cycles keeps all devices busy, and autograd
-runs the backward in the reverse order by itself. On a CPU it gives the same numbers, without the gain.
+GPipe (Huang et al. 2019): while partition 1 computes microbatch 0, partition 0 computes microbatch 1. No threads
+are needed for that: work on CUDA devices is only queued, so that starting it in the order of clock cycles keeps all
+devices busy, and autograd runs the backward in the reverse order by itself. On a CPU it gives the same numbers,
+without the gain.
+
+Three things in a module would see microbatches where they expect a batch, and are put right: skip connections
+travel with their microbatch (skip.py), batch norms may wait for the whole batch (batch_norm.py), and gates give
+each forward's balance loss, whose mean by rows becomes the gate's loss. A checkpointed microbatch runs a second
+time in backward; what counts forwards must not count that one (Recomputing).
 """
 
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +30,8 @@ from fmoe_ext.gates.base_gate import gates_of
 from fmoe_ext.pipeline.batch_norm import Recomputing, batch_norms_of
 from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tensors, move, num_rows, scatter
 
-CHECKPOINT_MODES = ("always", "except_last", "never")
-TORCHS_PIPE = "fmoe_ext.compat.torch_pipe.Pipe with torch's signature,"
-DENIED = "denied to move parameters and buffers, because Pipe should manage device placement"
+_TORCHS_PIPE = "fmoe_ext.compat.torch_pipe.Pipe with torch's signature,"
+_DENIED = "denied to move parameters and buffers, because Pipe should manage device placement"
 
 
 class BalanceError(ValueError):
@@ -42,12 +48,12 @@ class Pipe(nn.Module):
     statistics move once a batch (DeferredBatchNorm).
 
     Losses, hooks, skip connections (skippable) and gates' balance losses work as in the module itself; a gate's loss is
-    the mean of those of its microbatches, weighted by their rows, or inside gates.all_forwards_first and
-    gates.WholeBatch that of the whole batch.
+    the mean of its microbatches' losses, weighted by their rows, or inside gates.all_forwards_first and
+    gates.WholeBatch the loss of the whole batch.
 
     Raises TypeError for another module; ValueError for a wrong balance, chunks or checkpoint, and for parameters shared
-    between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe;
-    fmoe_ext.compat.torch_pipe has that of torch.distributed.pipeline.sync.Pipe.
+    between devices; IndexError for too few devices. The interface is torchgpipe's and
+    fairscale.nn.Pipe's; fmoe_ext.compat.torch_pipe has torch.distributed.pipeline.sync.Pipe's.
     Equivalent to: module(batch) on one device.
 
     Example:
@@ -75,9 +81,28 @@ class Pipe(nn.Module):
     ):
         super().__init__()
         check_layers(module)
-        checked = _check_balance(module, balance)
-        found = _check_devices(devices, len(checked))
-        self._build(module, checked, found, chunks, checkpoint, deferred_batch_norm)
+        hint = "; fmoe_ext.compat.fairscale.balance_by_time(partitions, module, sample) measures a balance"
+        if balance is None:
+            raise BalanceError(
+                f"balance is required: the number of layers of each partition{hint}; {_TORCHS_PIPE} needs none"
+            )
+        balance = list(balance)
+        if len(module) != sum(balance):
+            raise BalanceError(
+                "module and sum of balance have different length "
+                f"(module: {len(module)}, sum of balance: {sum(balance)}){hint}"
+            )
+        if any(number < 1 for number in balance):
+            raise BalanceError(f"all balance numbers must be positive integer (balance: {balance}){hint}")
+        if devices is None:
+            num_cuda = torch.cuda.device_count()
+            devices = [torch.device("cuda", i) for i in range(num_cuda)] or ["cpu"] * len(balance)
+        found = [torch.device(device) for device in devices]
+        if len(found) < len(balance):
+            raise IndexError(
+                f"too few devices to hold given partitions (devices: {len(found)}, partitions: {len(balance)})"
+            )
+        self._build(module, balance, found[: len(balance)], chunks, checkpoint, deferred_batch_norm)
 
     def _build(
         self,
@@ -92,13 +117,21 @@ class Pipe(nn.Module):
         self.checkpoint = str(checkpoint)
         if self.chunks < 1:
             raise ValueError(f"chunks must be at least 1, but got {chunks}")
-        if self.checkpoint not in CHECKPOINT_MODES:
+        if self.checkpoint not in ("always", "except_last", "never"):
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
         self.balance, self.devices = balance, devices
         if deferred_batch_norm:
             module = defer_batch_norm(module, self.chunks)  # type: ignore[assignment]
         self.partitions = nn.ModuleList(self._partitions(module, balance))
-        _check_shared_parameters(self.partitions, devices)
+        home: dict[int, tuple[torch.device, str]] = {}
+        for number, (partition, device) in enumerate(zip(self.partitions, devices, strict=True)):
+            for name, param in partition.named_parameters():
+                first_device, first_name = home.setdefault(id(param), (device, f"partitions.{number}.{name}"))
+                if first_device != device:
+                    raise ValueError(
+                        "module with duplicate parameters on distinct devices is not supported: "
+                        f"{first_name} on {first_device} is partitions.{number}.{name} on {device}"
+                    )
         for partition, device in zip(self.partitions, devices, strict=True):
             partition.to(device)
 
@@ -112,14 +145,14 @@ class Pipe(nn.Module):
         """batch [B, *], or a tuple of such tensors for a first layer that takes one -> what the last layer returns.
 
         Among the tensors of a tuple may be other values (None, lists, numbers), which every microbatch gets, and
-        NoChunk(tensor), which it gets whole; a value of the result that is no tensor comes back as the list of those of
-        the microbatches. The result is on devices[-1]. Raises TypeError for values without a tensor, and whatever a
+        NoChunk(tensor), which it gets whole; a value of the result that is no tensor comes back as a list, an entry a
+        microbatch. The result is on devices[-1]. Raises TypeError for values without a tensor, and whatever a
         layer raises, with the layer's name.
         """
         if others:
             raise TypeError(
                 f"Pipe takes one argument, but got {1 + len(others)}: give a tuple, which the first layer gets as one "
-                f"argument, or use {TORCHS_PIPE} whose layers take several"
+                f"argument, or use {_TORCHS_PIPE} whose layers take several"
             )
         return self._run(batch)
 
@@ -134,7 +167,7 @@ class Pipe(nn.Module):
         microbatches = [_Microbatch(part, num_rows(part)) for part in parts]
         num_checkpointed = 0
         if self.training and torch.is_grad_enabled():
-            # The backward begins with the last microbatch: to compute it again would free nothing in between.
+            # the backward begins with the last microbatch: computing it again would free nothing in between
             modes = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}
             num_checkpointed = modes[self.checkpoint]
         works = [_Work(partition) for partition in self.partitions]
@@ -162,16 +195,16 @@ class Pipe(nn.Module):
             yield from partition  # type: ignore[misc]
 
     def cuda(self, device: Any = None) -> "Pipe":
-        raise TypeError(DENIED)
+        raise TypeError(_DENIED)
 
     def cpu(self) -> "Pipe":
-        raise TypeError(DENIED)
+        raise TypeError(_DENIED)
 
     def to(self, *args: Any, **kwargs: Any) -> "Pipe":
-        """Changes the dtype; TypeError for a device, which Pipe itself chooses."""
+        """Change the dtype; TypeError for a device, which Pipe itself chooses."""
         names_device = "device" in kwargs or "tensor" in kwargs
         if names_device or (args and not isinstance(args[0], torch.dtype)):
-            raise TypeError(DENIED)
+            raise TypeError(_DENIED)
         return super().to(*args, **kwargs)
 
     def _compute(
@@ -211,7 +244,7 @@ class Partition(nn.Sequential):
                 if isinstance(error, TypeError) and _needs_several(layer, values):
                     raise TypeError(
                         f"layer {name!r} of Pipe, a {type(layer).__name__}, must take the tuple of {len(values)} "
-                        f"values as one argument: unpack it in forward, or use {TORCHS_PIPE} which unpacks it"
+                        f"values as one argument: unpack it in forward, or use {_TORCHS_PIPE} which unpacks it"
                     ) from error
                 if hasattr(error, "add_note"):  # Python 3.11
                     error.add_note(f"in layer {name!r} of Pipe, a {type(layer).__name__}")
@@ -223,14 +256,14 @@ class Partition(nn.Sequential):
         return layer(values)
 
 
+@dataclass
 class _Microbatch:
-    """Values that travel through the partitions together."""
+    """Values that travel through the partitions, and all that belongs to them."""
 
-    def __init__(self, values: Values, rows: int):
-        self.values = values
-        self.num_rows = rows
-        self.skips: Skips = {}
-        self.losses: dict[BaseGate, Tensor] = {}
+    values: Values
+    num_rows: int
+    skips: Skips = field(default_factory=dict)  # stashed and not yet popped
+    losses: dict[BaseGate, Tensor] = field(default_factory=dict)  # of the gates that it has passed
 
 
 def _clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[int, int]]:
@@ -241,10 +274,12 @@ def _clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[
 
 
 class _Work:
-    """The layers of one partition, and what a search through their modules finds; made once a batch."""
+    """The layers of one partition, and what a search through their modules finds.
+
+    Made once a batch, not once a microbatch: each search visits all modules.
+    """
 
     def __init__(self, partition: nn.Module):
-        # Once a batch, not once a microbatch: each search visits all modules.
         self.partition = partition
         self.gates = gates_of(partition)
         self.norms = batch_norms_of(partition)
@@ -254,7 +289,7 @@ class _Work:
     def run(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
         """The layers' result, what they stashed, and their gates' losses; the gates forget theirs."""
         skips = dict(skips)
-        kept = [gate.get_loss() for gate in self.gates]
+        kept = [gate.get_loss() for gate in self.gates]  # of a forward before this batch, not of a microbatch
         try:
             with keeping(skips):
                 values = self.partition(values)
@@ -265,13 +300,13 @@ class _Work:
         return values, skips, losses
 
     def run_on_copy(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
-        """run() of copies, so that a layer that changes its input in place leaves it for the second forward."""
+        """Run on copies, so that a layer that changes its input in place leaves it for the second forward."""
         copies = {key: None if skip is None else skip.clone() for key, skip in skips.items()}
         return self.run(map_tensors(Tensor.clone, values), copies)
 
 
 def check_layers(module: object) -> None:
-    """TypeError or ValueError unless module is an nn.Sequential of different layers."""
+    """Raise TypeError or ValueError unless module is an nn.Sequential of different layers."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}: write the steps of its "
@@ -298,46 +333,3 @@ def _binds(takes: inspect.Signature, *arguments: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
-    hint = "; fmoe_ext.compat.fairscale.balance_by_time(partitions, module, sample) measures a balance"
-    if balance is None:
-        raise BalanceError(
-            f"balance is required: the number of layers of each partition{hint}; {TORCHS_PIPE} needs none"
-        )
-    balance = list(balance)
-    if len(module) != sum(balance):
-        raise BalanceError(
-            "module and sum of balance have different length "
-            f"(module: {len(module)}, sum of balance: {sum(balance)}){hint}"
-        )
-    if any(number < 1 for number in balance):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {balance}){hint}")
-    return balance
-
-
-def _check_devices(
-    devices: Iterable[torch.device | str | int] | None, num_partitions: int
-) -> list[torch.device]:
-    if devices is None:
-        num_cuda = torch.cuda.device_count()
-        devices = [torch.device("cuda", i) for i in range(num_cuda)] or ["cpu"] * num_partitions
-    found = [torch.device(device) for device in devices]
-    if len(found) < num_partitions:
-        raise IndexError(
-            f"too few devices to hold given partitions (devices: {len(found)}, partitions: {num_partitions})"
-        )
-    return found[:num_partitions]
-
-
-def _check_shared_parameters(partitions: Iterable[nn.Module], devices: list[torch.device]) -> None:
-    home: dict[int, tuple[torch.device, str]] = {}
-    for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
-        for name, param in partition.named_parameters():
-            first_device, first_name = home.setdefault(id(param), (device, f"partitions.{number}.{name}"))
-            if first_device != device:
-                raise ValueError(
-                    "module with duplicate parameters on distinct devices is not supported: "
-                    f"{first_name} on {first_device} is partitions.{number}.{name} on {device}"
-                )

@@ -17,7 +17,7 @@ from fmoe_ext.pipeline.microbatch import Values
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """Keeps tensors of one name apart: layer.isolate(Namespace()). A copy is the same namespace."""
+    """Keep tensors of one name apart: layer.isolate(Namespace()). A copy is the same namespace."""
 
     id: UUID = field(default_factory=uuid4)
 

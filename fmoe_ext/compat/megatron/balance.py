@@ -1,4 +1,7 @@
-"""fmoe.megatron.balance and fmoe.balance: figures of the load of each layer; fmoe_ext.balance has more of them."""
+"""fmoe.megatron.balance and fmoe.balance: figures of the load of each layer; fmoe_ext.balance has more of them.
+
+As in FastMoE the profile belongs to the process: a layer's gate_hook writes into it, add_balance_log() empties it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from torch import Tensor
 from fmoe_ext import ops
 from fmoe_ext.compat.megatron.runtime import get_args
 
-METRICS = MappingProxyType(
+metrics = MappingProxyType(
     {
         "coefficient-variation": lambda c_e: c_e.std() / c_e.mean(),
-        "Lmax-over-Lmin": lambda c_e: (c_e.max() + 1) / (c_e.min() + 1),
+        "Lmax-over-Lmin": lambda c_e: (c_e.max() + 1) / (c_e.min() + 1),  # an expert may have none
         "Lmax-over-Lmean": lambda c_e: c_e.max() / c_e.mean(),
     }
 )
@@ -30,22 +33,21 @@ class _Profile:
         self.num_layers = 0
 
 
-PROFILE = _Profile()  # what the functions here share, as in FastMoE
-balance_dict = PROFILE.figures
-metrics = METRICS
+_PROFILE = _Profile()
+balance_dict = _PROFILE.figures
 
 
 def __getattr__(name: str) -> int:
     if name == "num_layers":
-        return PROFILE.num_layers
+        return _PROFILE.num_layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def reset_balance_profile(
     balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None
 ) -> None:
-    """Puts a list of num_layers None under each name of METRICS and, for a strategy, under "<strategy>_loss"."""
-    for key in METRICS:
+    """Put a list of num_layers None under each name of metrics and, for a strategy, under "<strategy>_loss"."""
+    for key in metrics:
         balance_dict[key] = [None] * num_layers
     if balance_strategy:
         balance_dict[f"{balance_strategy}_loss"] = [None] * num_layers
@@ -65,7 +67,7 @@ def update_balance_profile(
     FastMoE leaves this function empty, for users to fill.
     """
     load = ops.count_tokens(gate_top_k_idx.reshape(-1, 1), num_expert).float()
-    for key, metric in METRICS.items():
+    for key, metric in metrics.items():
         balance_dict[key][layer_idx] = metric(load)
     if balance_strategy and gate_context is not None:
         balance_dict[f"{balance_strategy}_loss"][layer_idx] = gate_context
@@ -74,22 +76,22 @@ def update_balance_profile(
 def reset_gate_hook(_num_layers: int | None = None) -> None:
     """Empty the profile; _num_layers: the number of MoE layers, once."""
     if _num_layers is not None:
-        PROFILE.num_layers = _num_layers
-    reset_balance_profile(PROFILE.figures, PROFILE.num_layers, _balance_strategy())
+        _PROFILE.num_layers = _num_layers
+    reset_balance_profile(_PROFILE.figures, _PROFILE.num_layers, _balance_strategy())
 
 
 def get_balance_profile() -> dict[str, list]:
     """Return the profile: {figure: [value of each layer]}."""
-    return PROFILE.figures
+    return _PROFILE.figures
 
 
 def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[..., None]:
     """The gate_hook that keeps the profile of a layer; it does nothing before reset_gate_hook()."""
 
     def gate_hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
-        if layer_idx < PROFILE.num_layers:
+        if layer_idx < _PROFILE.num_layers:
             update_balance_profile(
-                PROFILE.figures,
+                _PROFILE.figures,
                 gate_top_k_idx,
                 gate_score_top_k,
                 gate_context,
@@ -106,7 +108,7 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
 
     writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
     """
-    for name, values in PROFILE.figures.items():
+    for name, values in _PROFILE.figures.items():
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if not known:
             continue
@@ -124,7 +126,7 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
 
 
 def _balance_strategy() -> str | None:
-    """args.balance_strategy of Megatron-LM, None without it."""
+    """Read args.balance_strategy of Megatron-LM, None without it."""
     try:
         return getattr(get_args(), "balance_strategy", None)
     except RuntimeError:

@@ -117,7 +117,7 @@ def _read(file: str) -> dict[str, Any]:
             f"{get_mpu().get_data_parallel_world_size()} data-parallel ranks of this job; "
             "fmoe_ext.checkpoint merges such files"
         )
-    # Megatron's files hold its options and scheduler, which are no tensors.
+    # not weights_only: Megatron's files hold its options and scheduler
     return torch.load(file, map_location="cpu", weights_only=False)
 
 
@@ -140,7 +140,7 @@ def merge_state_dict(
 
 
 def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a nested state dict whose tensors are parameters of experts."""
+    """Keep the entries of a nested state dict whose tensors are parameters of experts."""
     experts = type(state)()
     for key, value in state.items():
         if isinstance(value, dict):
@@ -153,7 +153,7 @@ def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts_of_optimizer(optimizer: Any, fp16: bool) -> dict[str, Any]:
-    """The optimizer's state of the experts only; in fp16, also their float32 copies, None for the others."""
+    """Keep the optimizer's state of the experts; in fp16, also their float32 copies, None for the others."""
     whole = optimizer.state_dict()
     inner = whole["optimizer"] if fp16 else whole
     params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]

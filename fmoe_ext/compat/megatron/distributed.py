@@ -24,7 +24,7 @@ def _init() -> None:
 
 
 def get_moe_group() -> dist.ProcessGroup | None:
-    """The group over which experts are spread: Megatron's data-parallel group."""
+    """Return the group over which experts are spread, Megatron's data-parallel group."""
     if _groups is None:
         _init()
     assert _groups is not None
@@ -34,7 +34,7 @@ def get_moe_group() -> dist.ProcessGroup | None:
 class DistributedDataParallel(DistributedGroupedDataParallel):
     """DistributedGroupedDataParallel over the groups of _set_groups() or Megatron's, for Megatron's schedules.
 
-    State dicts are those of the module, without a prefix. Raises ValueError for Megatron's contiguous gradient buffers,
+    State dicts are the module's, without a prefix. Raises ValueError for Megatron's contiguous gradient buffers,
     which this does not use.
     """
 

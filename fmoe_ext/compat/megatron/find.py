@@ -1,4 +1,8 @@
-"""Megatron-LM v2.2 to v3.0: layers in model.language_model, options in get_args(), groups in mpu."""
+"""fmoefy for Megatron-LM v2.2 to v3.0.2: layers in model.language_model, options in get_args(), groups in mpu.
+
+A layer that fmoefy makes keeps FastMoE's parameter names, so that old checkpoints load; a forward hook gives it the
+(output, bias) that Megatron expects of an MLP. Its gate_hook keeps the profile of balance.py.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
 
 
 def _as_megatron_mlp(moe: FMoETransformerMLP) -> FMoETransformerMLP:
-    """The layer, called as Megatron calls an MLP: its parameters keep the names that they have in FastMoE."""
+    """Let the layer return what Megatron expects of an MLP; a wrapping module would rename its parameters."""
     moe.register_forward_hook(_add_zero_bias)
     return moe
 

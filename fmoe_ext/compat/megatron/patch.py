@@ -12,13 +12,13 @@ import torch.distributed as dist
 from fmoe_ext.compat.megatron.runtime import get_args, get_mpu, stacks
 from fmoe_ext.models.fmoefy import fmoefy
 
-VERSIONS = ("v2.2", "v2.5", "v3.0.2")
+_VERSIONS = ("v2.2", "v2.5", "v3.0.2")
 
 
 def patch_model_provider(
     model_provider: Callable, gate: Any = None, Megatron_Version: str = "v2.2"
 ) -> Callable:
-    """A model provider whose models have MoE layers, built from get_args().
+    """Wrap a model provider so that its models have MoE layers, built from get_args().
 
     Megatron_Version: "v2.2" for model_provider(), "v2.5" and "v3.0.2" for model_provider(pre_process, post_process).
     Experts have 4 * hidden_size / top_k hidden units. Raises ValueError for another version.
@@ -42,7 +42,7 @@ def patch_model_provider(
 
 
 def patch_forward_step(forward_step_func: Callable, Megatron_Version: str = "v2.2") -> Callable:
-    """A forward_step_func that adds balance_loss_weight * (mean balance loss of the layers) to the loss.
+    """Wrap a forward_step_func to add balance_loss_weight * (mean balance loss of the layers) to the loss.
 
     "v2.2": forward_step_func(data_iterator, model, input_tensor) returns (loss, dict) on the last pipeline stage.
     "v2.5", "v3.0.2": forward_step_func(data_iterator, model) returns (output, loss_func); the patched one returns
@@ -59,13 +59,13 @@ def patch_forward_step(forward_step_func: Callable, Megatron_Version: str = "v2.
 
     def forward_step_v2_5(data_iterator: Any, model: Any) -> Any:
         output, loss_func = forward_step_func(data_iterator, model)
-        return output, partial(patch_loss_func_v2_5(loss_func), model), balance_loss(model)
+        return output, partial(patch_loss_func_v2_5(loss_func), model), _balance_loss(model)
 
     return forward_step_v2_2 if Megatron_Version == "v2.2" else forward_step_v2_5
 
 
 def patch_loss_func_v2_5(loss_func: Callable) -> Callable:
-    """loss_func(output) -> (loss, dict) as a function (model, output) that adds the balance loss to both.
+    """Make loss_func(output) -> (loss, dict) a function (model, output) that adds the balance loss to both.
 
     Without args.balance_strategy loss_func is returned as it is.
     """
@@ -78,7 +78,7 @@ def patch_loss_func_v2_5(loss_func: Callable) -> Callable:
     return loss_func_with_balance_loss
 
 
-def balance_loss(model: Any) -> torch.Tensor | None:
+def _balance_loss(model: Any) -> torch.Tensor | None:
     """balance_loss_weight * the mean balance loss of this stage's MoE layers / pipeline stages; None without any.
 
     The losses stay with the gates, because several patches read them in one step.
@@ -93,12 +93,13 @@ def balance_loss(model: Any) -> torch.Tensor | None:
         return None
     args = get_args()
     num_stages = getattr(args, "pipeline_model_parallel_size", 1)
+    # each stage adds its own part, and their sum is to be the mean over the model
     return torch.stack(losses).mean() * args.balance_loss_weight / num_stages
 
 
 def _add_balance_loss(output: Any, model: Any) -> Any:
     loss, figures = output
-    added = balance_loss(model)
+    added = _balance_loss(model)
     if added is None:
         return output
     mean = added.detach().clone()  # for the log alone: each rank's gradient has its own loss
@@ -110,5 +111,5 @@ def _add_balance_loss(output: Any, model: Any) -> Any:
 
 
 def _check(version: str) -> None:
-    if version not in VERSIONS:
-        raise ValueError(f"Megatron_Version must be one of {VERSIONS}, but got {version!r}")
+    if version not in _VERSIONS:
+        raise ValueError(f"Megatron_Version must be one of {_VERSIONS}, but got {version!r}")

@@ -1,7 +1,9 @@
 """The surroundings of a model of Megatron-LM v2.2 to v3.0.2: options, process groups, stacks of layers.
 
 Experts are spread over Megatron's data-parallel group. Tensor-parallel ranks have the same tokens: each computes a
-slice of them with whole experts.
+slice of them with whole experts (slice_group), so that the gate's gradient has to be reduced over both groups,
+which together are the pipeline stage. Megatron itself is not imported: whatever version a program has imported is
+found in sys.modules.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-STACKS_OF_VERSION = (
+_STACKS_OF_VERSION = (
     ("v2.2", ("transformer",)),
     ("v2.5", ("encoder", "decoder")),
     ("v3.0.2", ("encoder", "decoder")),
@@ -42,7 +44,7 @@ def get_mpu() -> Any:
 
 def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
     """(name, layers) of the stacks of transformer layers of a model of this version; of any version for None."""
-    names = dict(STACKS_OF_VERSION)
+    names = dict(_STACKS_OF_VERSION)
     if version not in names:
         known = ", ".join(map(repr, names))
         raise ValueError(f"megatron_version must be one of {known}, but got {version!r}")
@@ -54,7 +56,7 @@ def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
 
 
 def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, Any]:
-    """Arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
+    """Make the arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
     if not dist.is_initialized():
         return {"world_size": 1, "expert_dp_comm": "dp"}
     mpu = get_mpu()
@@ -70,6 +72,7 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
         arguments |= {
             "slice_group": mpu.get_tensor_model_parallel_group(),
             "gate_group": _stage_group(args),
+            # without expert parallelism all ranks of the stage have copies of the experts, as of the gate
             "expert_dp_comm": EXPERTS_TAG if arguments["world_size"] > 1 else "gate",
         }
     return arguments
@@ -88,7 +91,7 @@ def _stage_group(args: Any) -> dist.ProcessGroup:
 
 
 def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
-    """Groups of a DistributedGroupedDataParallel for fmoefied Megatron models; all ranks of the job call it."""
+    """Make the groups for DistributedGroupedDataParallel of fmoefied Megatron models; all ranks call it."""
     args, mpu = get_args(), get_mpu()
     data_group = mpu.get_data_parallel_group()
     groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": _stage_group(args)}

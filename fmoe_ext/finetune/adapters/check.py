@@ -25,9 +25,9 @@ _WRITERS = MappingProxyType(
 
 
 def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
-    """Report of an adapter, as JSON: layout, evidence, rows (one a projection of a layer), problems.
+    """Report on an adapter, as JSON: layout, evidence, rows (one a projection of a layer), problems.
 
-    base: adds what does not fit and, for each expert, the norm of its delta over that of its weight.
+    base: adds what does not fit and, for each expert, the norm of its delta over its weight's.
     """
     problems = [*adapter.problems, *adapter.refused]
     notes = []
@@ -38,8 +38,34 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     for name in ("orientation", "packing"):
         if getattr(adapter, name) == "undecidable":
             problems.append(f"the file does not show its {name}: say it by --{name}")
-    of_base = None if base is None else _fitting_base(adapter, base, problems)
-    rows = [_row(adapter, layer, role, problems) for layer, parts in adapter.layers.items() for role in parts]
+    of_base = None
+    if base is not None:
+        try:
+            of_base = BaseExperts(base)
+            wrong = compare(adapter, of_base)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        problems += wrong
+        of_base = None if wrong else of_base
+    rows: list[dict[str, Any]] = []
+    for layer, parts in adapter.layers.items():
+        for role, factors in parts.items():
+            row: dict[str, Any] = {
+                "layer": layer,
+                "projection": role,
+                "experts": factors.num_experts,
+                "rank": factors.rank,
+            }
+            row |= {"in": factors.d_in, "out": factors.d_out, "scaling": factors.scaling}
+            rows.append(row)
+            if adapter.undecided:
+                continue
+            a, b = factors.read()
+            if not (a.isfinite().all() and b.isfinite().all()):
+                problems.append(f"{layer}: {role} has values that are not finite")
+            row["idle_experts"] = [e for e in range(factors.num_experts) if not (a[e].any() and b[e].any())]
+            if len(row["idle_experts"]) == factors.num_experts:
+                problems.append(f"{layer}: {role} is all zero, it changes nothing")
     evidence, key = adapter.evidence, (adapter.form, adapter.orientation, adapter.packing)
     report = {
         "adapter": str(adapter.folder),
@@ -58,32 +84,6 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     if of_base is not None and not adapter.undecided:
         report["delta"] = _sizes(adapter, of_base)
     return report
-
-
-def _fitting_base(adapter: Adapter, base: ModelFolder, problems: list[str]) -> BaseExperts | None:
-    """The experts of a base; None, and what is wrong among the problems, if the adapter does not fit."""
-    try:
-        of_base = BaseExperts(base)
-        wrong = compare(adapter, of_base)
-    except CheckpointError as error:
-        wrong = [str(error)]
-    problems += wrong
-    return None if wrong else of_base
-
-
-def _row(adapter: Adapter, layer: str, role: str, problems: list[str]) -> dict[str, Any]:
-    factors = adapter.layers[layer][role]
-    row = {"layer": layer, "projection": role, "experts": factors.num_experts, "rank": factors.rank}
-    row |= {"in": factors.d_in, "out": factors.d_out, "scaling": factors.scaling}
-    if adapter.undecided:
-        return row
-    a, b = factors.read()
-    if not (a.isfinite().all() and b.isfinite().all()):
-        problems.append(f"{layer}: {role} has values that are not finite")
-    idle = [e for e in range(factors.num_experts) if not (a[e].any() and b[e].any())]
-    if len(idle) == factors.num_experts:
-        problems.append(f"{layer}: {role} is all zero, it changes nothing")
-    return row | {"idle_experts": idle}
 
 
 def _sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[float]]]:
@@ -107,7 +107,7 @@ def _sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[f
 
 
 def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
-    """Largest difference of the logits with and without, its share of the largest logit, and changed first choices."""
+    """Compare the logits of a base and a merged model: largest difference, its share, changed first choices."""
     try:
         from transformers import AutoModelForCausalLM
     except ModuleNotFoundError as error:

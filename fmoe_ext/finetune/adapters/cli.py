@@ -38,9 +38,11 @@ def _run(options: argparse.Namespace) -> int:
     folder = local_path(options.path, (CONFIG, WEIGHTS))
     adapter = read_adapter(folder, options.packing, options.orientation)
     if options.command == "merge":
-        _check_merge(options)
+        has_text = options.text is not None or options.tokens is not None
         if options.to == "packed":
-            return _repack(adapter, options)
+            return _repack(adapter, options, has_text)
+        if has_text or options.force or options.rounding != "calibrated":
+            raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
     base = ModelFolder(local_path(options.base)) if options.base else None
     if base is not None:
         decode(base)
@@ -70,22 +72,15 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
-def _check_merge(options: argparse.Namespace) -> None:
-    """CheckpointError for options of the two kinds of merge that exclude each other."""
-    has_text = options.text is not None or options.tokens is not None
-    if options.to == "packed" and options.dtype:
+def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> int:
+    if options.dtype:
         raise CheckpointError("--dtype is of float weights: --to packed keeps the format of the base")
-    if options.to == "packed" and has_text == (options.rounding == "nearest"):
+    if has_text == (options.rounding == "nearest"):
         raise CheckpointError(
             "--to packed needs --text or --tokens, a text like that the model is for"
             if options.rounding == "calibrated"
             else "--rounding nearest reads no text: leave --text and --tokens out"
         )
-    if options.to is None and (has_text or options.force or options.rounding != "calibrated"):
-        raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
-
-
-def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
     source = open_model(options.base)
     tokens = None
     if options.tokens:
@@ -108,7 +103,7 @@ def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
 
 
 def _as_text(report: dict[str, Any]) -> str:
-    """The report of check() as a table."""
+    """Write the report of check() as a table."""
     scores = ", ".join(f"{name} {score:.1f}" for name, score in report["packing_scores"].items())
     lines = [
         f"layout       {report['form']}: {report['written_by']}",
@@ -151,13 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--orientation", choices=("out_in", "in_out"), help="of lora_A, if the file does not show it"
     )
-    _add_check(commands, source)
-    _add_convert(commands, source)
-    _add_merge(commands, source)
-    return parser
-
-
-def _add_check(commands: Any, source: argparse.ArgumentParser) -> None:
     look = commands.add_parser("check", parents=[source], help="which layout, and what is wrong")
     look.add_argument(
         "--base", help="folder or name of the model: compares shapes, prints the size of the delta"
@@ -166,8 +154,6 @@ def _add_check(commands: Any, source: argparse.ArgumentParser) -> None:
     look.add_argument("--scratch", help="folder for the merged model of --model, the system's by default")
     look.add_argument("--json", action="store_true", help="print everything, for each expert")
 
-
-def _add_convert(commands: Any, source: argparse.ArgumentParser) -> None:
     change = commands.add_parser("convert", parents=[source], help="the same adapter in another layout")
     change.add_argument("--to", required=True, choices=LAYOUTS)
     change.add_argument(
@@ -178,8 +164,6 @@ def _add_convert(commands: Any, source: argparse.ArgumentParser) -> None:
     )
     change.add_argument("-o", "--out", required=True, help="folder to write")
 
-
-def _add_merge(commands: Any, source: argparse.ArgumentParser) -> None:
     join = commands.add_parser(
         "merge", parents=[source], help="add an adapter to its model, an expert at a time"
     )
@@ -192,7 +176,7 @@ def _add_merge(commands: Any, source: argparse.ArgumentParser) -> None:
     text = join.add_mutually_exclusive_group()
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")
     text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
-    join.add_argument("--tokenizer", help="folder or name of the tokenizer, that of the model by default")
+    join.add_argument("--tokenizer", help="folder or name of the tokenizer, the model's by default")
     join.add_argument(
         "--rounding",
         choices=("calibrated", "nearest"),
@@ -212,3 +196,4 @@ def _add_merge(commands: Any, source: argparse.ArgumentParser) -> None:
     join.add_argument(
         "--force", action="store_true", help="write a result that errs more than leaving the adapter out"
     )
+    return parser

@@ -47,7 +47,9 @@ LAYOUTS = MappingProxyType(
         "sglang": _Layout("stacked", one_rank=True),
     }
 )
-VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
+_VERSIONS = MappingProxyType(
+    {"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"}
+)  # what adapter_config.json says then
 READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
 _HALVES = ("gate", "up")
 
@@ -90,7 +92,7 @@ def convert(
 
 
 def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts | None) -> None:
-    """Raises CheckpointError if PEFT reads another adapter, and for per-expert if that cannot be known."""
+    """Raise CheckpointError if PEFT reads another adapter, and for per-expert if that cannot be known."""
     unchecked = "--unchecked writes it for vLLM and SGLang"
     try:
         from fmoe_ext.finetune.adapters.peft_reads import why_not
@@ -113,35 +115,32 @@ def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts
 def _all_fitted(
     adapter: Adapter, layout: _Layout, of_base: BaseExperts | None
 ) -> dict[str, dict[str, Factors]]:
-    """{layer: its projections as a layout has them}."""
+    """Join gate and up for flat tensors and split them for others -> {layer: projections as a layout has them}."""
     if lacks_gate(adapter, of_base):
         return adapter.layers
     in_turn = interleaves(adapter, of_base)
-    return {layer: _fitted(adapter, layer, parts, layout, in_turn) for layer, parts in adapter.layers.items()}
-
-
-def _fitted(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: _Layout, in_turn: bool | None
-) -> dict[str, Factors]:
-    """Projections as a layout has them: gate and up joined for flat tensors, apart for others."""
-    joins = layout.form == "flat" and bool(parts.keys() & set(_HALVES))
-    splits = layout.form != "flat" and "gate_up" in parts
-    if (joins or splits) and in_turn is None:
-        raise CheckpointError(
-            f"{adapter.folder} does not say whether gate and up are in turn (as in GPT-OSS): give --base"
-        )
-    if joins:
-        if not {*_HALVES} <= parts.keys():
+    fitted = {}
+    for layer, parts in adapter.layers.items():
+        joins = layout.form == "flat" and bool(parts.keys() & set(_HALVES))
+        splits = layout.form != "flat" and "gate_up" in parts
+        if (joins or splits) and in_turn is None:
             raise CheckpointError(
-                f"{layer}: gate and up are one parameter in this layout, but only one is adapted"
+                f"{adapter.folder} does not say whether gate and up are in turn (as in GPT-OSS): give --base"
             )
-        rest = {role: factors for role, factors in parts.items() if role not in _HALVES}
-        return {"gate_up": _joined(adapter, layer, parts["gate"], parts["up"], bool(in_turn)), **rest}
-    if splits:
-        whole = parts["gate_up"]
-        halves = {r: _half(whole, i, bool(in_turn)) for i, r in enumerate(_HALVES)}
-        return halves | {role: factors for role, factors in parts.items() if role != "gate_up"}
-    return parts
+        if joins:
+            if not {*_HALVES} <= parts.keys():
+                raise CheckpointError(
+                    f"{layer}: gate and up are one parameter in this layout, but only one is adapted"
+                )
+            whole = _joined(adapter, layer, parts["gate"], parts["up"], bool(in_turn))
+            rest = {role: factors for role, factors in parts.items() if role not in _HALVES}
+            fitted[layer] = {"gate_up": whole, **rest}
+        elif splits:
+            halves = {role: _half(parts["gate_up"], i, bool(in_turn)) for i, role in enumerate(_HALVES)}
+            fitted[layer] = halves | {role: factors for role, factors in parts.items() if role != "gate_up"}
+        else:
+            fitted[layer] = parts
+    return fitted
 
 
 def _half(whole: Factors, index: int, in_turn: bool) -> Factors:
@@ -156,7 +155,7 @@ def _half(whole: Factors, index: int, in_turn: bool) -> Factors:
 
 
 def _joined(adapter: Adapter, layer: str, gate: Factors, up: Factors, in_turn: bool) -> Factors:
-    """gate and up as one: of the same rank if they share a, else of both ranks with blocks in b."""
+    """Join gate and up: of the same rank if they share a, else of both ranks with blocks in b."""
     if gate.scaling != up.scaling or gate.dtype != up.dtype or gate.d_out != up.d_out:
         raise CheckpointError(
             f"{layer}: gate and up differ in scaling, dtype or width, so that they cannot be joined"
@@ -272,7 +271,7 @@ def _config(
     to: str,
     of_base: BaseExperts | None,
 ) -> dict[str, Any]:
-    """adapter_config.json of the result: which modules or parameters, and rank and alpha of each."""
+    """Make adapter_config.json of the result: which modules or parameters, and rank and alpha of each."""
     config = dict(adapter.config)
     config["rank_pattern"] = dict(config.get("rank_pattern") or {})
     config["alpha_pattern"] = dict(config.get("alpha_pattern") or {})
@@ -297,20 +296,10 @@ def _config(
     for parts in layers.values():
         for role, factors in parts.items():
             alpha = factors.scaling * (factors.rank**0.5 if config.get("use_rslora") else factors.rank)
-            given = float(config["lora_alpha"])  # which rounding of the scaling would change by a bit
+            given = float(config["lora_alpha"])  # rounding of the scaling would change it by a bit
             if math.isclose(alpha, given, rel_tol=1e-12):
                 alpha = given
             ranks.setdefault(leaves[role], set()).add((factors.rank, alpha))
-    _write_ranks(config, ranks, layout, to)
-    if to in VERSIONS:
-        config["peft_version"] = VERSIONS[to]
-    return config
-
-
-def _write_ranks(
-    config: dict[str, Any], ranks: dict[str, set[tuple[int, float]]], layout: _Layout, to: str
-) -> None:
-    """Writes rank and alpha of each leaf, {leaf: {(rank, alpha)}}, into the patterns of a configuration."""
     if layout.one_rank and set().union(*ranks.values()) != {(config["r"], config["lora_alpha"])}:
         raise CheckpointError(
             f"{to} has one rank and one lora_alpha for all modules, but here they are {ranks}: use per-expert"
@@ -319,15 +308,18 @@ def _write_ranks(
         if len(found) > 1:
             raise CheckpointError(f"the layers differ in rank or lora_alpha of {leaf}: {sorted(found)}")
         ((rank, alpha),) = found
-        # PEFT takes the first pattern that matches, so these stand before the others.
+        # PEFT takes the first pattern that matches, so these stand before the others
         if rank != config["r"] or config["rank_pattern"]:
             config["rank_pattern"] = {rf".*\.experts\..*{leaf}": rank, **config["rank_pattern"]}
         if alpha != config["lora_alpha"] or config["alpha_pattern"]:
             config["alpha_pattern"] = {rf".*\.experts\..*{leaf}": alpha, **config["alpha_pattern"]}
+    if to in _VERSIONS:
+        config["peft_version"] = _VERSIONS[to]
+    return config
 
 
 def _modules(adapter: Adapter, leaves: set[str]) -> list[str]:
-    """target_modules: what the other tensors adapt, and the leaves of experts."""
+    """Make target_modules: what the other tensors adapt, and the leaves of experts."""
     given = adapter.config.get("target_modules")
     parameters = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
     others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}

@@ -1,4 +1,9 @@
-"""Changes of weights that the files hold joined, split or in another order, by Transformers' own converters."""
+"""Changes of weights that the files hold joined, split or in another order, by Transformers' own converters.
+
+A converter that only moves numbers is linear: given the changes of parameters instead of their values it makes the
+changes of the tensors in the files. Whether it is linear nobody says, so the changes are sent there and back, and
+must return to the bit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from fmoe_ext.finetune.adapters.delta import module_of
 _Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]
 
 
-class ConvertedChanges:
+class _ConvertedChanges:
     """Changes of the parameters that one converter makes, and what they are in the files.
 
     pairs: {name of a parameter: (lora_A, lora_B, scaling)}. Raises CheckpointError if the converter does not turn
@@ -32,18 +37,18 @@ class ConvertedChanges:
             is_right = in_files.keys() == set(found.names) and all(
                 torch.equal(back[name], change.to(back[name].dtype)) for name, change in changes.items()
             )
-        except Exception as error:  # of Transformers, which have no common class
+        except Exception as error:  # Transformers' errors have no common class
             raise self._error(f": {type(error).__name__}: {error}") from error
         if not is_right:
             raise self._error("")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensors of the files that change."""
+        """Names of the tensors in the files that change."""
         return self._found.names
 
     def change(self, name: str) -> torch.Tensor:
-        """Change of one tensor of the files, at least in float32."""
+        """Compute the change of one tensor of the files, at least in float32."""
         return self._in_files(self._of_parameters())[name]
 
     def _of_parameters(self) -> dict[str, torch.Tensor]:
@@ -73,8 +78,8 @@ class ConvertedChanges:
 
 def converted_changes(
     of_base: BaseExperts, pairs: dict[str, _Pair]
-) -> tuple[list[ConvertedChanges], dict[str, _Pair]]:
-    """Changes of converted weights, one for each group of tensors in the files, and the pairs of all others.
+) -> tuple[list[_ConvertedChanges], dict[str, _Pair]]:
+    """Group the changes of converted weights by their tensors in the files -> (groups, pairs of all others).
 
     pairs: {name of lora_A: (lora_A, lora_B, scaling)}.
     """
@@ -85,4 +90,4 @@ def converted_changes(
             others[key] = pair
         else:
             groups.setdefault(at[1].names, (*at, {}))[2][f"{module_of(key)}.weight"] = pair
-    return [ConvertedChanges(*group) for group in groups.values()], others
+    return [_ConvertedChanges(*group) for group in groups.values()], others

@@ -1,4 +1,9 @@
-"""Compare an adapter with its base model, and compute the change of each weight."""
+"""Compare an adapter with its base model, and compute the change of each weight.
+
+The change of an expert's weight is scaling * b @ a. Adapter and base may differ in where gate and up are: in one
+parameter or in two, in turn or one behind the other. That is a matter of rows: _rows() says which rows of b change
+which rows of the base's weight. A base that stores weights transposed gets the change transposed.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -12,7 +17,7 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
 
-Rows: TypeAlias = slice | torch.Tensor
+_Rows: TypeAlias = slice | torch.Tensor
 _Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
 
 
@@ -26,7 +31,7 @@ def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
 
 
 def lacks_gate(adapter: Adapter, of_base: BaseExperts | None) -> bool:
-    """True where the experts are known to have no gate, as those of Nemotron-H."""
+    """True where the experts are known to have no gate, as Nemotron-H's."""
     if of_base is not None:
         return any(e and not e.has_gate for e in map(of_base.at, adapter.layers))
     return adapter.form == "flat" and any("up" in parts for parts in adapter.layers.values())
@@ -41,13 +46,8 @@ def model_type(adapter: Adapter, of_base: BaseExperts | None) -> str:
     return parts[2] if len(parts) > 2 and parts[:2] == ["transformers", "models"] else ""
 
 
-def linear(of_base: BaseExperts, key: str) -> str | None:
-    """Name of the weight that a plain adapter, named by its lora_A, changes; None if the base lacks it."""
-    return of_base.weight(module_of(key))
-
-
 def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
-    """Sentences about what of an adapter does not fit a base."""
+    """Say in sentences what does not fit between an adapter and its base."""
     wrong = compare_experts(adapter, of_base.at)
     for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items():
         module, shape = module_of(key), weight_shape(of_base, key)
@@ -78,12 +78,12 @@ def weight_shape(of_base: BaseExperts, key: str) -> tuple[int, ...] | None:
     """Shape of the weight that a plain adapter changes, as the model has it; None if the base lacks it."""
     if found := of_base.converted(module_of(key)):
         return found[1].parameters.get(f"{module_of(key)}.weight")
-    name = linear(of_base, key)
+    name = of_base.weight(module_of(key))
     return None if name is None else of_base.base.tensors[name].shape
 
 
 def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> list[str]:
-    """Sentences about what of an adapter does not fit the experts at its paths."""
+    """Say in sentences what does not fit between an adapter and the experts at its paths."""
     wrong = []
     for layer, projections in adapter.layers.items():
         experts = at(layer)
@@ -108,7 +108,7 @@ def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> li
 def plain_pairs(
     adapter: Adapter, whole_modules: bool = False
 ) -> dict[str, tuple[StoredTensor, StoredTensor, float]]:
-    """{name of lora_A: (lora_A, lora_B, scaling)} of the adapters that are not of experts.
+    """Find the adapters that are not of experts -> {name of lora_A: (lora_A, lora_B, scaling)}.
 
     whole_modules: passes over the weights of modules_to_save. Raises CheckpointError for any other tensor.
     """
@@ -131,10 +131,9 @@ def plain_pairs(
 
 
 def delta(loaded: _Loaded, experts: Experts, role: str, e: int) -> torch.Tensor | None:
-    """Change of one expert's weight, as the base stores it, at least in float32; None if it has none."""
-    found = [(name, *part) for name, part in loaded.items()]
+    """Compute the change of one expert's weight, as the base stores it, at least in float32; None if it has none."""
     total: torch.Tensor | None = None
-    for name, factors, (a, b) in found:
+    for name, (factors, (a, b)) in loaded.items():
         rows = _rows(name, role, experts)
         if rows is None:
             continue
@@ -146,7 +145,7 @@ def delta(loaded: _Loaded, experts: Experts, role: str, e: int) -> torch.Tensor 
     return total.T if total is not None and experts.turned else total
 
 
-def _rows(name: str, role: str, experts: Experts) -> tuple[Rows, Rows, int] | None:
+def _rows(name: str, role: str, experts: Experts) -> tuple[_Rows, _Rows, int] | None:
     """(rows of the adapter's b, rows of the base's weight that they change, rows of the weight)."""
     h, whole = experts.d_hidden, slice(None)
     if name == role:
@@ -164,7 +163,7 @@ def _half(role: str, h: int, in_turn: bool) -> slice:
     return slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)
 
 
-def _order(experts: Experts) -> Rows:
+def _order(experts: Experts) -> _Rows:
     """The place in the base's weight of each row of the model's gate_up."""
     rows = torch.arange(2 * experts.d_hidden, device="cpu")
     if experts.interleaved == experts.in_turn:

@@ -1,12 +1,15 @@
 """Add an adapter to its base, tensor by tensor: files of the base's names, with what rounding took from each expert.
 
-A merge that was ended goes on after the last shard that it noted as complete.
+_Merge decides first which tensors of the base change, so that whatever does not fit is an error before a byte is
+written; the merged tensors are then read one at a time, when their shard is written. A merge that was ended goes on
+after the last shard that it noted as complete.
 """
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -17,13 +20,12 @@ from fmoe_ext.checkpoint.files import fingerprint, write_json
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder, usual_dtype
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import INDEX, check_is_free, continued
-from fmoe_ext.finetune.adapters.converted import ConvertedChanges, converted_changes
-from fmoe_ext.finetune.adapters.delta import compare, delta, linear, module_of, plain_pairs
+from fmoe_ext.finetune.adapters.converted import converted_changes
+from fmoe_ext.finetune.adapters.delta import compare, delta, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 from fmoe_ext.model_files import copy_small_files
 
 REPORT = "merge_report.json"
-Losses: TypeAlias = dict[str, float]
 
 
 class _Merge:
@@ -40,10 +42,13 @@ class _Merge:
         self.adapter, self.base = adapter, base
         self.usual = usual_dtype(base.tensors.values()) or FLOATS[0]
         self.dtype = dtype or self.usual
-        self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})
-        self.losses: Losses = {}
-        self.changes: dict[str, Callable[[StoredTensor, torch.dtype], StoredTensor]] = {}
-        self.owners: dict[str, str] = {}
+        self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})  # (layer, its factors)
+        self.losses: dict[str, float] = {}  # {tensor or expert: share of its change that rounding took}
+        self.owners: dict[str, str] = {}  # {tensor: module whose adapter changes it}
+        # {tensor of all experts: (layer, experts, role)}
+        self.stacks: dict[str, tuple[str, Experts, str]] = {}
+        # {other tensor: (name for the report, makes its change)}
+        self.changes: dict[str, tuple[str, Callable[[], torch.Tensor | None]]] = {}
         for layer in adapter.layers:
             experts = self.of_base.at(layer)
             if experts is None:
@@ -52,18 +57,21 @@ class _Merge:
                 for name in set(names):
                     self._claim(name, layer)
                 if experts.is_stack:
-                    self.changes[names[0]] = self._all(layer, experts, role)
+                    self.stacks[names[0]] = layer, experts, role
                 else:
-                    self.changes |= {n: self._one(layer, experts, role, e) for e, n in enumerate(names)}
+                    self.changes |= {
+                        name: (f"{layer}.{e}.{role}", partial(self._delta, layer, experts, role, e))
+                        for e, name in enumerate(names)
+                    }
         converted, plain = converted_changes(self.of_base, plain_pairs(adapter))
         for group in converted:
             for name in group.names:
                 self._claim(name, group.names[0])
-                self.changes[name] = self._converted(name, group)
+                self.changes[name] = name, partial(group.change, name)
         for key, (a, b, scaling) in plain.items():
-            name = str(linear(self.of_base, key))
+            name = str(self.of_base.weight(module_of(key)))
             self._claim(name, key)
-            self.changes[name] = self._plain(name, a, b, scaling)
+            self.changes[name] = name, partial(_product, a, b, scaling)
         leaves = ("gate_up_proj", "up_proj", "down_proj")
         for parameter in (
             *(f"{module_of(key)}.weight" for key in plain),
@@ -72,75 +80,45 @@ class _Merge:
             self.of_base.check_alone(parameter)
 
     def tensor(self, name: str) -> StoredTensor:
-        """The merged tensor: read when it is written."""
+        """Merge a tensor of the base; it is read when it is written."""
         stored = self.base.tensors[name]
         dtype = self.dtype if stored.dtype == self.usual else stored.dtype
+        if name in self.stacks:
+            layer, experts, role = self.stacks[name]
+
+            def parts() -> Iterator[torch.Tensor]:  # an expert at a time
+                for e in range(experts.num_experts):
+                    change = self._delta(layer, experts, role, e)
+                    yield self._added(f"{layer}.{e}.{role}", stored.rows(e, e + 1)[0], change, dtype)[None]
+
+            return StoredTensor(stored.shape, dtype, lambda: torch.cat([*parts()]), parts=parts)
         if name in self.changes:
-            return self.changes[name](stored, dtype)
+            what, change = self.changes[name]
+            return StoredTensor(
+                stored.shape, dtype, lambda: self._added(what, stored.read(), change(), dtype)
+            )
         if dtype == stored.dtype:
             return stored
         return StoredTensor(stored.shape, dtype, lambda: stored.read().to(dtype))
 
     def _claim(self, name: str, module: str) -> None:
-        """CheckpointError for a tensor of two modules: merged, both would have the change of one."""
+        """Raise CheckpointError for a tensor of two modules: merged, both would have the change of one."""
         if (other := self.owners.setdefault(name, module)) != module:
             raise CheckpointError(
                 f"{other} and {module} share {name}, and each has an adapter of its own: merged they would be one. "
                 "Leave the adapter unmerged"
             )
 
-    def _of(self, layer: str) -> dict[str, tuple[Factors, Pair]]:
+    def _delta(self, layer: str, experts: Experts, role: str, e: int) -> torch.Tensor | None:
         if self.loaded[0] != layer:
             self.loaded = ("", {})  # frees one layer before the next is read
             self.loaded = (layer, {r: (f, f.read()) for r, f in self.adapter.layers[layer].items()})
-        return self.loaded[1]
-
-    def _one(self, layer: str, experts: Experts, role: str, e: int) -> Any:
-        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-            def read() -> torch.Tensor:
-                change = delta(self._of(layer), experts, role, e)
-                return self._added(f"{layer}.{e}.{role}", stored.read(), change, dtype)
-
-            return StoredTensor(stored.shape, dtype, read)
-
-        return change
-
-    def _all(self, layer: str, experts: Experts, role: str) -> Any:
-        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-            def parts() -> Iterator[torch.Tensor]:
-                for e in range(experts.num_experts):
-                    change = delta(self._of(layer), experts, role, e)
-                    yield self._added(f"{layer}.{e}.{role}", stored.rows(e, e + 1)[0], change, dtype)[None]
-
-            return StoredTensor(stored.shape, dtype, lambda: torch.cat([*parts()]), parts=parts)
-
-        return change
-
-    def _plain(self, name: str, a: StoredTensor, b: StoredTensor, scaling: float) -> Any:
-        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-            def read() -> torch.Tensor:
-                wide = torch.promote_types(a.dtype, torch.float32)
-                return self._added(
-                    name, stored.read(), b.read().to(wide) @ a.read().to(wide) * scaling, dtype
-                )
-
-            return StoredTensor(stored.shape, dtype, read)
-
-        return change
-
-    def _converted(self, name: str, group: ConvertedChanges) -> Any:
-        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-            def read() -> torch.Tensor:
-                return self._added(name, stored.read(), group.change(name), dtype)
-
-            return StoredTensor(stored.shape, dtype, read)
-
-        return change
+        return delta(self.loaded[1], experts, role, e)
 
     def _added(
         self, name: str, weight: torch.Tensor, change: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """weight + change in dtype; notes which share of the change rounding took."""
+        """Add a change to a weight in dtype, and note which share of it rounding took."""
         if change is None:
             return weight.to(dtype)
         wide = torch.promote_types(weight.dtype, change.dtype)
@@ -163,7 +141,7 @@ def merge(
 ) -> dict[str, Any]:
     """Write base + adapter to a new folder -> its report: the share of each change that rounding took.
 
-    dtype: of the weights, those of the base by default. Raises CheckpointError where they do not fit, where `out` is
+    dtype: of the weights, the base's by default. Raises CheckpointError where they do not fit, where `out` is
     taken, and on a full disk; what is complete stays beside `out`, and the same call goes on with it.
     """
     out = Path(out).absolute()
@@ -202,37 +180,41 @@ def merge(
             "base": str(base.folder),
             "dtype": str(plan.dtype).removeprefix("torch."),
             "decoded_from": base.packed or None,
-            "changed": len(plan.changes),
+            "changed": len(plan.stacks) + len(plan.changes),
             "lost_share_median": values[len(values) // 2] if values else 0.0,
             "lost_share_worst": values[-1] if values else 0.0,
             "lost_share": lost,
         }
-        _write_rest(plan, job.folder, out.name, report)
+
+        # configuration, tokenizer, model card, index
+        copy_small_files(base, job.folder)
+        facts = {
+            "adapter": shown(adapter.folder),
+            "weights": report["dtype"],
+            "packing of the base": report["decoded_from"],
+            "share of a change that rounding took": f"{report['lost_share_median']:.2g} (median)",
+        }
+        command = f"fmoe adapter merge {shown(adapter.folder)} --base {shown(base.folder)} -o {out.name}"
+        what = "A model with a LoRA adapter of its experts merged into it. Figures: merge_report.json."
+        card = render_card(out.name, what, base.folder, facts, command, tags=["lora", "merged"])
+        write_card(job.folder, card)
+        texts = {REPORT: report}
+        if len(base.files) > 1:
+            stored = [plan.tensor(name) for name in base.tensors]
+            metadata = {
+                "total_parameters": sum(t.num_bytes // t.dtype.itemsize for t in stored),
+                "total_size": sum(t.num_bytes for t in stored),
+            }
+            where = {name: file.name for file, names in base.files.items() for name in names}
+            texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
+        key = "torch_dtype" if "torch_dtype" in base.config else "dtype"
+        if base.config and (plan.dtype != plan.usual or base.packed or not base.config.get(key)):
+            texts["config.json"] = base.config | {key: str(plan.dtype).removeprefix("torch.")}
+        for name, text in texts.items():
+            write_json(job.folder / name, text)
     return report
 
 
-def _write_rest(plan: _Merge, work: Path, title: str, report: dict[str, Any]) -> None:
-    """Index, configuration, tokenizer, model card, report."""
-    stored = {name: plan.tensor(name) for name in plan.base.tensors}
-    parameters = sum(t.num_bytes // t.dtype.itemsize for t in stored.values())
-    size = sum(t.num_bytes for t in stored.values())
-    where = {name: file.name for file, names in plan.base.files.items() for name in names}
-    copy_small_files(plan.base, work)
-    facts = {
-        "adapter": shown(plan.adapter.folder),
-        "weights": report["dtype"],
-        "packing of the base": report["decoded_from"],
-        "share of a change that rounding took": f"{report['lost_share_median']:.2g} (median)",
-    }
-    command = f"fmoe adapter merge {shown(plan.adapter.folder)} --base {shown(plan.base.folder)} -o {title}"
-    what = "A model with a LoRA adapter of its experts merged into it. Figures: merge_report.json."
-    write_card(work, render_card(title, what, plan.base.folder, facts, command, tags=["lora", "merged"]))
-    texts = {REPORT: report}
-    if len(plan.base.files) > 1:
-        metadata = {"total_parameters": parameters, "total_size": size}
-        texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
-    key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
-    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed or not plan.base.config.get(key)):
-        texts["config.json"] = plan.base.config | {key: str(plan.dtype).removeprefix("torch.")}
-    for name, text in texts.items():
-        write_json(work / name, text)
+def _product(a: StoredTensor, b: StoredTensor, scaling: float) -> torch.Tensor:
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return b.read().to(wide) @ a.read().to(wide) * scaling

@@ -1,4 +1,9 @@
-"""Options of PEFT's LoraConfig in adapter_config.json: read, without effect on the change of a weight, or refused."""
+"""Options of PEFT's LoraConfig in adapter_config.json: read, without effect on the change of a weight, or refused.
+
+A new option of PEFT may change what the factors mean, so an unknown one is refused unless it is empty. The patterns
+of rank_pattern and alpha_pattern are regular expressions of a file that may be a stranger's: only those are
+evaluated whose search ends soon, whatever they are tried on.
+"""
 
 import math
 import re
@@ -10,21 +15,19 @@ READ = frozenset((
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights",
     "target_modules", "target_parameters", "auto_mapping", "base_model_name_or_path", "peft_version",
 ))  # fmt: skip
-# Of training, of notes, or of what the tensors of the file show; the configs of an init_lora_weights belong to it.
+# they say how to train, note something, or repeat what the tensors show; configs belong to an init_lora_weights
 NO_EFFECT = frozenset((
     "task_type", "revision", "inference_mode", "lora_dropout", "exclude_modules", "layers_to_transform",
     "layers_pattern", "modules_to_save", "megatron_config", "megatron_core", "runtime_config",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "velora_config",
 ))  # fmt: skip
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # of options whose default is not empty
-# Values of init_lora_weights that leave the base's weights as they are. Others subtract their first product.
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # where the default is not empty
+# values of init_lora_weights that leave the base's weights as they are; others subtract their first product
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-
-
-# Patterns of a config are evaluated: letters, groups, alternatives, and what may repeat.
+# letters, groups, alternatives, and what may repeat
 _PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
 _MOST_WAYS = 2.0**24  # in which a pattern may be tried on the name of a module
-NAME = 64  # characters of such a name
+_NAME = 64  # characters of such a name
 
 
 def is_quick(pattern: str) -> bool:
@@ -40,12 +43,12 @@ def is_quick(pattern: str) -> bool:
         elif c == ")" and len(alternatives) > 1:
             ways *= alternatives.pop()
         elif c in "*+":
-            ways *= NAME
+            ways *= _NAME
     return ways * math.prod(alternatives) <= _MOST_WAYS
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each option with which the file's factors are not the change of the base's weights."""
+    """Say in a sentence each option with which the file's factors are not the change of the base's weights."""
     first = config.get("init_lora_weights")
     if first not in _KEEP_BASE:
         yield (
@@ -53,5 +56,5 @@ def refusals(config: Mapping[str, Any]) -> Iterator[str]:
             "not fit the base: save it again with path_initial_model_for_weight_conversion"
         )
     for name, value in config.items():
-        if name not in READ | NO_EFFECT and value not in (None, False, [], {}, DEFAULTS.get(name)):
+        if name not in READ | NO_EFFECT and value not in (None, False, [], {}, _DEFAULTS.get(name)):
             yield f"{name}={value!r} is not supported"

@@ -1,6 +1,10 @@
 """Tell from lora_B [out, E * r] itself how its columns are packed: columns of one expert resemble each other.
 
-Both start at zero and grow along the gradient of their expert, so that columns of one expert share its directions.
+They start at zero and grow along the gradient of their expert, so that columns of one expert share its directions.
+Group the columns as one packing says, and take the mean |cosine| inside the groups: it is higher for the true
+packing than for columns that are grouped at random, by several standard deviations of random groupings, and the
+other packing's is not. A reading is believed if it leads by _MIN_MARGIN of them; else the file is "undecidable",
+and the user has to say.
 """
 
 import math
@@ -13,7 +17,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 RANK_MAJOR, EXPERT_MAJOR = "rank_major", "expert_major"  # column k * E + e, column e * r + k, of expert e
 _MIN_MARGIN = 4.0  # standard deviations between the two readings
 _NUM_SHUFFLES = 48
-MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for a model of 48 layers
+_MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for a model of 48 layers
 
 
 def unpacked(b: torch.Tensor, num_experts: int, rank: int, packing: str) -> torch.Tensor:
@@ -30,19 +34,20 @@ def packed(b: torch.Tensor, packing: str) -> torch.Tensor:
 
 @dataclass
 class Evidence:
-    """Sums of the standard scores of both readings, over the tensors that show anything."""
+    """Standard scores of both readings, summed over the tensors that show anything."""
 
     scores: dict[str, float] = field(default_factory=lambda: {RANK_MAJOR: 0.0, EXPERT_MAJOR: 0.0})
     num_tensors: int = 0
     alike: bool = True  # both readings are the same: one expert, or rank 1
 
     def add(self, tensor: StoredTensor, rank: int) -> None:
+        """Add the scores of one lora_B."""
         num_experts = tensor.shape[1] // rank
         if num_experts == 1 or rank == 1:
             return
         self.alike = False
         b = tensor.read()
-        b = b[:: -(-b.shape[0] // MAX_ROWS)].float()
+        b = b[:: -(-b.shape[0] // _MAX_ROWS)].float()
         if not b.isfinite().all() or not b.any():
             return
         columns = torch.nn.functional.normalize(b, dim=0, eps=1e-30)

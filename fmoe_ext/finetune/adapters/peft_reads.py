@@ -20,12 +20,12 @@ from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters.delta import plain_pairs
 from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors
 
-Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
-ROWS, COLUMNS = 16, 12  # of a delta that are compared; unlike, so that a turned delta shows
+_Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
+_ROWS, _COLUMNS = 16, 12  # of a delta that are compared; unlike, so that a turned delta shows
 
 
-def why_not(adapter: Adapter, layers: Layers, folder: Path, base: ModelFolder) -> str:
-    """Reason why PEFT reads something else from a folder than the adapter, "" if it reads the same.
+def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) -> str:
+    """Say why PEFT reads something else from a folder than the adapter; "" if it reads the same.
 
     layers: of the adapter, gate and up joined.
     """
@@ -34,7 +34,7 @@ def why_not(adapter: Adapter, layers: Layers, folder: Path, base: ModelFolder) -
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             loaded = peft.PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
-    except Exception as error:  # of PEFT, which have no common class
+    except Exception as error:  # PEFT's errors have no common class
         return f"PEFT {peft.__version__} does not load it: {' '.join(str(error).split())[:200]}"
     found = dict(_deltas(loaded))
     expected = dict(_expected(adapter, layers, found))
@@ -65,12 +65,12 @@ def why_not(adapter: Adapter, layers: Layers, folder: Path, base: ModelFolder) -
 
 
 def _architecture(base: ModelFolder) -> nn.Module:
-    """The model of a base with zeros that share one number."""
+    """Make the model of a base, its weights zeros that share one number."""
     try:
         config = base.make_config()
         with torch.device("meta"):
             model: nn.Module = getattr(transformers, (config.architectures or [""])[0])(config)
-    except Exception as error:  # of Transformers, which have no common class
+    except Exception as error:  # Transformers' errors have no common class
         raise CheckpointError(
             f"{base.folder} has a config.json of which Transformers makes no model: {error}"
         ) from error
@@ -89,8 +89,8 @@ def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         a: Any = factors["default"]
         b: Any = module.lora_B["default"]
-        a.weight = nn.Parameter(_picked(a.weight, 1, COLUMNS), requires_grad=False)
-        b.weight = nn.Parameter(_picked(b.weight, 0, ROWS), requires_grad=False)
+        a.weight = nn.Parameter(_picked(a.weight, 1, _COLUMNS), requires_grad=False)
+        b.weight = nn.Parameter(_picked(b.weight, 0, _ROWS), requires_grad=False)
         name = path.removeprefix(PREFIX).replace(".base_layer", "")
         delta: Any = module.get_delta_weight("default")
         yield f"{name}.{getattr(module, 'parameter_name', 'weight')}", delta
@@ -101,19 +101,19 @@ def _picked(t: Tensor, dim: int, most: int) -> Tensor:
     return t.index_select(dim, torch.arange(min(most, size), device=t.device) * size // min(most, size))
 
 
-def _expected(adapter: Adapter, layers: Layers, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _expected(adapter: Adapter, layers: _Layers, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for layer, parts in layers.items():
         for role, factors in parts.items():
             a, b = (t.double() for t in factors.read())
-            delta = _picked(b, 1, ROWS) @ _picked(a, 2, COLUMNS) * factors.scaling
+            delta = _picked(b, 1, _ROWS) @ _picked(a, 2, _COLUMNS) * factors.scaling
             yield _known(f"{layer}.{PARAMETERS[role]}", found), delta
     for key, (first, second, scaling) in plain_pairs(adapter, whole_modules=True).items():
         a, b = first.read().double(), second.read().double()
         name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        yield _known(f"{name}.weight", found), _picked(b, 0, ROWS) @ _picked(a, 1, COLUMNS) * scaling
+        yield _known(f"{name}.weight", found), _picked(b, 0, _ROWS) @ _picked(a, 1, _COLUMNS) * scaling
 
 
 def _known(name: str, found: Mapping[str, Tensor]) -> str:
-    """The name that the model has for a weight, whose block files may call otherwise."""
+    """Find the model's name of a weight; adapters' files may call its block otherwise."""
     names = [name, *(name.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS)]
     return next((other for other in names if other in found), name)

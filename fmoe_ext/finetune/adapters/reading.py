@@ -1,6 +1,12 @@
 """Read the folder of an adapter: which layout its expert tensors have, and the two factors of each expert.
 
-Each expert's delta is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like.
+Each expert's delta is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like. Names tell the
+form: flat (PEFT's target_parameters: one lora_A [E * r, *] and lora_B [*, E * r] for all experts, a wrapper around
+a wrapper where two parameters of one module are adapted), numbered (a module for each expert) or stacked (3-d
+tensors). Names do not tell two things of flat tensors: whether lora_A reads the input, since PEFT before 0.19 had
+it the other way round for some models, which widths decide (_orientation), and whether columns of lora_B lie by
+rank or by expert, which their values decide (packing.py). What no file decides is "undecidable", and reading the
+factors is an error that asks for it.
 """
 
 import functools
@@ -26,20 +32,27 @@ from fmoe_ext.checkpoint.safetensors_file import (
 from fmoe_ext.finetune.adapters.options import is_quick, refusals
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 
-_MOST_MATCHES = 10**7  # of patterns with the names of modules, of a second or so
+_MOST_MATCHES = 10**7  # of patterns with the names of modules: a second or so
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
+_LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
 _FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
-NUMBERED = re.compile(
-    rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{LEAVES})\.lora_(?P<ab>[AB])\.weight"
+_NUMBERED = re.compile(
+    rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{_LEAVES})\.lora_(?P<ab>[AB])\.weight"
 )
-STACKED = re.compile(rf"(?P<layer>.*\.experts)\.(?P<leaf>{LEAVES}|gate_up_proj)\.lora_(?P<ab>[AB])\.weight")
-ROLE = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up"} | {
-    "down_proj": "down",
-    "gate_up_proj": "gate_up",
-}
-# Parameters of PEFT's target_parameters; "up" is that of experts without a gate.
+_STACKED = re.compile(rf"(?P<layer>.*\.experts)\.(?P<leaf>{_LEAVES}|gate_up_proj)\.lora_(?P<ab>[AB])\.weight")
+_ROLE = MappingProxyType(
+    {
+        "w1": "gate",
+        "w3": "up",
+        "w2": "down",
+        "gate_proj": "gate",
+        "up_proj": "up",
+        "down_proj": "down",
+        "gate_up_proj": "gate_up",
+    }
+)
+# of PEFT's target_parameters; "up" is for experts without a gate
 PARAMETERS = MappingProxyType({"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"})
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -67,31 +80,28 @@ class Adapter:
     folder: Path
     config: dict[str, Any]  # adapter_config.json
     tensors: dict[str, StoredTensor]
-    form: str = (
-        "none"  # flat (PEFT's target_parameters), numbered (a module an expert) or stacked (3-d tensors)
-    )
+    form: str = "none"  # or flat, numbered, stacked
     orientation: str = ""  # "out_in" (PEFT 0.19 and later) or "in_out" (earlier)
     packing: str = ""  # of the columns of lora_B
     evidence: Evidence | None = None
-    layers: dict[str, dict[str, Factors]] = field(
-        default_factory=dict
-    )  # {module of experts: {projection: ...}}
+    layers: dict[str, dict[str, Factors]] = field(default_factory=dict)  # {module: {projection: ...}}
     others: dict[str, StoredTensor] = field(default_factory=dict)  # under the names of the file
     problems: list[str] = field(default_factory=list)  # what check() reports
     refused: list[str] = field(default_factory=list)  # why its factors are not all that changes the base
 
     def require_whole(self) -> None:
-        """Raises CheckpointError for what convert and merge would leave out."""
+        """Raise CheckpointError for what convert and merge would leave out."""
         if self.refused:
             raise CheckpointError(f"{self.folder}: {self.refused[0]}")
 
     @property
     def undecided(self) -> bool:
+        """True if the factors cannot be read before the user has said more."""
         return "undecidable" in (self.orientation, self.packing)
 
 
 def read_adapter(folder: Path, packing: str | None = None, orientation: str | None = None) -> Adapter:
-    """The adapter in a folder. packing, orientation: what the caller knows, instead of what the file shows.
+    """Read the adapter in a folder. packing, orientation: what the caller knows, instead of what the file shows.
 
     Raises CheckpointError for what is no adapter or is damaged, and for pickles. What is not computed (DoRA, biases and
     other options) is in its `refused`.
@@ -114,7 +124,13 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
             )
     _check_config(folder, config)
     verify_safetensors(inside(folder, WEIGHTS))
-    noted = _noted(folder, metadata)
+    try:
+        noted = json.loads(metadata.get(OURS, "{}")).get("packing")  # by convert(); its checksum covers it
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}/{WEIGHTS} is damaged: its metadata {OURS!r} is no JSON object"
+        ) from error
+    noted = noted if noted in (RANK_MAJOR, EXPERT_MAJOR) else None
     adapter = Adapter(folder, config, tensors, refused=list(refusals(config)))
     parts = _sorted_by_form(adapter)
     if parts["flat"]:
@@ -127,18 +143,6 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
         _read_stacked(adapter, layer, found)
     _find_problems(adapter)
     return adapter
-
-
-def _noted(folder: Path, metadata: Mapping[str, str]) -> str | None:
-    """Packing that convert() noted in its file, which its checksum covers."""
-    try:
-        note = json.loads(metadata.get(OURS, "{}"))
-        packing = note.get("packing")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{folder}/{WEIGHTS} is damaged: its metadata {OURS!r} is no JSON object"
-        ) from error
-    return packing if packing in (RANK_MAJOR, EXPERT_MAJOR) else None
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -195,6 +199,7 @@ def _from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
 
 
 def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """The factor of b @ a for a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     alpha = _from_pattern(config, "alpha", module)
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
@@ -204,11 +209,11 @@ def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTen
     forms: dict[str, dict[str, dict[Any, StoredTensor]]] = {"flat": {}, "numbered": {}, "stacked": {}}
     for key, tensor in adapter.tensors.items():
         name = key.removeprefix(PREFIX)
-        if match := NUMBERED.fullmatch(name):
+        if match := _NUMBERED.fullmatch(name):
             part = forms["numbered"].setdefault(match["layer"], {})
-            part[int(match["e"]), ROLE[match["leaf"]], match["ab"]] = tensor
-        elif (match := STACKED.fullmatch(name)) and len(tensor.shape) == 3:
-            forms["stacked"].setdefault(match["layer"], {})[ROLE[match["leaf"]], match["ab"]] = tensor
+            part[int(match["e"]), _ROLE[match["leaf"]], match["ab"]] = tensor
+        elif (match := _STACKED.fullmatch(name)) and len(tensor.shape) == 3:
+            forms["stacked"].setdefault(match["layer"], {})[_ROLE[match["leaf"]], match["ab"]] = tensor
         elif match := _FLAT.fullmatch(name):
             depth = len(match["inner"]) // len(".base_layer")
             forms["flat"].setdefault(match["layer"], {})[depth, match["ab"]] = tensor
@@ -290,7 +295,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
                 f"{adapter.folder}: {layer} ({leaf}) has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
                 f"[E * {rank}, *] and [*, E * {rank}]"
             )
-        pairs[ROLE[leaf]] = a, b, rank
+        pairs[_ROLE[leaf]] = a, b, rank
     return pairs
 
 
@@ -308,21 +313,17 @@ def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
         )
     version = str(adapter.config.get("peft_version") or "")
     numbers = tuple(int(part) for part in re.findall(r"\d{1,4}", version)[:2])
-    d_model = _model_width(adapter, layer)
+    # an adapter of the attention beside it reads the model's width
+    block = layer.split(".mlp.")[0].split(".block_sparse_moe.")[0]
+    beside = (adapter.others.get(f"{PREFIX}{block}.self_attn.{n}_proj.lora_A.weight") for n in "qkv")
+    d_model = next(
+        (tensor.shape[1] for tensor in beside if tensor is not None and len(tensor.shape) == 2), None
+    )
     role, (a, b) = next(iter(widths.items()))
     if d_model is not None and a != b and d_model in (a, b):
         return "out_in" if (a == d_model) == (role != "down") else "in_out"
-    # Earlier versions turn some models' parameters and not those of others, so that only a later one is proof.
+    # earlier versions turn some models' parameters and not others', so that only a later one is proof
     return "out_in" if numbers >= (0, 19) else "undecidable"
-
-
-def _model_width(adapter: Adapter, layer: str) -> int | None:
-    block = layer.split(".mlp.")[0].split(".block_sparse_moe.")[0]
-    for name in ("q_proj", "k_proj", "v_proj"):
-        tensor = adapter.others.get(f"{PREFIX}{block}.self_attn.{name}.lora_A.weight")
-        if tensor is not None and len(tensor.shape) == 2:
-            return tensor.shape[1]
-    return None
 
 
 def _flat_factors(
@@ -368,7 +369,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
             raise CheckpointError(
                 f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
             )
-        leaves = [leaf for leaf, its_role in ROLE.items() if its_role == role]
+        leaves = [leaf for leaf, its_role in _ROLE.items() if its_role == role]
         names = (f"{layer}.{e}.{leaf}" for e in range(num_experts) for leaf in leaves)
         modules = [name for name in names if f"{PREFIX}{name}.lora_A.weight" in adapter.tensors]
         scalings = {scaling_of(adapter.config, module, a_shape[0]) for module in modules}

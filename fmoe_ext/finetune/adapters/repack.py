@@ -1,15 +1,19 @@
 """Add an adapter to packed experts and pack them again, in the files' own format: bytes of a copy are replaced.
 
-A text is read once. When it reaches a layer, the experts are rounded one at a time by the second moments of their
-inputs (frozen.rounding). The error is measured on the last part of the text, against that of leaving the adapter out.
+A change of an adapter is often smaller than the steps of the packing, so that rounding to the nearest values would
+lose it. A text tells which directions matter: it runs through the streamed model once, a hook on each layer sees
+the inputs x of the experts, and the experts are rounded one at a time so that ||x (Q - (W + D))|| is small, by the
+second moments of x (frozen.rounding). The down projection's inputs come from the merged up projection before it is
+rounded. The error is measured on the last part of the text, against the error of leaving the adapter out. Each
+layer is noted when its bytes are on the disk, so that a merge that was ended goes on after it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +28,7 @@ from fmoe_ext.checkpoint.files import copy_file, fingerprint, sync_file, write_j
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import renew_checksum
 from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
-from fmoe_ext.finetune.adapters.delta import compare_experts, delta, linear, module_of, plain_pairs
+from fmoe_ext.finetune.adapters.delta import compare_experts, delta, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter
 from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
@@ -33,9 +37,9 @@ from fmoe_ext.frozen.rounding import ROUNDED, error_of, round_packed, shrunk_mom
 from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.model_files import FolderModel, ModelFiles, experts_modules, open_model
 
-CERTIFICATE = "merge_certificate.json"
-Say: TypeAlias = Callable[[str], None]
-Bytes: TypeAlias = "np.ndarray[Any, Any]"
+_CERTIFICATE = "merge_certificate.json"
+_Say: TypeAlias = Callable[[str], None]
+_Bytes: TypeAlias = "np.ndarray[Any, Any]"
 _ROLES = ("w1", "w2")
 
 
@@ -49,7 +53,7 @@ def repack(
     seq_len: int = 512,
     held_out: float = 0.25,
     force: bool = False,
-    say: Say = lambda line: None,
+    say: _Say = lambda line: None,
 ) -> dict[str, Any]:
     """Write a packed model with an adapter merged into it -> the certificate, also in out/merge_certificate.json.
 
@@ -81,13 +85,13 @@ def repack(
                 f"bfloat16. --force writes it. The certificate is {beside}"
             )
         beside.unlink(missing_ok=True)  # of an earlier call
-        write_json(job.folder / CERTIFICATE, certificate)
+        write_json(job.folder / _CERTIFICATE, certificate)
         write_card(job.folder, plan.card(out.name, text, certificate))
     return certificate
 
 
 def as_text(certificate: Mapping[str, Any]) -> str:
-    """A line for each weight of a layer: its error relative to leaving the adapter out."""
+    """Write a line for each weight of a layer: its error relative to leaving the adapter out."""
     lines = []
     for path, weights in certificate["layers"].items():
         for name, found in weights.items():
@@ -99,9 +103,9 @@ def as_text(certificate: Mapping[str, Any]) -> str:
 
 
 class _Repack:
-    """One merge into packed experts. calibration, measured: rows of a text for each of them."""
+    """One merge into packed experts."""
 
-    def __init__(self, adapter: Adapter, files: ModelFiles, memory: int | str, say: Say) -> None:
+    def __init__(self, adapter: Adapter, files: ModelFiles, memory: int | str, say: _Say) -> None:
         self.adapter, self.files, self.say = adapter, files, say
         self.model: Any = stream(files, memory)
         found = experts_modules(self.model)
@@ -125,11 +129,11 @@ class _Repack:
             )
         if wrong:
             raise CheckpointError(f"{adapter.folder} does not fit {files.path}: {'; '.join(wrong[:3])}")
-        self.ids: torch.Tensor | None = None
-        self.rows = 0
+        self.ids: torch.Tensor | None = None  # of the text: sequences to round by, then those to measure on
+        self.rows = 0  # tokens to round by
 
     def take_text(self, tokens: torch.Tensor, seq_len: int, held_out: float) -> None:
-        """Notes the text: rows of the calibration come first."""
+        """Cut a text into sequences to round by and sequences to measure on."""
         config = self.model.config.get_text_config()
         size = max(e.num_experts for e in self.experts.values())
         calibration, measured = sequences(tokens, seq_len, held_out, size, config.vocab_size)
@@ -138,7 +142,7 @@ class _Repack:
         self.ids, self.rows = torch.cat((calibration, measured)), calibration.numel()
 
     def about(self, text: str, split: Sequence[float]) -> dict[str, Any]:
-        """The inputs and choices of a merge: one of others does not go on with its files."""
+        """Say the inputs and choices of a merge: one of others does not go on with its files."""
         files = [self.adapter.folder / CONFIG, self.adapter.folder / WEIGHTS, *self.files.inputs]
         return {
             "files": [fingerprint(file) for file in files if file.exists()],
@@ -148,7 +152,7 @@ class _Repack:
         }
 
     def card(self, title: str, text: str, certificate: Mapping[str, Any]) -> str:
-        """The model card of a merge. text: the digest of its ids, "" without one."""
+        """Write the model card of a merge. text: the digest of its ids, "" without one."""
         ratio = certificate["ratio"]
         packings = sorted({w.format for layer in self.layers.values() for w in _read(layer, 0)})
         facts = {
@@ -169,17 +173,30 @@ class _Repack:
         )
 
     def run(self, job: Unfinished) -> dict[str, Any]:
-        """Copies the files, replaces the bytes of experts -> the certificate."""
+        """Copy the files and replace the bytes of experts -> the certificate."""
         job.done.setdefault("layers", {})
         self._copy(job)
         self._merge_plain(job.folder)
-        with self._watched(job):
-            if self.ids is None:
-                for path in self.modules:
-                    self._layer(job, path, None, None)
-            else:
+        if self.ids is None:
+            for path in self.modules:
+                self._layer(job, path, None, None)
+        else:
+            order = ("hidden_states", "top_k_index")
+
+            def see(path: str, module: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
+                x, idx = (named[name] if name in named else given[i] for i, name in enumerate(order))
+                self._layer(job, path, x.float(), idx)
+
+            hooks = [
+                module.register_forward_hook(partial(see, path), with_kwargs=True)
+                for path, module in self.modules.items()
+            ]
+            try:
                 with torch.no_grad():
                     self.model.base_model(input_ids=self.ids, use_cache=False)
+            finally:
+                for hook in hooks:
+                    hook.remove()
         for file in job.folder.glob("*.safetensors"):
             renew_checksum(file)
         layers = job.done["layers"]
@@ -191,7 +208,7 @@ class _Repack:
         return {"ratio": total, "not_better": not_better, "layers": layers}
 
     def _copy(self, job: Unfinished) -> None:
-        """Copies the weights, unless an earlier call has, and what tells programs how to read them."""
+        """Copy the weights, unless an earlier call has, and what tells programs how to read them."""
         copied = job.done.setdefault("copied", [])
         for file in self.files.weights:
             if file.name not in copied:
@@ -204,27 +221,9 @@ class _Repack:
                 )
         self.files.copy_beside(job.folder, with_index=True)
 
-    @contextmanager
-    def _watched(self, job: Unfinished) -> Iterator[None]:
-        order = ("hidden_states", "top_k_index")
-
-        def hook(path: str) -> Any:
-            def see(module: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
-                x, idx = (named[name] if name in named else given[i] for i, name in enumerate(order))
-                self._layer(job, path, x.float(), idx)
-
-            return see
-
-        hooks = [m.register_forward_hook(hook(p), with_kwargs=True) for p, m in self.modules.items()]
-        try:
-            yield
-        finally:
-            for one in hooks:
-                one.remove()
-
     @torch.no_grad()
     def _layer(self, job: Unfinished, path: str, x: torch.Tensor | None, idx: torch.Tensor | None) -> None:
-        """Rounds the experts of a layer. x [T, D]: their inputs; idx [T, K]: the experts of each."""
+        """Round the experts of a layer. x [T, D]: their inputs; idx [T, K]: the experts of each."""
         if path in job.done["layers"]:
             return
         self.say(f"rounding the experts of {path}")
@@ -248,24 +247,21 @@ class _Repack:
                     if rows is None:
                         rounded, ways = to_nearest(lies, target), {"nearest": target.shape[0]}
                     else:
-                        # few tokens choose some experts: their moments are drawn to those of the layer's inputs
+                        # few tokens choose some experts: their moments are drawn to the moments of the layer's inputs
                         moments = shrunk_moments(rows[:num], prior if name == "w1" else None)
                         rounded, ways = round_packed(lies, target, moments)
                     sums[name].add(e, rounded, weight, target, rows, num, ways)
                     _put(job.folder, layer, name, e, rounded)
-                if (
-                    name == "w1" and rows is not None
-                ):  # inputs of w2, of the merged w1 as it is before rounding
+                if name == "w1" and rows is not None:
                     rows = _hidden(module, rows, target, e)
-        for file in {
-            span.path.name for part in layer.parts.values() for spans in part.spans for span in spans
-        }:
+        spans = (span for part in layer.parts.values() for of_expert in part.spans for span in of_expert)
+        for file in {span.path.name for span in spans}:
             sync_file(job.folder / file)  # before the note that says that they have the layer
         job.done["layers"][path] = {name: sums[name].report() for name in _ROLES}
         job.note()
 
     def _merge_plain(self, work: Path) -> None:
-        """Adds the adapters of layers outside of the experts, whose weights are floats in the files."""
+        """Add the adapters of layers outside of the experts, whose weights are floats in the files."""
         if self.base is None:
             return
         of_base = BaseExperts(self.base)
@@ -275,7 +271,7 @@ class _Repack:
                     f"{key}: the weight is made of {', '.join(at[1].names)} by Transformers' {at[1].operations}, which "
                     "is not merged into packed files: merge the adapter into the unpacked model"
                 )
-            name = linear(of_base, key)
+            name = of_base.weight(module_of(key))
             stored = self.base.tensors.get(str(name))
             if stored is None or stored.dtype not in FLOATS or stored.place is None:
                 raise CheckpointError(
@@ -332,7 +328,7 @@ def _ratio(errors: Sequence[Sequence[float] | None]) -> float | None:
 
 
 def _experts(module: Any, layer: Layer) -> Experts:
-    """The places of gate and up in the packed rows."""
+    """Describe a layer as delta() wants it: its sizes, and the places of gate and up in the packed rows."""
     (E, _, d), (_, _, h) = layer.shapes
     names = dict.fromkeys(("gate_up" if module.has_gate else "up", "down"), ("",) * E)
     in_turn = bool(module.has_gate) and not getattr(module, "is_concatenated", True)
@@ -340,6 +336,7 @@ def _experts(module: Any, layer: Layer) -> Experts:
 
 
 def _check(source: Path, path: str, layer: Layer) -> None:
+    """Raise CheckpointError for experts that are not packed, or not as they lie in the file."""
     # zero points and factors stay as they are, whatever they are made of
     parts = [part for name, part in layer.parts.items() if not name.endswith(".zero")]
     spans = [span for part in parts for of_expert in part.spans for span in of_expert]
@@ -353,13 +350,13 @@ def _check(source: Path, path: str, layer: Layer) -> None:
 
 
 def _read(layer: Layer, e: int) -> tuple[Any, Any]:
-    """(w1, w2) of one expert, from the files."""
+    """Read (w1, w2) of one expert from the files."""
     found: tuple[Any, Any] = layer.build({name: part.read(e)[None] for name, part in layer.parts.items()})
     return found
 
 
 def _put(work: Path, layer: Layer, name: str, e: int, packed: Quantized) -> None:
-    """Writes one expert's weight to its place in the copies of the files."""
+    """Write one expert's weight to its place in the copies of the files."""
     for key, part in layer.parts.items():
         weight, _, piece = key.partition(".")
         if weight == name and piece != "zero":  # which rounding leaves alone
@@ -368,19 +365,19 @@ def _put(work: Path, layer: Layer, name: str, e: int, packed: Quantized) -> None
                 _patch(work / span.path.name, span.begin, raw[span.at : span.at + span.num_bytes])
 
 
-def _raw(tensor: torch.Tensor) -> Bytes:
-    raw: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+def _raw(tensor: torch.Tensor) -> _Bytes:
+    raw: _Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
 
 
-def _patch(path: Path, begin: int, raw: Bytes) -> None:
+def _patch(path: Path, begin: int, raw: _Bytes) -> None:
     with open(path, "r+b") as file:
         file.seek(begin)
         file.write(raw.tobytes())
 
 
 def _hidden(module: Any, rows: torch.Tensor, weight: torch.Tensor, e: int) -> torch.Tensor:
-    """Inputs of the down projection [n, H]."""
+    """Inputs of the down projection [n, H], for rows [n, D] and an up projection that is not rounded."""
     h = rows @ weight.T
     if module.has_bias:
         bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias

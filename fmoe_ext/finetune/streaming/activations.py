@@ -1,4 +1,9 @@
-"""A file for the inputs of checkpointed layers: written as the forward saves them, read when the backward asks."""
+"""A file for the inputs of checkpointed layers: written as the forward saves them, read when the backward asks.
+
+A checkpointed layer keeps its input alone, [batch, tokens, width] for each layer: with long sequences these are
+what grows. Autograd's hooks for saved tensors send them to a file without a name, past the page cache, which would
+only move them to memory that the process is charged for as well.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +35,7 @@ class ActivationFile:
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # {size: offsets}
         self._bounce = aligned_memory(CHUNK)
-        self._lock = threading.RLock()  # of one thread; what the garbage collector releases may come inside
+        self._lock = threading.RLock()  # reentrant: the garbage collector may release a tensor inside put()
         with tempfile.TemporaryFile(dir=folder) as file:
             direct = getattr(os, "O_DIRECT", 0)
             try:  # the same file again, past the page cache
@@ -39,11 +45,11 @@ class ActivationFile:
         weakref.finalize(self, os.close, self._file)
 
     def put(self, tensor: Tensor) -> _Stored:
-        """Writes the values of a tensor; its space is free again when the result is gone."""
+        """Write the values of a tensor; its space is free again when the result is gone."""
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         size = -(-values.size // BLOCK) * BLOCK
         with self._lock:
-            free = self._free[size]  # a step has a few sizes alone, so a fit is exact and nothing fragments
+            free = self._free[size]  # a step has few sizes, so that a fit is exact and nothing fragments
             offset = free.pop() if free else self._end
             stored = _Stored(offset, tensor.dtype, tensor.shape)
             self.num_bytes += size
@@ -68,7 +74,7 @@ class ActivationFile:
             return stored
 
     def get(self, stored: _Stored) -> Tensor:
-        """Reads the tensor as it was."""
+        """Read the tensor as it was."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         values = tensor.view(-1).view(torch.uint8).numpy()
         with self._lock:
@@ -94,11 +100,13 @@ class ActivationFile:
                 os.ftruncate(self._file, 0)
 
 
+@dataclass(frozen=True, eq=False)
 class _Stored:
     """A tensor in the file."""
 
-    def __init__(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> None:
-        self.offset, self.dtype, self.shape = offset, dtype, shape
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class SavedOnDisk:
@@ -118,7 +126,7 @@ class SavedOnDisk:
         return self
 
     def _enter(self, *_: Any) -> None:
-        tensors = self.stream.resident_tensors()  # anew: an adapter may have come since the last step
+        tensors = self.stream.resident_tensors()  # again, as an adapter may have come since the last step
         self._resident = frozenset(t.untyped_storage().data_ptr() for t in tensors)
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()

@@ -1,7 +1,9 @@
 """Experts of a layer that is larger than its buffers: each part computes its rows while the next one is read.
 
-A token's rows are summed when all parts are done, so outputs and gradients have the bits of the whole layer. A backward
-reads the parts again, in reverse.
+Rows are sorted by expert once, for the whole layer, so that a part of experts has a range of the rows. Each part
+computes its range, with no sum over a token's experts; they are summed when all parts are done. So outputs and
+gradients have the bits of the whole layer. Autograd must not keep a part's weights, whose buffer the next parts
+need: it keeps a Borrowed, which says how to read them again, and a backward reads the parts in reverse.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def compute_in_parts(
     adapters: tuple[Lora | None, Lora | None],
     is_packed: bool,
 ) -> Tensor:
-    """huggingface.experts.compute, part by part. weights: (w1, w2) of parts[i] in a phase; is_packed: both are."""
+    """Compute as huggingface.experts.compute, part by part. weights: (w1, w2) of parts[i] in a phase."""
     num_experts = parts[-1].end
     norm = getattr(experts, "post_expert_norm", None)
     if norm is not None and torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters()):
@@ -83,7 +85,7 @@ def compute_in_parts(
             rows.append(frozen_mlp_borrowing(borrowed, *tensors))
         else:
             rows.append(_Computed.apply(_Call(experts, borrowed, lora_type), *tensors))
-    rows.append(torch.zeros_like(x_rows[-1]))
+    rows.append(torch.zeros_like(x_rows[-1]))  # of choices of no expert, which lie behind the last part
     return ops.unpermute(torch.cat(rows), row_idx, inverse, None if is_weighted else topk_weights)
 
 

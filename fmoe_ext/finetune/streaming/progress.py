@@ -1,4 +1,4 @@
-"""Reports how far a step through the layers of a stream is: rate and time left, by layers that are done."""
+"""Report how far a step through the layers of a stream is: rate and time left, by layers that are done."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Progress(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of the step in its time so far, by the share of the layers that are done."""
         return self.tokens * self.done / self.total / max(self.seconds, 1e-9)
 
     @property
     def seconds_left(self) -> float:
+        """Time for the other layers, if they take as long as those that are done."""
         return self.seconds * (self.total - self.done) / self.done
 
 
@@ -29,7 +31,7 @@ Listener: TypeAlias = Callable[[Progress], None]
 
 
 def print_progress(progress: Progress) -> None:
-    """Writes the progress to one line of standard error."""
+    """Write the progress to one line of standard error."""
     end = "\n" if progress.done == progress.total else ""
     print(
         f"\rlayer {progress.done} of {progress.total}, {progress.tokens_per_second:.1f} tokens/s, "
@@ -49,11 +51,11 @@ class Steps:
         self._done = 0
 
     def after(self, index: int, tokens: int, *, is_backward: bool, is_training: bool) -> None:
-        """Notes a layer whose experts were computed."""
+        """Note a layer whose experts were computed."""
         self._done = 2 * self._num_layers - index if is_backward else index + 1
         total = self._num_layers * (2 if is_training else 1)
         self._listener(Progress(self._done, total, time.monotonic() - self._begun, tokens))
 
     def begin(self) -> None:
-        """Notes the first layer of a forward."""
+        """Note the first layer of a forward."""
         self._begun = time.monotonic()

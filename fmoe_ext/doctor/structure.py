@@ -1,4 +1,12 @@
-"""Find experts by structure, routers by shape and position, and choices by the calls that make them."""
+"""Find experts by structure, routers by shape and position, and choices by the calls that make them.
+
+Experts are modules of one class and equal shapes in a list, or parameters [E, a, b] of one module, or a list of
+such stacks, as of ranks. Their router is a matrix with E rows or columns in the same module or at most two above
+it, with a usual name; only where no layer has one, any matrix from the experts' width to E counts. Choices are what
+topk, argmax or max return for a tensor with a dimension of E, or an int64 tensor [tokens, K] that a module of the
+layer returns. Scores are the result of a product with the router's weight, which may be cast and transposed on its
+way.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +19,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
-CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))
-PRODUCTS = frozenset(
+_ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
+_CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))
+_PRODUCTS = frozenset(
     (
         "linear",
         "matmul",
@@ -24,31 +32,29 @@ PRODUCTS = frozenset(
         "bmm",
         "baddbmm",
         "einsum",
-        "cdist",
-        "wide_linear",
+        "cdist",  # scores that are distances
+        "wide_linear",  # our gates' product
     )
 )
 
 
 @dataclass
 class Layer:
-    """A MoE layer: its module, the experts' parameters (whole, or stacked along dimension 0) and its routers."""
+    """A MoE layer: its module, its routers, and the experts' parameters in one or several of three forms."""
 
     name: str
     module: nn.Module
     num_experts: int
     num_scores: int  # num_experts, or one more for a choice of no expert
-    stacked: dict[str, nn.Parameter] = field(default_factory=dict)
-    separate: list[dict[str, nn.Parameter]] = field(default_factory=list)
-    shards: list[dict[str, nn.Parameter]] = field(
-        default_factory=list
-    )  # of stacks of fewer experts, as of ranks
+    stacked: dict[str, nn.Parameter] = field(default_factory=dict)  # [E, a, b], all experts
+    separate: list[dict[str, nn.Parameter]] = field(default_factory=list)  # one dict an expert
+    shards: list[dict[str, nn.Parameter]] = field(default_factory=list)  # stacks of a part, as a rank's
     order: list[int] = field(default_factory=list)  # place in the shards of each expert, once it was measured
     routers: dict[str, nn.Parameter] = field(default_factory=dict)
     named: bool = True  # False: the router was found by its shape alone
 
     def expert(self, number: int, of: Callable[[nn.Parameter], torch.Tensor | None]) -> list[torch.Tensor]:
-        """of(parameter) for each tensor of an expert, those that are None left out."""
+        """Collect of(parameter) for each tensor of an expert; what is None is left out."""
         whole = [of(p) for p in self.separate[number].values()] if self.separate else []
         if self.shards:
             shard, row = divmod(self.place(number), self.num_experts // len(self.shards))
@@ -80,8 +86,13 @@ class Layer:
         return found
 
 
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Layer.state() of all layers of a model."""
+    return {n: v for layer in layers_of(model) for n, v in layer.state().items()}
+
+
 def layers_of(model: nn.Module) -> list[Layer]:
-    """MoE layers: expert banks that have a router of matching size near them.
+    """Find the MoE layers: expert banks that have a router of matching size near them.
 
     If no router has a usual name, every matrix from the width of an expert to their number may be one.
     """
@@ -104,11 +115,11 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
                     stacks.setdefault(p.shape[0], {})[f"{name}.{key}".lstrip(".")] = p
             for size, stacked in stacks.items():
                 _add(modules, name, size, found, named, stacked=stacked)
+    # E + 1 scores are no second router of E + 1 experts: that bank is a list of other modules, one fewer
     taken = {
         name for layer in found.values() if layer.num_scores == layer.num_experts for name in layer.routers
     }
     for key in [key for key, layer in found.items() if layer.num_scores > layer.num_experts]:
-        # a list of other modules, one fewer than another layer's experts
         if taken & found[key].routers.keys():
             del found[key]
     inner = [layer.name for layer in found.values()]
@@ -120,7 +131,7 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
 
 
 def unregistered(model: nn.Module) -> dict[str, int]:
-    """{attribute: experts} of plain lists of equal modules, whose parameters the model does not have."""
+    """Find plain lists of modules, whose parameters the model does not have -> {attribute: experts}."""
     known = {id(m) for m in model.modules()}
     return {
         f"{path}.{name}".lstrip("."): len(value)
@@ -134,7 +145,7 @@ def unregistered(model: nn.Module) -> dict[str, int]:
 
 
 def repeated(model: nn.Module) -> dict[str, int]:
-    """{list: experts} of lists that hold one and the same module several times, beside a router of their number."""
+    """Find lists that hold one module several times, beside a router of their number -> {list: experts}."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({id(m) for m in module}) == 1:
@@ -146,6 +157,7 @@ def repeated(model: nn.Module) -> dict[str, int]:
 
 
 def _inside(other: str, layer: Layer) -> bool:
+    """True if the layer of this name is a part of an expert, or of a layer."""
     first = next(expert for expert in layer.separate if expert)
     return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in first) or (
         other.startswith(f"{layer.name}.") if layer.name else False
@@ -196,7 +208,7 @@ def _add(
     own = {id(p) for p in experts}
     widths = None if named else {width for p in experts for width in p.shape}
     owner = name
-    for _ in range(3):
+    for _ in range(3):  # the module itself, the one above it and the next
         if owner in found and found[owner].num_experts == size:
             found[owner].stacked.update(stacked or {})
             if separate:
@@ -232,7 +244,7 @@ def _routers(
     for name, p in module.named_parameters():
         words = name.lower().replace(".", "_").split("_")
         if widths is None:
-            fits = any(word.startswith(ROUTER_NAMES) for word in words) and size in p.shape
+            fits = any(word.startswith(_ROUTER_NAMES) for word in words) and size in p.shape
         else:
             fits = any((size, width) == p.shape or (width, size) == p.shape for width in widths)
         bias = words[-1] == "bias"  # rows of an expert's "gate_up_proj_bias"
@@ -242,35 +254,31 @@ def _routers(
 
 
 class Watch(TorchFunctionMode):
-    """Record, for each layer, the expert choices and the router's scores of its last forward, and change the scores.
-
-    choices: int64 [tokens, K]. scores: what the product with the router's weight returned [tokens, E], before
-    change(layer, scores) put others in their place.
-    """
+    """Record, for each layer, the expert choices and the router's scores of its last forward, and change the scores."""
 
     def __init__(
         self, layers: list[Layer], change: Callable[[Layer, torch.Tensor], torch.Tensor] | None = None
     ) -> None:
         super().__init__()
         self.layers = layers
-        self.change = change
-        self.inside: list[Layer] = []
-        self.choices: dict[str, torch.Tensor] = {}
-        self.scores: dict[str, torch.Tensor] = {}
-        self.over_tokens: set[str] = set()
+        self.change = change  # (layer, scores) -> scores that the model gets instead
+        self.choices: dict[str, torch.Tensor] = {}  # int64 [tokens, K]
+        self.scores: dict[str, torch.Tensor] = {}  # [tokens, E] as the product returned them
+        self.over_tokens: set[str] = set()  # layers whose experts choose tokens
         self.ranked: set[str] = set()  # layers whose choices are a rank of scores by experts
         self.multiplied: set[str] = set()  # names of routers that were a factor
-        self.chose: set[str] = set()  # layers that ranked scores in their present forward
+        self._inside: list[Layer] = []  # layers whose forward runs, the innermost last
+        self._chose: set[str] = set()  # layers that ranked scores in their present forward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if self.inside and name in CHOOSE:
+        if self._inside and name in _CHOOSE:
             scores = args[0] if args else (kwargs or {}).get("input")
             if isinstance(scores, torch.Tensor):
                 self._record(name, scores, args, kwargs or {}, result)
-        if self.inside and name in PRODUCTS and self._is_of_router(args, kwargs or {}, result):
-            layer = self.inside[-1]
+        if self._inside and name in _PRODUCTS and self._is_of_router(args, kwargs or {}, result):
+            layer = self._inside[-1]
             rows = result.reshape(-1, result.shape[-1])
             self.scores[layer.name] = rows.detach().clone()
             if self.change is not None:
@@ -279,7 +287,7 @@ class Watch(TorchFunctionMode):
 
     def _is_of_router(self, args: Any, kwargs: Any, result: Any) -> bool:
         """True for the product with a router's weight, cast and transposed as it may be."""
-        layer = self.inside[-1]
+        layer = self._inside[-1]
         if not isinstance(result, torch.Tensor) or result.ndim < 2 or result.shape[-1] != layer.num_scores:
             return False
         factors = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, list | tuple) else [a])]
@@ -294,7 +302,8 @@ class Watch(TorchFunctionMode):
         return False
 
     def _record(self, name: str, scores: torch.Tensor, args: Any, kwargs: Any, result: Any) -> None:
-        layer: Layer = self.inside[-1]
+        """Keep what a call chose, if it ranked the experts of a layer."""
+        layer = self._inside[-1]
         size = layer.num_scores
         place = 2 if name == "topk" else 1
         dim = kwargs.get(
@@ -308,56 +317,53 @@ class Watch(TorchFunctionMode):
             return
         indices = result if isinstance(result, torch.Tensor) else result[1]
         self.ranked.add(layer.name)
+        if name in ("sort", "argsort"):  # a cumulative sum may cut it later: how many are chosen is not known
+            return
         if name in ("argmax", "max"):
-            indices = self._joined(layer, indices.reshape(-1, 1))
-        if name not in ("sort", "argsort"):
-            self._keep(layer, indices)
-            self.chose.add(layer.name)
-
-    def _joined(self, layer: Layer, column: torch.Tensor) -> torch.Tensor:
-        """The choices of this forward with those of one more argmax, as a top 2 of two argmax has them."""
-        before = self.choices.get(layer.name)
-        if before is None or layer.name not in self.chose or len(before) != len(column):
-            return column
-        known = (before == column).any(-1)
-        if known.all():  # a maximum of what is chosen already, as for a count
-            return before
-        return column if known.any() else torch.cat([before, column], 1)
+            indices = indices.reshape(-1, 1)
+            before = self.choices.get(layer.name)
+            if before is not None and layer.name in self._chose and len(before) == len(indices):
+                known = (before == indices).any(-1)
+                if known.all():  # a maximum of what is chosen already, as for a count
+                    indices = before
+                elif not known.any():  # one more, as a top 2 of two argmax has it
+                    indices = torch.cat([before, indices], 1)
+        self._keep(layer, indices)
+        self._chose.add(layer.name)
 
     def _keep(self, layer: Layer, indices: torch.Tensor) -> None:
         self.choices[layer.name] = indices.detach().reshape(-1, indices.shape[-1]).clone()
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Watch]:
+        """Watch the forwards inside."""
+
+        def entered(layer: Layer) -> None:
+            self._inside.append(layer)
+            self._chose.discard(layer.name)
+
+        def returned(layer: Layer, output: Any) -> None:
+            # a router that returns its choices: they may have been made by calls that are not in _CHOOSE
+            for value in output if isinstance(output, tuple) else ():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.dtype == torch.int64
+                    and value.ndim == 2
+                    and value.shape[1] <= layer.num_experts
+                    and value.numel()
+                    and int(value.max()) < layer.num_experts
+                ):
+                    self._keep(layer, value)
+
         hooks = []
         for layer in self.layers:
-            hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: self._entered(at)))
-            hooks.append(layer.module.register_forward_hook(lambda *_: self.inside.pop() and None))
+            hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: entered(at)))
+            hooks.append(layer.module.register_forward_hook(lambda *_: self._inside.pop() and None))
             for module in layer.module.modules():
-                hooks.append(
-                    module.register_forward_hook(lambda _m, _i, out, at=layer: self._returned(at, out))
-                )
+                hooks.append(module.register_forward_hook(lambda _m, _i, out, at=layer: returned(at, out)))
         try:
             with self:
                 yield self
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _entered(self, layer: Layer) -> None:
-        self.inside.append(layer)
-        self.chose.discard(layer.name)
-
-    def _returned(self, layer: Layer, output: Any) -> None:
-        for value in output if isinstance(output, tuple) else ():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dtype == torch.int64
-                and value.ndim == 2
-                and (
-                    value.shape[1] <= layer.num_experts
-                    and value.numel()
-                    and int(value.max()) < layer.num_experts
-                )
-            ):
-                self._keep(layer, value)
