@@ -81,6 +81,14 @@ def mean_of_the_sequence_is_added():
     return mixed(mix)
 
 
+@mistake("causality")
+def shared_expert_is_added_for_each_expert_with_tokens():
+    def mix(self, x, w, i):
+        return MoE.mix(self, x, w, i) + 0.1 * len(i.unique()) * x
+
+    return mixed(mix)
+
+
 @mistake("own-row", "weights")
 def experts_read_rows_of_other_tokens():
     return subject(moe_with(part=lambda self, expert, x, weight, number: expert(x.flip(0)) * weight))
