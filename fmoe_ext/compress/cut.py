@@ -34,7 +34,7 @@ from fmoe_ext.model_files import FolderModel, experts_modules
 
 Shares: TypeAlias = Mapping[int, Mapping[int, float]]  # {expert that stays: {expert: its share}}, of a layer
 
-TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
+_TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
 _PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Entries of a router behind those of experts, in Inkling and LongCat.
@@ -69,20 +69,50 @@ class Cut:
         if sizes != {number}:
             raise CheckpointError(f"{base.folder}: config.json does not say alone how many experts there are")
         self._shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
-        self._dims = self._changed({name: tuple(t.shape) for name, t in smaller.state_dict().items()})
+        after = {name: tuple(tensor.shape) for name, tensor in smaller.state_dict().items()}
+        self._dims: dict[
+            str, int
+        ] = {}  # {parameter: its dimension that has fewer entries with fewer experts}
+        for name, shape in self._shapes.items():
+            new = after.get(name)
+            if new == shape:
+                continue
+            changed = [d for d, size in enumerate(shape) if new and size != new[d]]
+            fewer = num_experts - number
+            if new is None or len(changed) != 1 or shape[changed[0]] - new[changed[0]] != fewer:
+                raise CheckpointError(
+                    f"{base.folder}: {name} is {list(shape)}, and {new and list(new)} with {number} experts, "
+                    "which is not cut"
+                )
+            self._dims[name] = changed[0]
         tied = whole.all_tied_weights_keys
         if wrong := sorted(self._dims.keys() & {*tied, *tied.values()}):
             raise CheckpointError(
                 f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
             )
         self._names = files.names(whole)
-        self._of_one, self._stacks = self._of_experts()
+        self._of_one: dict[str, tuple[str, int]] = {}  # {begin of one expert's names: (path, expert)}
+        self._stacks: dict[str, str] = {}  # {name of a stack: path}
+        for path, module in self.layers.items():
+            packed = [f"{p}{s}_{k}" for p in prefixes(path) for s in STACKED for k in ("blocks", "scales")]
+            if found := [name for name in packed if name in base.tensors]:
+                self._stacks |= dict.fromkeys(found, path)
+                continue
+            for leaf in (up_of(module), "down_proj"):
+                weight = self._names.experts(f"{path}.{leaf}")
+                if weight is None:
+                    raise CheckpointError(f"{base.folder} has no tensors of experts for {path}")
+                for e, names in enumerate(weight.names):
+                    if weight.is_stack:
+                        self._stacks |= dict.fromkeys(names, path)
+                    else:
+                        self._of_one |= {name.removesuffix("weight"): (path, e) for name in names}
         self.left_out = self._unloaded()
         # What is not known how to cut is found now, before a text is read for hours.
         self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in self.layers})
 
     def write(self, work: Path, kept: Mapping[str, Shares]) -> Path:
-        """Writes the smaller model into a folder, shards that are there already left alone -> the folder."""
+        """Write the smaller model into a folder, shards that are there already left alone -> the folder."""
         write_model_files(work, self.tensors(kept), MAX_SHARD_BYTES)
         self.files.copy_beside(work)
         write_json(work / CONFIG, self.config)
@@ -110,7 +140,7 @@ class Cut:
                 shares, dim = kept[self._layer_of(parameter)], self._dims[parameter]
                 stored = _mixed(stored, dim, shares, self._behind(parameter))
                 covered.add(parameter)
-            elif parameter.endswith(f".{TABLE}"):
+            elif parameter.endswith(f".{_TABLE}"):
                 stored = _table(stored, [*kept[self._layer_of(parameter)]], self.num_experts)
             found[name] = stored
         missing = sorted(self._dims.keys() - covered)
@@ -124,24 +154,7 @@ class Cut:
     @property
     def has_tables(self) -> bool:
         """True if the model has tables of experts for tokens."""
-        return any(name.endswith(f".{TABLE}") for name in self._shapes)
-
-    def _changed(self, after: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Find what has another size with fewer experts: {parameter: dimension}."""
-        dims = {}
-        for name, shape in self._shapes.items():
-            new = after.get(name)
-            if new == shape:
-                continue
-            changed = [d for d, size in enumerate(shape) if new and size != new[d]]
-            fewer = self.num_experts - self.number
-            if new is None or len(changed) != 1 or shape[changed[0]] - new[changed[0]] != fewer:
-                raise CheckpointError(
-                    f"{self.base.folder}: {name} is {list(shape)}, and {new and list(new)} with {self.number} experts, "
-                    "which is not cut"
-                )
-            dims[name] = changed[0]
-        return dims
+        return any(name.endswith(f".{_TABLE}") for name in self._shapes)
 
     def _behind(self, parameter: str) -> range:
         """Find the entries of a router behind the experts: shared ones, or choices of no expert (_BEHIND)."""
@@ -170,26 +183,6 @@ class Cut:
                     f"{self.base.folder}: experts at {path} are packed ({name}): prune without merging"
                 )
             yield torch.cat([t.read().reshape(self.num_experts // len(tensors), -1) for t in tensors])
-
-    def _of_experts(self) -> tuple[dict[str, tuple[str, int]], dict[str, str]]:
-        """Find experts' tensors: ({begin of the names of one expert's: (path, expert)}, {name of a stack: path})."""
-        of_one: dict[str, tuple[str, int]] = {}
-        stacks: dict[str, str] = {}
-        for path, module in self.layers.items():
-            packed = [f"{p}{s}_{k}" for p in prefixes(path) for s in STACKED for k in ("blocks", "scales")]
-            if found := [name for name in packed if name in self.base.tensors]:
-                stacks |= dict.fromkeys(found, path)
-                continue
-            for leaf in (up_of(module), "down_proj"):
-                weight = self._names.experts(f"{path}.{leaf}")
-                if weight is None:
-                    raise CheckpointError(f"{self.base.folder} has no tensors of experts for {path}")
-                for e, names in enumerate(weight.names):
-                    if weight.is_stack:
-                        stacks |= dict.fromkeys(names, path)
-                    else:
-                        of_one |= {name.removesuffix("weight"): (path, e) for name in names}
-        return of_one, stacks
 
     def _expert_of(self, name: str) -> tuple[str, int, str, str] | None:
         """Split the name of one expert's tensor: (path, expert, text before its number, text after)."""

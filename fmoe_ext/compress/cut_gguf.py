@@ -38,7 +38,7 @@ class GgufCut:
             self._path_of(tensor)  # refuses what is not known how to cut before a text is read for hours
 
     def write(self, work: Path, kept: Mapping[str, Iterable[int]]) -> Path:
-        """Writes the smaller model into a folder, one file even of a split one, unless it is there -> the file.
+        """Write the smaller model into a folder, one file even of a split one, unless it is there -> the file.
 
         kept: {path of an experts module: its experts that stay, in that order}.
         """

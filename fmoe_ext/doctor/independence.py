@@ -226,12 +226,23 @@ def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
 
 
 def _without_experts(case: Case) -> nn.Module:
-    """Copy the model in evaluation, with experts whose values are 0."""
+    """Copy the model in evaluation, with MoE layers that return 0; of a layer alone the experts' values are 0."""
     model = case.copy().eval()
-    with torch.no_grad():
-        for p in (p for layer in layers_of(model) for p in layer.parameters().values()):
-            p.zero_()
+    for layer in layers_of(model):
+        if layer.name:
+            layer.module.register_forward_hook(lambda module, args, output: _zeros_like(output))
+        with torch.no_grad():
+            for p in layer.parameters().values():
+                p.zero_()
     return model
+
+
+def _zeros_like(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return torch.zeros_like(output) if output.is_floating_point() else output
+    if type(output) in (tuple, list):
+        return type(output)(_zeros_like(part) for part in output)
+    return output
 
 
 def _history(case: Case, count: int) -> Iterator[Finding]:

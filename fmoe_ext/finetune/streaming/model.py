@@ -16,24 +16,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS, errors_of_transformers
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.linear import replace_linear
-from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
+from fmoe_ext.finetune.streaming.linear import plan_others, replace_linear
+from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
-from fmoe_ext.model_files import ModelFiles, ModelWeights, linear_layers, open_model
+from fmoe_ext.model_files import ModelFiles, ModelWeights, open_model
 
 
 def stream(
@@ -96,7 +94,7 @@ def stream(
     skeleton = files.skeleton()
     weights = files.of(skeleton)
     layers, state = _plan(files.path, weights, skeleton, dtype)
-    packed = _take_packed(weights, skeleton, state, dtype)
+    packed = plan_others(weights, skeleton, state, dtype)
     model = _load(files.path, type(skeleton), skeleton.config, state, dtype)
     # PEFT writes this into adapter_config.json, where an adapter's base is found again
     model.name_or_path = model.config.name_or_path = str(
@@ -143,45 +141,6 @@ def _plan(
             f"{file}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
         )
     return layers, state
-
-
-def _take_packed(
-    weights: ModelWeights, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
-) -> dict[str, PackedTensor]:
-    """Add what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
-    packed = {}
-    linear = linear_layers(skeleton)
-    for name, tensor in weights.others(dtype).items():
-        parameter = weights.parameter(name)
-        layer = linear.get(parameter) if parameter else None
-        if (
-            parameter
-            and layer is not None
-            and isinstance(tensor, PackedTensor)
-            and tensor.shape == layer.weight.shape
-        ):
-            packed[parameter] = tensor
-            state[name] = PackedWeight(tensor.shape, dtype)
-        else:
-            state[name] = _Stored(tensor)
-    return packed
-
-
-class _Stored:
-    """A tensor in a file, as Transformers' loader reads it: by tensor[...]."""
-
-    def __init__(self, tensor: StoredTensor) -> None:
-        self._tensor = tensor
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor.read()[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
 
 
 def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -1,9 +1,12 @@
 """Experts of a layer that is larger than its buffers: each part computes its rows while the next one is read.
 
-Rows are sorted by expert once, for the whole layer, so that a part of experts has a range of the rows. Each part
-computes its range, with no sum over a token's experts; they are summed when all parts are done. So outputs and
-gradients have the bits of the whole layer. Autograd must not keep a part's weights, whose buffer the next parts
-need: it keeps a Borrowed, which says how to read them again, and a backward reads the parts in reverse.
+Choices are sorted by expert once, so a part's rows lie together:
+
+    rows of part 0 | of part 1 | ... | rows of dropped choices, which are zeros
+
+A token's rows are summed when all parts are done, so outputs and gradients have the bits of the whole layer. Nothing
+keeps a part's weights: a backward reads the parts again, in reverse, by frozen_mlp_borrowing where that computes what
+the layer does, else by _Computed, which repeats compute() under autograd.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ def compute_in_parts(
     adapters: tuple[Lora | None, Lora | None],
     is_packed: bool,
 ) -> Tensor:
-    """Compute as huggingface.experts.compute, part by part. weights: (w1, w2) of parts[i] in a phase."""
+    """Call huggingface.experts.compute part by part. weights: (w1, w2) of parts[i] in a phase; is_packed: both are."""
     num_experts = parts[-1].end
     norm = getattr(experts, "post_expert_norm", None)
     if norm is not None and torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters()):
@@ -57,13 +60,16 @@ def compute_in_parts(
         x = x.to(torch.get_autocast_dtype("cpu"))
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, num_experts)
     ends = offs.tolist()
+    # where the rows of each part begin, and those of dropped choices
     bounds = [0, *(ends[part.end - 1] for part in parts)]
     sizes = [end - begin for begin, end in zip(bounds, [*bounds[1:], row_idx.shape[0]], strict=True)]
     x_rows = ops.permute(x, row_idx, inverse).split(sizes)
     activation = activation_of(experts, is_packed)
     is_weighted = activation is not None and not getattr(experts, "has_post_expert_norm", False)
+    # rows get their weights here if the operator can multiply by them, else when they are summed
     of_rows = topk_weights.reshape(-1)[row_idx.clamp(min=0).long()][:, None]
     row_weights = (of_rows if is_weighted else torch.ones_like(of_rows)).split(sizes)
+    # as compute() chooses frozen_mlp; under autocast compute() casts, which _Computed repeats
     is_frozen = activation is not None and (is_packed or any(adapters)) and not is_rounded(adapters)
     is_frozen = is_frozen and not torch.is_autocast_enabled("cpu")
     lora_type = next((type(a) for a in adapters if a), Lora)
@@ -85,7 +91,7 @@ def compute_in_parts(
             rows.append(frozen_mlp_borrowing(borrowed, *tensors))
         else:
             rows.append(_Computed.apply(_Call(experts, borrowed, lora_type), *tensors))
-    rows.append(torch.zeros_like(x_rows[-1]))  # of choices of no expert, which lie behind the last part
+    rows.append(torch.zeros_like(x_rows[-1]))
     return ops.unpermute(torch.cat(rows), row_idx, inverse, None if is_weighted else topk_weights)
 
 

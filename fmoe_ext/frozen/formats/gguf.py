@@ -269,15 +269,17 @@ def _of_blocks(
     return Format(number, tensors, block_bytes * 8 / block, block, check, decode, pack, **more)
 
 
-_Q4_K = {"has_integers": True, "grid": _grid_q4_k, "recode": _recode_q4_k, "rescale": _rescale_q4_k}
 GGUF = MappingProxyType(
     {
         "q8_0": _of_blocks(4, 34, 32, _decode_q8_0, _pack_q8_0, has_integers=True),
-        "q4_k": _of_blocks(5, 144, 256, _decode_q4_k, _pack_q4_k, **_Q4_K),
+        "q4_k": _of_blocks(
+            5, 144, 256, _decode_q4_k, _pack_q4_k,
+            has_integers=True, grid=_grid_q4_k, recode=_recode_q4_k, rescale=_rescale_q4_k,
+        ),
         "q6_k": _of_blocks(6, 210, 256, _decode_q6_k, _pack_q6_k),
         "q4_0": _of_blocks(8, 18, 32, _decode_q4_0, _pack_q4_0),
         "q5_k": _of_blocks(9, 176, 256, _decode_q5_k, _pack_q5_k),
         "iq4_nl": _of_blocks(10, 18, 32, _decode_iq4_nl, _pack_iq4_nl),
         "iq4_xs": _of_blocks(11, 136, 256, _decode_iq4_xs, _pack_iq4_xs),
     }
-)
+)  # fmt: skip
