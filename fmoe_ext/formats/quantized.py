@@ -350,14 +350,13 @@ class _Gguf(_Job):
                 raise CheckpointError(f"{self.files.path}: the experts of {path} are packed already")
             for part, leaf in (("w1", up_of(self.experts[path])), ("w2", "down_proj")):
                 found[f"{path}.{leaf}"] = _experts(layer, part)
-        used = set()
+        own, used = self.skeleton.state_dict(), set()
         for name, tensor in others.items():
             parameter = weights.parameter(name)
-            if parameter in self.skeleton.state_dict():
+            if parameter in own:
                 used.add(name)
-                if parameter not in tied:
-                    found[str(parameter)] = tensor
-        for parameter in self.skeleton.state_dict():
+                found[tied.get(str(parameter), str(parameter))] = tensor
+        for parameter in own:
             if parameter in found or parameter in tied:
                 continue
             made = self.names.converted(parameter)

@@ -118,10 +118,10 @@ def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Contai
     if is_vector or ".ffn_gate_inp" in name:
         return "F32"
     for wanted in (packing, WIDER) if packing else ():
-        # Gemma 4's file has another factor of its experts under this name
-        is_free = wanted != SCALED or _factors_of(name) not in named
+        # Gemma 4's file has another factor of its experts under this name, and llama.cpp's halves of kv_b have none
+        is_free = _factors_of(name) not in named and (len(tensor.shape) == 2 or "_exps." in name)
         block = GGML_QUANT_SIZES[GGMLQuantizationType[wanted.upper()]][0]
-        if is_free and tensor.shape[-1] % block == 0:
+        if (is_free or wanted != SCALED) and tensor.shape[-1] % block == 0:
             return wanted.upper()
     return _NAMES.get(tensor.dtype, "F32")
 
