@@ -266,7 +266,7 @@ MODULE_STATE = {
     # per process group, weak
     "ep/process_groups.py": {"_agreed", "_groups", "_layers", "_timeouts", "_timeouts_in_use"},
     "distributed/groups.py": {"_of_reductions"},  # per process group, weak
-    "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
+    "remote/expert_classes.py": {"_CLASSES"},  # the kinds of experts that a server may be asked for
     "remote/loop.py": {"_LOOPS"},  # of a process and its forked children
     "ep/placement.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed

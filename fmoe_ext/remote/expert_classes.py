@@ -120,22 +120,7 @@ def _one_row(hidden_dim: int) -> tuple[torch.Tensor, ...]:
     return (torch.empty(hidden_dim, device="cpu"),)
 
 
-class _Registry:
-    def __init__(self, *classes: ExpertClass):
-        self._classes = {expert_class.name: expert_class for expert_class in classes}
-
-    def add(self, expert_class: ExpertClass) -> None:
-        if expert_class.name in self._classes:
-            raise ValueError(f"an expert class {expert_class.name!r} is registered already")
-        self._classes[expert_class.name] = expert_class
-
-    def find(self, name: str) -> ExpertClass:
-        if name not in self._classes:
-            raise ValueError(f"unknown expert class {name!r}: choose one of {', '.join(self._classes)}")
-        return self._classes[name]
-
-
-_REGISTRY = _Registry(
+_BUILT_IN = (
     ExpertClass("ffn", lambda hidden_dim: _StackedFfn(1, hidden_dim), _one_row, _StackedFfn),
     ExpertClass(
         "transformer",
@@ -150,11 +135,16 @@ _REGISTRY = _Registry(
         lambda hidden_dim: (*_one_row(hidden_dim), *_one_row(2 * hidden_dim)),
     ),
 )
+_CLASSES = {
+    expert_class.name: expert_class for expert_class in _BUILT_IN
+}  # register_expert_class() adds to it
 
 
 def find_expert_class(name: str) -> ExpertClass:
     """The expert class of that name; ValueError, with the names there are, for another."""
-    return _REGISTRY.find(name)
+    if name not in _CLASSES:
+        raise ValueError(f"unknown expert class {name!r}: choose one of {', '.join(_CLASSES)}")
+    return _CLASSES[name]
 
 
 def register_expert_class(
@@ -172,7 +162,9 @@ def register_expert_class(
         return inputs if isinstance(inputs, tuple) else (inputs,)
 
     def register(cls: type[nn.Module]) -> type[nn.Module]:
-        _REGISTRY.add(ExpertClass(name, cls, as_tuple, keywords=tuple(keywords)))
+        if name in _CLASSES:
+            raise ValueError(f"an expert class {name!r} is registered already")
+        _CLASSES[name] = ExpertClass(name, cls, as_tuple, keywords=tuple(keywords))
         return cls
 
     return register

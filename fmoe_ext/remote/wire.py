@@ -70,6 +70,20 @@ class Message:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     meta: Mapping[str, str] = field(default_factory=dict)
 
+    def text(self, key: str) -> str:
+        """An entry of the metadata; WireError if it is missing or empty."""
+        value = self.meta.get(key)
+        if not value:
+            raise WireError(f"the message does not say {key}")
+        return value
+
+    def number(self, key: str) -> int:
+        """An entry of the metadata; WireError if it is no number below 10^18, which int64 holds."""
+        text = self.meta.get(key, "")
+        if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+            raise WireError(f"{key} must be a number, but is {text[:50]!r}")
+        return int(text)
+
 
 def encode(message: Message) -> bytes:
     """The bytes of a message; the tensors may lie on any device and in any order of strides."""

@@ -34,8 +34,8 @@ from tests.remote.conftest import end
 
 D, UIDS = 16, ("expert.0", "expert.1")
 DEADLINE = 40.0
-# Of the final loss, relative to local training, where leaders die: one that took a copy since it lacks the answers
-# from before, and answers a repeated gradient from its present weights.
+# Of the final loss, relative to local training, where leaders die: a leader that began with a copy lacks the answers
+# from before it, and answers a gradient that comes again from its present weights.
 MARGIN = 0.05
 EXACT = 1e-5  # of each loss: the mathematics is the same, and experts computed together may round otherwise
 

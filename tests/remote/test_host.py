@@ -10,7 +10,7 @@ from fmoe_ext.remote.schema import is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
 from fmoe_ext.remote.server.host import Answer, ExpertHost
 from fmoe_ext.remote.server.ledger import MAX_REMEMBERED_IDS
-from fmoe_ext.remote.server.state import digest, read_state, write_state
+from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import STATE, WireError, decode, encode
 
 D = 64
@@ -65,7 +65,7 @@ def test_experts_together_and_alone_are_the_same_to_the_last_bit(rows):
         for a, b in zip(ours, theirs, strict=True):
             assert isinstance(a, Answer), a
             assert torch.equal(a.tensors[0], b.tensors[0])
-    assert [digest(together, uid) for uid in UIDS] == [digest(alone, uid) for uid in UIDS]
+    assert [together.digest(uid) for uid in UIDS] == [alone.digest(uid) for uid in UIDS]
 
 
 def test_growing_keeps_weights_and_optimizers():
@@ -76,11 +76,11 @@ def test_growing_keeps_weights_and_optimizers():
     for host in (grown, whole):
         host.run([job("expert.0", 8, 2)])
         host.run([job("expert.4", 8, 3)])
-    assert [digest(grown, uid) for uid in UIDS] == [digest(whole, uid) for uid in UIDS]
+    assert [grown.digest(uid) for uid in UIDS] == [whole.digest(uid) for uid in UIDS]
     grown.remove("expert.1")
     grown.add(["expert.9"])
     fresh = host_of(["expert.9"])
-    assert digest(grown, "expert.9") == digest(fresh, "expert.9")
+    assert grown.digest("expert.9") == fresh.digest("expert.9")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "none"])
@@ -94,7 +94,7 @@ def test_state_makes_an_equal_expert(optimizer):
     for host in (one, two):
         host.run([job("expert.0", 8, 2)])  # applied before: no step
         host.run([job("expert.0", 8, 9)])
-    assert digest(one, "expert.0") == digest(two, "expert.0")
+    assert one.digest("expert.0") == two.digest("expert.0")
     assert two.find("expert.0").version == 5
 
 

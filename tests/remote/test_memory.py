@@ -268,7 +268,7 @@ def follower(ends):
         async def start(self, server):
             await super().start(server)
             self.intake = Intake(server.guard, ByteBudget(LARGE_ROWS * D * 4 * 3), STATE)
-            server.add_handlers(replica_handlers(self, self.intake, server.compute, 1 << 20))
+            server.add_handlers(replica_handlers(self, self.intake, server.compute))
 
         def append(self, append):
             self.appends.append(append)

@@ -29,7 +29,6 @@ from fmoe_ext.remote.replication.messages import Append, Sender
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server.ledger import End, Term
 from fmoe_ext.remote.server.options import Replication
-from fmoe_ext.remote.server.state import digest
 from tests import ports
 from tests.remote.conftest import LONG, PATIENT, wait_until, within
 
@@ -80,7 +79,7 @@ def step(client, number=1, uid=UID):
 
 
 def state_of(server, uid=UID):
-    read = server.compute.call(lambda: (server.host.find(uid).version, digest(server.host, uid)))
+    read = server.compute.call(lambda: (server.host.find(uid).version, server.host.digest(uid)))
     return read.result(60)
 
 

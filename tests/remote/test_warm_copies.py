@@ -10,7 +10,6 @@ from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, StaticL
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.server import declared, service
 from fmoe_ext.remote.server.declared import WarmCopies
-from fmoe_ext.remote.server.state import digest
 from tests import ports
 from tests.remote.conftest import LONG, PATIENT, wait_until, within
 
@@ -67,13 +66,13 @@ def test_copy_takes_over_and_the_loss_is_counted(family):
     owner, heir, copies, expert = family
     step(expert, 3)
     wait_until(lambda: version_of(copies) == 3, "a copy")
-    before = digest(owner.host, UID)
+    before = owner.host.digest(UID)
     copies._copies[UID] = (time.monotonic() + 1000, copies._copies[UID][1])  # looks, but copies no more
     step(expert, 2)
     wait_until(lambda: copies._seen[UID] == (5, 5), "a look")
     vanish(owner)
     wait_until(lambda: heir.metrics.count("takeovers_total") == 1, "a takeover")
-    assert digest(heir.host, UID) == before
+    assert heir.host.digest(UID) == before
     assert heir.metrics.count("updates_lost_total") == heir.metrics.count("gradients_lost_total") == 2
     step(expert)
     assert heir.host.find(UID).version == 4
@@ -86,10 +85,10 @@ def test_owner_that_is_stopped_loses_nothing(family):
     copies.period = 1000.0
     step(expert, 5)
     assert version_of(copies) == 0
-    before = digest(owner.host, UID)
+    before = owner.host.digest(UID)
     owner.stop()
     wait_until(lambda: heir.metrics.count("takeovers_total") == 1, "a takeover")
-    assert digest(heir.host, UID) == before
+    assert heir.host.digest(UID) == before
     assert heir.metrics.count("updates_lost_total") == 0
     step(expert)
     assert heir.host.find(UID).version == 6
@@ -105,10 +104,10 @@ def test_owner_that_is_stopped_stays_declared_until_a_rare_look(family, monkeypa
     wait_until(lambda: known.due > time.monotonic() + 2 * 8.0, "the last look before the rare one")
     copies.looks_every = often  # after the rare one
     step(expert, 5)
-    before = digest(owner.host, UID)
+    before = owner.host.digest(UID)
     owner.stop()
     wait_until(lambda: heir.metrics.count("takeovers_total") == 1, "a takeover")
-    assert digest(heir.host, UID) == before
+    assert heir.host.digest(UID) == before
     assert heir.metrics.count("updates_lost_total") == 0
 
 

@@ -1,4 +1,10 @@
-"""Client: calls to experts with retries, hedging and re-resolution, all within one deadline."""
+"""Client: calls to experts with retries, hedging and re-resolution, all within one deadline.
+
+A forward may go to any replica. One that fails, or is slower than usual, goes to the next replica too (a hedge), and
+the first answer counts that has every update which was acknowledged to this handle: a server that has left the members
+answers as before, with older weights. A backward goes to the leader alone, which orders updates. It is repeated under
+one request id, by which every leader knows it, so the expert makes one step however often it is sent.
+"""
 
 import asyncio
 import time
@@ -29,8 +35,8 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
 PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError  # tried again
 UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
 HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
-HEDGE_FLOOR = 0.02
-MAX_ANSWER_BYTES = 2**31 - 1
+HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy machine adds
+MAX_ANSWER_BYTES = 2**31 - 1  # grpc's largest
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ class _Attempts:
                             return answer, endpoint
                         # A member that failed leaves the replicas but not this record, and learns no more updates.
                         with _reading(endpoint, handle.uid):
-                            version = _version(answer)
+                            version = answer.number(protocol.VERSION)
                         if version >= acknowledged:
                             return answer, endpoint
                         error = errors.NoLeader(
@@ -342,12 +348,5 @@ def _reading(endpoint: str, uid: str) -> Iterator[None]:
         raise errors.Refused(f"{endpoint} sent a bad answer for {uid}: {error}") from None
 
 
-def _version(answer: Message) -> int:
-    version = answer.meta.get(protocol.VERSION, "")
-    if not (version.isascii() and version.isdecimal()) or len(version) > 18:
-        raise SchemaError("the answer names no version")
-    return int(version)
-
-
 def _outcome(answer: Message, endpoint: str) -> Outcome:
-    return Outcome(tuple(decompress(answer).values()), _version(answer), endpoint)
+    return Outcome(tuple(decompress(answer).values()), answer.number(protocol.VERSION), endpoint)

@@ -166,12 +166,17 @@ def decode_answer(data: bytes) -> Answer:
     found = body.get("found", {})
     if not isinstance(found, dict) or len(found) > MAX_KEYS:
         raise BadMessage(f"found must be an object of at most {MAX_KEYS} keys")
-    refused = _list("refused", body.get("refused", []), MAX_ITEMS)
-    return Answer(
-        _load_header(body),
-        {_load_id(key): _load_found(value) for key, value in found.items()},
-        tuple(None if refusal is None else _load_refusal(refusal) for refusal in refused),
-    )
+    refused: list[Refusal | None] = []
+    for value in _list("refused", body.get("refused", []), MAX_ITEMS):
+        if value is None:  # the item was kept
+            refused.append(None)
+            continue
+        if not isinstance(value, dict) or not isinstance(value.get("reason"), str):
+            raise BadMessage("a refusal must say its reason")
+        holders = _genuine([value["record"]] if value.get("record") is not None else [])
+        refused.append(Refusal(value["reason"][:MAX_REASON], holders[0] if holders else None))
+    by_key = {_load_id(key): _load_found(value) for key, value in found.items()}
+    return Answer(_load_header(body), by_key, tuple(refused))
 
 
 def _dump_id(node_id: int) -> str:
@@ -281,10 +286,3 @@ def _genuine(records: Sequence[Any]) -> tuple[SignedRecord, ...]:
         except BadRecord:
             continue
     return tuple(genuine)
-
-
-def _load_refusal(value: Any) -> Refusal:
-    if not isinstance(value, dict) or not isinstance(value.get("reason"), str):
-        raise BadMessage("a refusal must say its reason")
-    holders = _genuine([value["record"]] if value.get("record") is not None else [])
-    return Refusal(value["reason"][:MAX_REASON], holders[0] if holders else None)

@@ -136,13 +136,16 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         uid = check_uid(values["uid"])
     except ValueError as error:
         raise BadRecord(str(error)) from None
+    expires = values["expires"]
+    if type(expires) not in (int, float) or not math.isfinite(expires) or not 0 <= expires < 1e12:
+        raise BadRecord(f"expires must be seconds since 1970, but got {str(expires)[:100]}")
     record = SignedRecord(
         uid,
         check_endpoint(values["endpoint"], may_be_empty=True),
         _hexadecimal("owner", values["owner"], 64),
         _count("fence", values["fence"]),
         _count("sequence", values["sequence"]),
-        _time(values["expires"]),
+        float(expires),
         _metadata(values["metadata"]),
         payload,
         _hexadecimal("signature", signature, 128),
@@ -181,12 +184,6 @@ def _count(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise BadRecord(f"{name} must be a whole number below 2^63, but got {str(value)[:100]}")
     return value
-
-
-def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e12:
-        raise BadRecord(f"expires must be seconds since 1970, but got {str(value)[:100]}")
-    return float(value)
 
 
 def _metadata(value: Any) -> dict[str, str]:

@@ -13,7 +13,7 @@ from random import Random
 
 from fmoe_ext.remote.dht.records import ID_BITS, MAX_SKEW, MAX_TTL, SignedRecord, is_misplaced, places_of
 
-BUCKET_SIZE = 20
+BUCKET_SIZE = 20  # Kademlia's k: so many nodes of a bucket seldom leave within one refresh
 MAX_FAILURES = 2  # calls in a row without an answer, after which a node is forgotten
 MAX_REFRESHED = 24  # buckets: enough for 2^24 nodes
 
@@ -109,8 +109,8 @@ class RoutingTable:
         return (node_id ^ self.own_id).bit_length() - 1
 
 
-MAX_RECORDS = 65_536
-MAX_OF_OWNER = 16_384
+MAX_RECORDS = 65_536  # 128 MiB, if each is as long as it may be
+MAX_OF_OWNER = 16_384  # so that one owner cannot fill a node
 MAX_UNDER_PREFIX = 4096  # experts
 MAX_OWNERS = 8  # of one uid whose last word is remembered
 PREFIX_BYTES = 6 << 20  # of the records under a prefix in one answer

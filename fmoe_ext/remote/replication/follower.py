@@ -1,4 +1,13 @@
-"""Replica: one expert at one server; Following: it applies the updates of a leader, or takes a copy."""
+"""Replica: one expert at one server; Following: it applies the updates of a leader, or takes a copy.
+
+A follower accepts an update if its own log ends where the leader's did before it. It answers once the update is in its
+log; the weights follow on the thread that computes, before any call that comes later. It repeats the gradients, not
+their result, so replicas on equal processors are equal in every bit, and a digest shows those that are not.
+
+An update that it refuses ends its membership: the leader removes it from the record, and it takes a copy. From the
+moment of the copy on the leader sends it every update, and those that come before the copy does wait in `early`. Then
+it says READY, and is a member if its log ends where the leader's does.
+"""
 
 import asyncio
 import enum
@@ -69,7 +78,7 @@ class Replica:
 
 
 log = logging.getLogger("fmoe_ext.remote")
-COPY_SECONDS = 60.0
+COPY_SECONDS = 60.0  # for a copy to come whole, as long as the leader waits for it
 PROBE_SECONDS = 3.0  # that a leader has to probe a member that is idle, before it takes a copy
 AGAIN_SECONDS = 0.5  # until the next attempt to take a copy
 
@@ -193,7 +202,7 @@ class Following:
             replica.copying = None
 
     async def _install(self, replica: Replica, copy: Message) -> None:
-        term = Term(messages.number(copy, "seen"), copy.meta.get("seen_leader", ""))
+        term = Term(copy.number("seen"), copy.meta.get("seen_leader", ""))
         if term < replica.ledger.seen:
             raise NotLeader(f"the copy of {replica.uid} is of a term that is over")
         if copy.meta.get("uid") != replica.uid:

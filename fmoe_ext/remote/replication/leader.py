@@ -26,7 +26,7 @@ from fmoe_ext.remote.server.state import read_state
 from fmoe_ext.remote.wire import Message, encode
 
 log = logging.getLogger("fmoe_ext.remote")
-HAND_OVER_SECONDS = 5.0
+HAND_OVER_SECONDS = 5.0  # for updates under way; the client asks the next leader for what takes longer
 LEARN_SECONDS = 60.0  # for a copy
 HOST_AGAIN = 3.0  # seconds until another server is asked to be a replica
 NOTE_EVERY = 5.0  # seconds between notes of the end in the registry

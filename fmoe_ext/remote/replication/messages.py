@@ -1,10 +1,16 @@
-"""Messages between replicas: their bytes, the sender that keeps their order, and the methods that receive them."""
+"""Messages between replicas: their bytes, the sender that keeps their order, and the methods that receive them.
+
+An update names the end of the log before it, so one that comes late, twice or after a gap is known as that. A sender
+has one call under way and repeats it while the failure is quick and there is time. Any other failure is the end of it:
+the leader removes its server from the members, and the server takes a copy.
+"""
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 import torch
@@ -13,12 +19,12 @@ from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.replication.registry import Peers
 from fmoe_ext.remote.server.ledger import End, Logged, Request, Term, Update
 from fmoe_ext.remote.server.service import SHARE_FOR_ROOM, Call, ComputeThread, Intake
-from fmoe_ext.remote.wire import Message, WireError, encode, encode_parts
+from fmoe_ext.remote.wire import Message, WireError, encode
 
 SERVICE = "fmoe.Replicas"
 APPEND, JOIN = f"/{SERVICE}/Append", f"/{SERVICE}/Join"
 READY, HOST = f"/{SERVICE}/Ready", f"/{SERVICE}/Host"
-_ID_BYTES = 16
+_ID_BYTES = 16  # of a request id
 
 
 @dataclass(frozen=True)
@@ -63,30 +69,7 @@ def read_append(message: Message) -> Append:
     if "ids" in message.tensors:
         update = Update(uid, end.version, _requests(message))
         logged = Logged(_read_end(message, "previous"), end, update, message.meta.get("digest", ""))
-    return Append(uid, _read_term(message, "term"), number(message, "committed"), end, logged)
-
-
-def _read_reply(message: Message) -> Reply:
-    accepted = number(message, "accepted") == 1
-    return Reply(
-        accepted, _read_end(message, "end"), _read_term(message, "seen"), message.meta.get("reason", "")
-    )
-
-
-def number(message: Message, key: str) -> int:
-    """A number of the metadata; WireError if it is none."""
-    text = message.meta.get(key, "")
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise WireError(f"{key} must be a number, but is {text[:50]!r}")
-    return int(text)
-
-
-def _text(message: Message, key: str) -> str:
-    """A text of the metadata; WireError if it is missing."""
-    value = message.meta.get(key)
-    if not value:
-        raise WireError(f"the call does not say {key}")
-    return value
+    return Append(uid, _read_term(message, "term"), message.number("committed"), end, logged)
 
 
 def _term(key: str, term: Term) -> dict[str, str]:
@@ -94,7 +77,7 @@ def _term(key: str, term: Term) -> dict[str, str]:
 
 
 def _read_term(message: Message, key: str) -> Term:
-    return Term(number(message, key), message.meta.get(f"{key}_leader", ""))
+    return Term(message.number(key), message.meta.get(f"{key}_leader", ""))
 
 
 def _end(key: str, end: End) -> dict[str, str]:
@@ -102,7 +85,7 @@ def _end(key: str, end: End) -> dict[str, str]:
 
 
 def _read_end(message: Message, key: str) -> End:
-    return End(_read_term(message, f"{key}_term"), number(message, f"{key}_version"))
+    return End(_read_term(message, f"{key}_term"), message.number(f"{key}_version"))
 
 
 def _tensors(requests: Sequence[Request]) -> dict[str, torch.Tensor]:
@@ -183,7 +166,9 @@ class Sender:
         data, end = encode(append_message(append)), clock() + self._timeout
         while True:
             try:
-                return _read_reply(await self._peers.call(self.endpoint, APPEND, data, end - clock()))
+                answer = await self._peers.call(self.endpoint, APPEND, data, end - clock())
+                is_accepted, reason = answer.number("accepted") == 1, answer.meta.get("reason", "")
+                return Reply(is_accepted, _read_end(answer, "end"), _read_term(answer, "seen"), reason)
             except QUICK:
                 if clock() + PAUSE >= end:
                     raise
@@ -220,19 +205,17 @@ async def answer(replicas: _Replicas, method: str, message: Message) -> Message:
         reply = replicas.append(read_append(message))
         meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
         return Message({}, {**meta, **_term("seen", reply.seen), **_end("end", reply.end)})
-    uid = _text(message, protocol.UID)
+    uid = message.text(protocol.UID)
     if method == JOIN:
-        return await replicas.admit(uid, _text(message, "server"), _text(message, "endpoint"))
+        return await replicas.admit(uid, message.text("server"), message.text("endpoint"))
     if method == READY:
-        await replicas.promote(uid, _text(message, "server"))
+        await replicas.promote(uid, message.text("server"))
     else:
         await replicas.host_expert(uid)
     return Message()
 
 
-def replica_handlers(
-    replicas: _Replicas, intake: Intake, compute: ComputeThread, part_bytes: int
-) -> grpc.GenericRpcHandler:
+def replica_handlers(replicas: _Replicas, intake: Intake, compute: ComputeThread) -> grpc.GenericRpcHandler:
     """The methods. Servers admit each other as they admit those who send gradients; a copy comes in parts.
 
     intake: with a budget of its own. Calls of clients wait for updates at other servers, and would these wait for the
@@ -242,7 +225,7 @@ def replica_handlers(
     async def handle(path: str, call: Call) -> Message:
         try:
             if path == JOIN:  # the copy is as large as the expert
-                size = compute.host.state_bytes(_text(call.message, protocol.UID))
+                size = compute.host.state_bytes(call.message.text(protocol.UID))
                 await call.held.wait_for(size, (call.deadline - time.monotonic()) * SHARE_FOR_ROOM)
             reply = await answer(replicas, path, call.message)
         except ValueError as error:
@@ -254,28 +237,12 @@ def replica_handlers(
             applied.add_done_callback(lambda _: held.release())
         return reply
 
-    def whole(path: str) -> Callable[..., Awaitable[bytes]]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
-            async with intake.answering(path.rpartition("/")[2].lower(), requests, context) as call:
-                return encode(await handle(path, call))
-            raise AssertionError("abort() does not return")
-
-        return method
-
-    def in_parts(path: str) -> Callable[..., AsyncIterator[bytes]]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            async with intake.answering(
-                path.rpartition("/")[2].lower(), requests, context, in_parts=True
-            ) as call:
-                for part in encode_parts(await handle(path, call), part_bytes):
-                    yield part
-
-        return method
-
-    handlers = {
-        path.rpartition("/")[2]: grpc.stream_unary_rpc_method_handler(whole(path))
-        for path in (APPEND, READY, HOST)
+    append, join, ready, host = (functools.partial(handle, path) for path in (APPEND, JOIN, READY, HOST))
+    methods = {
+        "Append": intake.whole("append", append),
+        "Append" + protocol.IN_PARTS: intake.in_parts("append", append),
+        "Join": intake.in_parts("join", join),
+        "Ready": intake.whole("ready", ready),
+        "Host": intake.whole("host", host),
     }
-    handlers["Append" + protocol.IN_PARTS] = grpc.stream_stream_rpc_method_handler(in_parts(APPEND))
-    handlers["Join"] = grpc.stream_stream_rpc_method_handler(in_parts(JOIN))
-    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

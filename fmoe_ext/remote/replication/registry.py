@@ -1,4 +1,14 @@
-"""View: what a server has seen of etcd; Registry: its lease and transactions there; Site: a server and its ways out."""
+"""_View: what a server has seen of etcd; Registry: its lease and transactions there; Site: a server and its ways out.
+
+Three things keep a server from acting on what is so no longer.
+    lease   All that it claims (its entry, a leader's key, offers) lies under one lease and vanishes with it. It counts
+            the lease from before it asked for the renewal, so it stops leading before etcd lets another server lead.
+    guards  A write compares the revision on which it was decided: of the leader's key, or of the record. A write of a
+            former leader that comes late changes nothing.
+    view    An older revision of a key never replaces a newer one, whether the watch or an answer brings it, and a
+            transaction reads back what it has written. A store whose revision shrinks was restored from a backup or
+            replaced: `num_returns` counts that, and everything is read anew.
+"""
 
 import asyncio
 import concurrent.futures
@@ -69,7 +79,7 @@ class Hosting(Protocol):
 
 
 log = logging.getLogger("fmoe_ext.remote")
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.5  # between two attempts to reach etcd
 
 
 class _View:

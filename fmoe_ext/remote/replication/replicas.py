@@ -1,4 +1,9 @@
-"""ReplicatedExperts: the placement of a server whose experts have replicas on others."""
+"""ReplicatedExperts: the placement of a server whose experts have replicas on others.
+
+Every TICK, and whenever its view of etcd changes, a server looks at each of its experts: who leads, what the record
+says, and what it does itself. From that alone follows one step: end a term, fill a vacancy, join, or find members.
+Nothing is remembered as done, so a message that was lost costs a look and not the expert.
+"""
 
 import asyncio
 import contextlib
@@ -14,7 +19,6 @@ from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
-from fmoe_ext.remote.protocol import PART_BYTES
 from fmoe_ext.remote.replication.follower import Following, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
@@ -68,8 +72,7 @@ class ReplicatedExperts:
         updates = dataclasses.replace(STATE, max_message_bytes=most)
         # a follower must take what a leader may make, so there is room for one update at least
         intake = Intake(server.guard, ByteBudget(max(server.service.budget.limit, most)), updates)
-        part_bytes = min(PART_BYTES, most // 2)
-        server.add_handlers(replica_handlers(self, intake, server.compute, part_bytes))
+        server.add_handlers(replica_handlers(self, intake, server.compute))
         server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
     async def begin(self, server: Hosting) -> None:

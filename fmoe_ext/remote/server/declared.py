@@ -33,8 +33,8 @@ from fmoe_ext.remote.wire import Message, WireError, encode
 log = logging.getLogger("fmoe_ext.remote")
 HAND_OVER_SECONDS = 10.0  # for copies elsewhere to get the last version
 LOOK_SECONDS = 0.05  # between two looks whether they have it
-LOOKS_A_PERIOD = 5
-COPY_SECONDS = 600.0
+LOOKS_A_PERIOD = 5  # a look is small, and tells how many updates a takeover loses
+COPY_SECONDS = 600.0  # for a copy to come whole: no gradient waits for it
 
 
 class WarmCopies:

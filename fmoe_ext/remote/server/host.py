@@ -221,7 +221,8 @@ class ExpertHost:
             with ledger.lock:  # who may step is decided together with the step, or the log would not have it
                 ledger.check_open(expert.uid)
                 expert.step(self._stack.views(expert.place), grads.parameters, self.training)
-                update = Update(expert.uid, ledger.version + 1, tuple(map(_request, group)))
+                requests = [Request(j.request_id, j.inputs, j.grad) for j in group if j.grad is not None]
+                update = Update(expert.uid, ledger.version + 1, tuple(requests))
                 has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
                 ledger.append(update, self.digest(expert.uid) if has_digest else "")
         except NotLeader as error:
@@ -348,11 +349,6 @@ def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:
     inputs = tuple(torch.cat(parts) for parts in zip(*(job.inputs for job in jobs), strict=True))
     grads = [job.grad for job in jobs if job.grad is not None]
     return Part(expert.place, inputs, torch.cat(grads) if grads else None)
-
-
-def _request(job: Job) -> Request:
-    assert job.grad is not None
-    return Request(job.request_id, job.inputs, job.grad)
 
 
 def _given(tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

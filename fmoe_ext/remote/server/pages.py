@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+# Bounds of a histogram's buckets, up to the time that a client gives a call by default.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 PREFIX = "fmoe_remote_"
 Labels: TypeAlias = "tuple[tuple[str, str], ...]"

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 import threading
 import time
 import traceback
@@ -187,11 +188,32 @@ class Intake:
         ended: Callable[[str, grpc.StatusCode, float], None] = lambda name, code, seconds: None,
     ):
         self.guard, self.budget, self.limits = guard, budget, limits
+        self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
         self._ended = ended  # of each call: its method's name, how it ended, and the seconds that it took
         self._ended_bytes = 0  # of calls that have ended since memory was given back
         budget.on_idle = self._trim
         # glibc's own function; other C libraries, which have none, give memory back by themselves
         self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def whole(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+        """A method that reads its message part by part, and answers by one."""
+
+        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
+            async with self.answering(name, requests, context) as call:
+                return encode(await answer(call))
+            raise AssertionError("abort() does not return")
+
+        return grpc.stream_unary_rpc_method_handler(method)
+
+    def in_parts(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+        """A method whose answer comes in parts too, and who calls it sends none before there is room for all."""
+
+        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async with self.answering(name, requests, context, in_parts=True) as call:
+                for part in encode_parts(await answer(call), self._part_bytes):
+                    yield part
+
+        return grpc.stream_stream_rpc_method_handler(method)
 
     @contextlib.asynccontextmanager
     async def answering(
@@ -284,8 +306,12 @@ class ExpertService:
         self.compute, self.metrics, self.limits = compute, metrics, limits
         self.max_rows: int | None = None  # of one call
         self.budget = budget or ByteBudget(CALLS_IN_FLIGHT * limits.max_message_bytes)
-        self.intake = Intake(guard, self.budget, limits, self._note_end)
-        self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
+
+        def ended(name: str, code: grpc.StatusCode, seconds: float) -> None:
+            metrics.add("calls_total", method=name, code=code.name)
+            metrics.time("call_seconds", seconds, method=name)
+
+        self.intake = Intake(guard, self.budget, limits, ended)
         self.may_step: Callable[[str], None] = lambda uid: None
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         # name: time.monotonic() of its last call, loss it reported
@@ -296,42 +322,28 @@ class ExpertService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The methods. Each reads its message itself, when there is memory for it; some do it in parts too."""
-        methods = {"State": grpc.stream_stream_rpc_method_handler(self._in_parts("state", self._state))}
-        for name, call in (("Info", self._info), ("Forward", self._forward), ("Backward", self._backward)):
-            methods[name] = grpc.stream_unary_rpc_method_handler(self._whole(name.lower(), call))
-            if name != "Info":
-                in_parts = self._in_parts(name.lower(), call)
-                methods[name + protocol.IN_PARTS] = grpc.stream_stream_rpc_method_handler(in_parts)
+        info, forward, backward, state = (
+            functools.partial(self._answer, method)
+            for method in (self._info, self._forward, self._backward, self._state)
+        )
+        methods = {
+            "Info": self.intake.whole("info", info),
+            "Forward": self.intake.whole("forward", forward),
+            "Forward" + protocol.IN_PARTS: self.intake.in_parts("forward", forward),
+            "Backward": self.intake.whole("backward", backward),
+            "Backward" + protocol.IN_PARTS: self.intake.in_parts("backward", backward),
+            "State": self.intake.in_parts("state", state),
+        }
         return grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
 
-    def _whole(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> Callable[..., Any]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
-            async with self.intake.answering(name, requests, context) as call:
-                self._note_peer(call.peer, call.message)
-                return encode(await answer(call))
-            raise AssertionError("abort() does not return")
-
-        return method
-
-    def _in_parts(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> Callable[..., Any]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            async with self.intake.answering(name, requests, context, in_parts=True) as call:
-                self._note_peer(call.peer, call.message)
-                for part in encode_parts(await answer(call), self._part_bytes):
-                    yield part
-
-        return method
-
-    def _note_end(self, name: str, code: grpc.StatusCode, seconds: float) -> None:
-        self.metrics.add("calls_total", method=name, code=code.name)
-        self.metrics.time("call_seconds", seconds, method=name)
-
-    def _note_peer(self, peer: str, message: Message) -> None:
-        loss = message.meta.get(protocol.LOSS) or self.peers.pop(peer, (0.0, ""))[1]
-        self.peers[peer] = (time.monotonic(), loss[:20])
-        self.peers.move_to_end(peer)
+    async def _answer(self, method: Callable[[Call], Awaitable[Message]], call: Call) -> Message:
+        """The method's answer, for a caller that the status page shows."""
+        loss = call.message.meta.get(protocol.LOSS) or self.peers.pop(call.peer, (0.0, ""))[1]
+        self.peers[call.peer] = (time.monotonic(), loss[:20])
+        self.peers.move_to_end(call.peer)
         while len(self.peers) > MAX_SHOWN_PEERS:
             self.peers.popitem(last=False)
+        return await method(call)
 
     async def _info(self, call: Call) -> Message:
         host = self.compute.host
@@ -369,7 +381,8 @@ class ExpertService:
         self.compute.host.schema.check_grad(grad, inputs, uid)
         check_finite({"the gradient": grad}, uid)
         self.may_step(uid)
-        request_id, seen = _request_id(message), _seen_version(message)
+        request_id = _request_id(message)
+        seen = message.number(protocol.VERSION) if protocol.VERSION in message.meta else None
         key = (uid, request_id)
         # a client that repeats a call while the first one waits gets the answer of that one: it is one update
         future = self._under_way.get(key)
@@ -385,7 +398,7 @@ class ExpertService:
 
     async def _state(self, call: Call) -> Message:
         message, host = call.message, self.compute.host
-        uid = _text(message, protocol.UID)
+        uid = message.text(protocol.UID)
         seconds = (call.deadline - time.monotonic()) * SHARE_FOR_ROOM
         await call.held.wait_for(host.state_bytes(uid), seconds)  # its copy is of that size
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(host, uid)))
@@ -402,7 +415,7 @@ class ExpertService:
             )
 
     def _served(self, message: Message) -> str:
-        uid = _text(message, protocol.UID)
+        uid = message.text(protocol.UID)
         if uid in self.withheld:
             raise ExpertMissing(f"{uid} belongs to another server now: it is kept here, but not served")
         return uid
@@ -444,13 +457,6 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
     return settle_soon
 
 
-def _text(message: Message, key: str) -> str:
-    value = message.meta.get(key)
-    if not value:
-        raise WireError(f"the call does not say {key}")
-    return value
-
-
 def _request_id(message: Message) -> str:
     text = message.meta.get(protocol.REQUEST_ID, "")
     if text and (len(text) != protocol.ID_LENGTH or not set(text) <= set("0123456789abcdef")):
@@ -458,12 +464,3 @@ def _request_id(message: Message) -> str:
             f"a request id has {protocol.ID_LENGTH} hexadecimal digits, but this one is {text[:50]!r}"
         )
     return text
-
-
-def _seen_version(message: Message) -> int | None:
-    text = message.meta.get(protocol.VERSION)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise WireError(f"a version is a number, but this one is {text[:50]!r}")
-    return int(text)

@@ -1,4 +1,9 @@
-"""The state of one expert as a message."""
+"""The state of one expert as a message: what a follower copies, a checkpoint holds and an audit computes with.
+
+Tensors: weight/NAME and buffer/NAME, optimizer/PLACE/NAME with the place of a parameter, and the ids of the requests
+that were applied, each with its version: who continues from here must know a gradient that comes again.
+Metadata: the end of the log that the weights have, and the kind of the expert, which must be that of the reader.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,7 +16,7 @@ from fmoe_ext.remote.server.options import STATE_NAMES
 from fmoe_ext.remote.wire import Message, WireError
 
 _IDS, _IDS_VERSIONS = "applied.ids", "applied.versions"
-_ID_BYTES = 16
+_ID_BYTES = 16  # of a request id
 
 
 def read_state(host: ExpertHost, uid: str) -> Message:
@@ -44,7 +49,7 @@ def read_state(host: ExpertHost, uid: str) -> Message:
 def write_state(host: ExpertHost, message: Message) -> None:
     """Makes an expert what read_state() saw, hosting it first if need be; WireError if it is of another kind."""
     uid = message.meta.get("uid", "")
-    requests = _number(message, "requests")
+    requests = message.number("requests")
     for key, ours in (
         ("class", host.expert_class.name),
         ("hidden_dim", str(host.hidden_dim)),
@@ -66,8 +71,8 @@ def write_state(host: ExpertHost, message: Message) -> None:
 
 def end_of_state(message: Message) -> End:
     """The end of the log of a state."""
-    number = _number(message, "term") if "term" in message.meta else 0  # older checkpoints have none
-    return End(Term(number, message.meta.get("term_leader", "")), _number(message, "version"))
+    number = message.number("term") if "term" in message.meta else 0  # older checkpoints have none
+    return End(Term(number, message.meta.get("term_leader", "")), message.number("version"))
 
 
 def end_of_weights(ledger: Ledger) -> End:
@@ -77,18 +82,6 @@ def end_of_weights(ledger: Ledger) -> End:
             if logged.previous.version == ledger.version:
                 return logged.previous
         return ledger.end
-
-
-def _number(message: Message, key: str) -> int:
-    text = message.meta.get(key, "")
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise WireError(f"{key} of a state must be a number, but is {text[:50]!r}")
-    return int(text)
-
-
-def digest(host: ExpertHost, uid: str) -> str:
-    """16 hexadecimal digits that differ when a bit of the weights differs."""
-    return host.digest(uid)
 
 
 def _optimizer_tensors(expert: Hosted) -> dict[str, torch.Tensor]:
