@@ -22,7 +22,7 @@ COVERED = MappingProxyType(
         r"python -m fmoe_ext.info": "tests/test_commands.py",
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
-        r"make finetune$": "tests/finetune/test_example_finetune.py",
+        r"make finetune($| ARGS=.--limit)": "tests/finetune/test_example_finetune.py",
         r"make compress$": "tests/compress/test_example_compress.py",
         r"make train-cpp": "tests/test_cpp.py",
         r"make train-remote": "tests/remote/test_example_remote.py",
@@ -48,7 +48,7 @@ EXCEPTED = MappingProxyType(
         r"sbatch |torchrun --nnodes 4": "needs several machines",
         r".*megatron-0\.19\.2|.*build/torchtitan": "needs a download",
         r"here=\$PWD|PYTHONPATH=<checkout of Megatron-LM>": "needs a checkout of Megatron-LM",
-        r"make finetune ARGS": "needs a model of the reader's",
+        r"make finetune ARGS=.--model": "needs a model of the reader's",
         r"python -m benchmarks.bench_remote": "measures for minutes, partly with hivemind",
     }
 )
