@@ -23,7 +23,7 @@ COVERED = MappingProxyType(
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
         r"fmoe adapter merge adapter --base Qwen/Qwen3-30B-A3B|fmoe export merged": "tests/finetune/test_recipe.py",
-        r"make finetune$": "tests/finetune/test_example_finetune.py",
+        r"make finetune($| ARGS=.--limit)": "tests/finetune/test_example_finetune.py",
         r"make compress$": "tests/compress/test_example_compress.py",
         r"make train-cpp": "tests/test_cpp.py",
         r"make train-remote": "tests/remote/test_example_remote.py",
@@ -52,7 +52,7 @@ EXCEPTED = MappingProxyType(
         r"hf download ": "downloads 61 GB",
         r"pip install huggingface_hub transformers": "the tests have these packages",
         r"vllm serve ": "needs a GPU and vLLM",
-        r"make finetune ARGS": "needs a model of the reader's",
+        r"make finetune ARGS=.--model": "needs a model of the reader's",
         r"python -m benchmarks.bench_remote": "measures for minutes, partly with hivemind",
     }
 )

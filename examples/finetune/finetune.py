@@ -1,10 +1,13 @@
 """Fine-tunes a MoE model whose experts stay in their files, and checks every step (make finetune).
 
-A small model is made, quantised to MXFP4, streamed, adapted, saved, loaded again, merged and compared. --model trains
-adapters for a real one: python examples/finetune/finetune.py --model FOLDER --memory 8GiB --text FILE
+A small model is made, quantised to MXFP4, streamed, adapted, saved, loaded again, merged and compared. --limit 256MiB
+makes a larger one and trains it in a process that may not have the memory for its experts. --model trains adapters for
+a real one: python examples/finetune/finetune.py --model FOLDER --memory 8GiB --text FILE
 """
 
 import argparse
+import multiprocessing
+import resource
 import shutil
 import sys
 import time
@@ -18,21 +21,31 @@ import peft
 import small
 import torch
 import transformers
+from transformers import Trainer  # is imported when it is asked for: here, its memory is the program's
 
 import fmoe_ext
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
+from fmoe_ext.memory import bytes_of_text
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+# Of the model that --limit trains: 361 MB of experts. A dense one learns, and its MLPs are copied into 128 experts.
+LARGER = {
+    **{"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "num_key_value_heads": 2},
+    **{"head_dim": 64, "moe_intermediate_size": 384, "num_experts": 1, "num_experts_per_tok": 1},
+}
 
 
 class Watch(transformers.TrainerCallback):
-    """The loss and the memory at every step: of weights, of adapters with their state, of buffers, of the process."""
+    """The loss and the memory at every step: of weights, of adapters with their state, of buffers, of the process.
 
-    def __init__(self, stream):
-        self.stream, self.begun = stream, time.monotonic()
+    program: bytes that the process had before it opened the model.
+    """
+
+    def __init__(self, stream, program):
+        self.stream, self.program, self.begun = stream, program, time.monotonic()
         self.steps, self.losses, self.seconds, self.resident, self.parts = [], [], [], [], []
 
     def on_log(self, args, state, control, logs=None, **_):
@@ -47,7 +60,7 @@ class Watch(transformers.TrainerCallback):
         grads = [p.grad for p in adapters if p.grad is not None]
         trained = sum(map(num_bytes, adapters + grads + moments))
         self.seconds.append(time.monotonic() - self.begun)
-        self.resident.append(resident_bytes())
+        self.resident.append(bytes_of_process("RssAnon") - self.program)
         self.parts.append((frozen, trained, self.stream.statistics.buffer_bytes))
 
 
@@ -55,10 +68,10 @@ def num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def resident_bytes() -> int:
-    """Memory of this process, without pages of files."""
+def bytes_of_process(field: str) -> int:
+    """RssAnon is the process's memory without pages of files, VmData what RLIMIT_DATA limits."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return 0
 
@@ -69,7 +82,7 @@ def adapt(model, rank: int):
     return fmoe_ext.lora.fuse(peft.get_peft_model(model, config))
 
 
-def train(model, ids: torch.Tensor, options: argparse.Namespace, out: Path) -> Watch:
+def train(model, ids: torch.Tensor, options: argparse.Namespace, out: Path, program: int = 0) -> Watch:
     """Trains the adapters with Transformers' Trainer."""
     arguments = transformers.TrainingArguments(
         output_dir=out / "trainer",
@@ -84,10 +97,10 @@ def train(model, ids: torch.Tensor, options: argparse.Namespace, out: Path) -> W
         save_strategy="no",
         use_cpu=True,
     )
-    watch = Watch(model.expert_stream)
+    watch = Watch(model.expert_stream, program)
     model.train()
     data = [{"input_ids": row, "labels": row} for row in ids]
-    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[watch]).train()
+    Trainer(model, arguments, train_dataset=data, callbacks=[watch]).train()
     model.gradient_checkpointing_disable()
     model.eval()
     return watch
@@ -104,25 +117,31 @@ def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids).logits.float()
 
 
-def draw(watch: Watch, before: float, after: float, in_files: int, memory: int, file: Path) -> None:
-    """Loss over steps, and memory over time; that of the process where a model is larger than the program."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+def draw(
+    watch: Watch, before: float, after: float, in_files: int, memory: int, file: Path, limit: int = 0
+) -> None:
+    """Loss over steps, and memory over time; the process's where a model is larger than the program."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     left.plot(watch.steps, watch.losses, color="C0", alpha=0.6, label="training batch")
-    left.plot(
-        [0, watch.steps[-1]], [before, after], "o--", color="C1", label="held-out text, before and after"
-    )
-    left.set(xlabel="step", ylabel="loss (nats a token)", title="Adapters on streamed experts")
-    left.legend()
-    mega = 2**20
+    ends = [0, watch.steps[-1]]
+    left.plot(ends, [before, after], "o--", color="C1", label="held-out text, before and after")
+    left.set(xlabel="step", ylabel="loss (nats a token)", title="Adapters learn, experts stay in their files")
+    left.legend(frameon=False)
+    mega = 1e6
     parts = [[value / mega for value in row] for row in zip(*watch.parts, strict=True)]
     labels = ("weights outside of the experts", "adapters, gradients, moments", "buffers for experts")
     right.stackplot(watch.seconds, parts, labels=labels, colors=("#9ecae1", "#fdd0a2", "#a1d99b"))
-    right.axhline(in_files / mega, ls=":", color="C3", label="experts in the files")
+    right.axhline(in_files / mega, color="C3", label="experts in the files")
     right.axhline(memory / mega, ls="--", color="0.4", label="memory= of stream()")
-    if memory > 2**30:
-        right.plot(watch.seconds, [value / mega for value in watch.resident], color="k", label="the process")
-    right.set(xlabel="seconds", ylabel="MiB", title="Memory while training", ylim=(0, None))
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize=8)
+    if limit or memory > 2**30:
+        grown = [value / mega for value in watch.resident]
+        right.plot(watch.seconds, grown, color="k", label="memory that the process took")
+    if limit:
+        right.axhline(limit / mega, ls=":", color="k", label="limit of the process (RLIMIT_DATA)")
+    right.set(xlabel="seconds of training", ylabel="MB", title="Memory while training", ylim=(0, None))
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize=8, frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
 
 
@@ -189,6 +208,51 @@ def _merged(out: Path, ids: torch.Tensor, expected: torch.Tensor) -> tuple[bool,
     )
 
 
+def make_larger(out: Path, steps: int) -> None:
+    small.make(out / "plain", small.texts()[0], steps, **LARGER)
+    small.upcycle(out / "plain", num_experts=128, top_k=2)
+    small.quantise(out / "plain", out / "model")
+
+
+def limited_run(options: argparse.Namespace, out: Path) -> int:
+    """Trains in a process that cannot allocate as many bytes as the experts have in their files -> exit status."""
+    # the model is made in another process: this one's memory is counted
+    maker = multiprocessing.get_context("fork").Process(target=make_larger, args=(out, options.making_steps))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        sys.exit("error: the model was not made")
+    _, other = small.texts()
+    held_out = small.windows(other, 32, 128, seed=-1)
+    data = small.windows(other, options.steps * options.batch, 128, seed=1)
+    check, limit = Checks(), bytes_of_text(options.limit)
+    program = bytes_of_process("RssAnon")
+    allowed = bytes_of_process("VmData") + limit
+    model = fmoe_ext.stream(out / "model", options.memory)
+    stream = model.expert_stream
+    # an allocation beyond it fails; not before: stream() maps the file once to read its header, and a map counts too
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    in_files = sum(layer.num_bytes(layer.num_experts) for layer in stream.pool.layers)
+    check(limit < in_files, f"the process may take {limit:,} bytes, its experts have {in_files:,} in files")
+    before = loss_of(model, held_out)
+    model = adapt(model, options.rank)
+    stream.reset_statistics()
+    watch = train(model, data, options, out, program)
+    found = stream.statistics
+    after = loss_of(model, held_out)
+    model.save_pretrained(out / "adapter")
+    check(after < before - 0.15, f"loss of the held-out text {before:.3f} -> {after:.3f}")
+    reads, most = found.bytes_read / options.steps, max(watch.resident)
+    check(reads <= 2.1 * in_files, f"{reads:,.0f} bytes read a step, at most 2.1 times the experts'")
+    check(most < limit, f"the process took {most:,} bytes at most, its buffers {found.buffer_bytes:,}")
+    draw(watch, before, after, in_files, stream.memory, out / "finetune.png", limit)
+    print(
+        f"picture: {out / 'finetune.png'}; {found.hidden_share:.2f} of the time of reading was hidden; "
+        f"{watch.seconds[-1]:.0f} s of training"
+    )
+    return 1 if check.failed else 0
+
+
 def real_run(options: argparse.Namespace, out: Path) -> int:
     """Adapters for the model in a folder, on a text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
@@ -220,23 +284,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder of a model, else a small one is made")
+    parser.add_argument(
+        "--limit", help='makes a larger model, and holds the process to so much memory, like "256MiB"'
+    )
     parser.add_argument("--memory", help='of stream(), like "8GiB"; "auto" with --model')
     parser.add_argument("--text", help="file to learn, with --model")
     parser.add_argument("--out", default="out/finetune", help="folder to write; what is in it is removed")
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rank", type=int, help="of the adapters: 4; 1 with --limit")
+    parser.add_argument("--steps", type=int, help="60; 30 with --limit")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence, with --model")
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--making-steps", type=int, default=200, help="to make the small model")
+    parser.add_argument("--making-steps", type=int, help="to make the model: 200; 60 with --limit")
     options = parser.parse_args()
     if options.model and not options.text:
         parser.error("--model needs --text FILE")
-    options.memory = options.memory or ("auto" if options.model else "6.5MB")
+    if options.model and options.limit:
+        parser.error("--limit is of the model that is made here; --model FOLDER takes --memory")
+    options.memory = options.memory or ("auto" if options.model else "160MB" if options.limit else "6.5MB")
+    options.rank = options.rank or (1 if options.limit else 4)
+    options.steps = options.steps or (30 if options.limit else 60)
+    options.making_steps = options.making_steps or (60 if options.limit else 200)
     out = Path(options.out)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    return real_run(options, out) if options.model else small_run(options, out)
+    run = real_run if options.model else limited_run if options.limit else small_run
+    return run(options, out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,15 +35,15 @@ def windows(text: bytes, count: int, length: int, seed: int) -> torch.Tensor:
     return data[start + torch.arange(length)].long()
 
 
-def make(folder: Path, text: bytes, steps: int, alike: bool = False) -> None:
+def make(folder: Path, text: bytes, steps: int, alike: bool = False, **sizes: Any) -> None:
     """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16.
 
-    alike: the experts of a layer begin as copies of one, as the experts of a model that was upcycled do.
+    alike: the experts of a layer begin as copies of one, as those of a model that was upcycled; sizes: besides SIZES.
     """
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**SIZES)
+    config = transformers.Qwen3MoeConfig(**SIZES | sizes)
     model = huggingface.use(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     if alike:
         with torch.no_grad():
@@ -64,6 +65,28 @@ def make(folder: Path, text: bytes, steps: int, alike: bool = False) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
+def upcycle(folder: Path, num_experts: int, top_k: int) -> None:
+    """Writes a model with one expert a layer again, with copies of it that noise sets apart, and a random gate."""
+    import transformers
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    out = {}
+    for name, value in tensors.items():
+        if ".experts.0." in name:
+            for expert in range(num_experts):
+                noise = torch.randn(value.shape, generator=generator) * 0.1 * value.float().std()
+                out[name.replace(".experts.0.", f".experts.{expert}.")] = value + noise.to(value.dtype)
+        elif name.endswith(".mlp.gate.weight"):
+            out[name] = torch.randn(num_experts, value.shape[1], generator=generator).to(value.dtype) * 0.02
+        else:
+            out[name] = value
+    save_file(out, folder / "model.safetensors", {"format": "pt"})
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_experts, config.num_experts_per_tok = num_experts, top_k
+    config.save_pretrained(folder)
+
+
 def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[E, out, in] -> MXFP4 blocks [E, out, in / 32, 16] and scales [E, out, in / 32] (OCP MX 1.0: 2^(scale - 127))."""
     groups = weight.float().unflatten(-1, (-1, 32))
@@ -78,12 +101,15 @@ def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantise(source: Path, target: Path) -> None:
     """Writes a model's folder again, its experts in MXFP4 under the names of GPT-OSS's files."""
+    import transformers
+
     target.mkdir(parents=True)
     tensors = load_file(source / "model.safetensors")
     out = {name: value for name, value in tensors.items() if ".experts." not in name}
-    for layer in range(SIZES["num_hidden_layers"]):
+    config = transformers.AutoConfig.from_pretrained(source)
+    for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp.experts"
-        experts = [f"{prefix}.{e}" for e in range(SIZES["num_experts"])]
+        experts = [f"{prefix}.{e}" for e in range(config.num_experts)]
         gate, up, down = (
             torch.stack([tensors[f"{expert}.{name}.weight"] for expert in experts])
             for name in ("gate_proj", "up_proj", "down_proj")
@@ -91,6 +117,6 @@ def quantise(source: Path, target: Path) -> None:
         for name, weight in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
             out[f"{prefix}.{name}_blocks"], out[f"{prefix}.{name}_scales"] = pack(weight)
     save_file(out, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    written = json.loads((source / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4"}
+    (target / "config.json").write_text(json.dumps(written, indent=2))

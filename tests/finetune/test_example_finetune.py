@@ -45,3 +45,17 @@ def test_comparison_that_fails_is_the_exit_status(tmp_path):
 def test_model_needs_a_text(tmp_path):
     result = run_file(ROOT / "examples/finetune/finetune.py", "--model", "folder", cwd=tmp_path)
     assert result.returncode == 2 and "--model needs --text FILE" in result.stderr
+
+
+@pytest.mark.slow
+def test_experts_that_exceed_the_memory_of_the_process(tmp_path):
+    result = run(tmp_path, "--limit", "256MiB")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert sum(line.startswith("ok ") for line in result.stdout.splitlines()) == 4
+    assert (tmp_path / "out/finetune/finetune.png").stat().st_size > 10_000
+
+
+def test_limit_is_of_the_model_that_is_made(tmp_path):
+    arguments = ("--model", "folder", "--text", "text", "--limit", "1GiB")
+    result = run_file(ROOT / "examples/finetune/finetune.py", *arguments, cwd=tmp_path)
+    assert result.returncode == 2 and "--model FOLDER takes --memory" in result.stderr
