@@ -23,8 +23,8 @@ def keep_decoded(limit: int | None) -> None:
     """Bound the decoded weights that frozen_mlp and frozen_gemm keep on each GPU for the backward, in bytes.
 
     None, the default: a quarter of the memory that is free at that moment. 0 keeps none. What exceeds a smaller bound
-    is dropped at once. A weight that a kernel multiplies without decoding it in memory is not kept, nor is anything on
-    the CPU, during the capture of a CUDA graph, or by torch.compile. Raises ValueError for a negative bound.
+    is dropped at once. Nothing is kept on the CPU, during the capture of a CUDA graph, or by torch.compile. Raises
+    ValueError for a negative bound.
 
     Example:
 
