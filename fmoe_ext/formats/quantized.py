@@ -325,8 +325,8 @@ class _Gguf(_Job):
         architecture = check_writable(files.config)
         if type == "nvfp4" and not architecture.has_factors:
             raise CheckpointError(
-                f"llama.cpp's graph of {architecture.name} does not multiply by the factors of NVFP4: take --type mxfp4 "
-                "or q4_k"
+                f"llama.cpp's graph of {architecture.name} does not multiply by the factors of NVFP4: take --type "
+                "mxfp4 or q4_k"
             )
         self.tensors = self._tensors()
         weights = {
