@@ -67,7 +67,7 @@ BLOCKS = MappingProxyType(
         ("megatron", "load_dense=load"): "tests/megatron_lm/test_megatron_core.py",
         **dict.fromkeys(
             (
-                *(("recipe", "chats.jsonl"), ("recipe", "def examples"), ("recipe", "def ask")),
+                *(("recipe", "turns = [("), ("recipe", "def examples"), ("recipe", "def ask")),
                 *(("recipe", "trainer.train()"), ("recipe", "xllamacpp.Server")),
             ),
             "tests/finetune/test_recipe.py",

@@ -322,7 +322,12 @@ class _Gguf(_Job):
         for key in PREDICTORS:
             if getattr(files.config, key, None):
                 setattr(files.config, key, 0)  # of layers that the file does not have
-        check_writable(files.config)
+        architecture = check_writable(files.config)
+        if type == "nvfp4" and not architecture.has_factors:
+            raise CheckpointError(
+                f"llama.cpp's graph of {architecture.name} does not multiply by the factors of NVFP4: take --type "
+                "mxfp4 or q4_k"
+            )
         self.tensors = self._tensors()
         weights = {
             f"{path}.{leaf}" for path, module in self.experts.items() for leaf in (up_of(module), "down_proj")

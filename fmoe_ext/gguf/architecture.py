@@ -92,6 +92,7 @@ class Architecture:
     groups_heads = True  # queries may be more than keys
     rotates_part = False  # of each head
     rotates_pairs = False  # neighbours, not halves of a head
+    has_factors = False  # llama.cpp's graph multiplies by the factors of weights in NVFP4
     rounds_yarn = True  # Transformers rounds the bounds of YaRN's ramp, as llama.cpp does
     attention_block = "self_attn"  # name of attention in Transformers' layer
     window_period = 0  # each layer of this number has full attention, the others a sliding window

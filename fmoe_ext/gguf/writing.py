@@ -114,8 +114,8 @@ def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Contai
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
-    # llama.cpp computes with vectors and gates in float32, and has no float64
-    if is_vector or ".ffn_gate_inp" in name:
+    # llama.cpp computes with vectors, gates, norms and biases in float32, and has no float64
+    if is_vector or ".ffn_gate_inp" in name or name.endswith((".bias", "_norm.weight")):
         return "F32"
     for wanted in (packing, WIDER) if packing else ():
         # Gemma 4's file has another factor of its experts under this name, and llama.cpp's halves of kv_b have none

@@ -16,6 +16,7 @@ from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.formats import cli, quantized
 from fmoe_ext.formats.quantized import export_quantized
+from fmoe_ext.gguf import architecture_for
 from tests.finetune import streamed_models as streamed
 from tests.formats.format_models import make
 from tests.formats.test_gguf import OSS, WRITTEN, llama_cpp_or_skip
@@ -265,29 +266,33 @@ def test_llama_cpp_computes_with_the_packed_weights(type, model, tmp_path):
     assert (found - expected).std() < 0.08 * expected.std()
 
 
-ARCHITECTURES = [name for name in WRITTEN if name not in ("gemma4_text, shared",)]
-
-
 @pytest.mark.parametrize(
     ("name", "type"),
     rest_is_long(
-        [(name, type) for name in ARCHITECTURES for type in GGUF_TYPES],
-        [("gpt_oss", "mxfp4"), ("deepseek_v3", "q8_0"), ("gemma4_text", "nvfp4")],
+        [(name, type) for name in WRITTEN for type in GGUF_TYPES],
+        [("gpt_oss", "mxfp4"), ("deepseek_v3", "q8_0"), ("gemma4_text", "q4_k"), ("dots1", "nvfp4")],
     ),
 )
 def test_llama_cpp_loads_every_architecture(name, type, tmp_path):
-    """Sizes of 256, so that rows are whole blocks: llama.cpp's next tokens are those of our stream."""
+    """Sizes of 256, so that rows are whole blocks: llama.cpp's logits are those of our stream, for most tokens."""
     llama_cpp = llama_cpp_or_skip()
     model_type, _, values = WRITTEN[name]
     made = make(model_type, **{**values, **wide(model_type, values)})
     made.to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    if type == "nvfp4" and not architecture_for(model_type).has_factors:
+        with pytest.raises(
+            CheckpointError, match="does not multiply by the factors of NVFP4: take --type mxfp4"
+        ):
+            export_quantized(tmp_path / "in", tmp_path / "out", "gguf", type)
+        return
     report = export_quantized(tmp_path / "in", tmp_path / "out", "gguf", type)
     assert report.counts[type] >= 4
     file = tmp_path / "out/model.gguf"
     with torch.no_grad():
         expected = fmoe_ext.stream(file, dtype=torch.float32)(input_ids=IDS).logits[0].log_softmax(-1)
     found = llama_cpp.logits(file, IDS[0].tolist()).log_softmax(-1)
-    assert (found - expected).std() < 0.1 * expected.std()
+    # activations of 8 bits may choose another expert for a token, and those behind it see that
+    assert ((found - expected).std(-1) / expected.std(-1)).median() < 0.1
 
 
 def wide(model_type, values):

@@ -34,6 +34,7 @@ OWN = MappingProxyType(
 class Gemma4(Architecture):
     name = "gemma4"
     model_type = "gemma4_text"
+    has_factors = True
     keys = OWN
     read = (
         PATTERN,

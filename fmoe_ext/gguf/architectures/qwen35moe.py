@@ -15,6 +15,7 @@ SECTIONS = "rope.dimension_sections"  # of a head, by time, height and width, wh
 class Qwen35Moe(Qwen3Next):
     name = "qwen35moe"
     model_type = "qwen3_5_moe_text"
+    has_factors = True
     harmless = (SECTIONS,)
     defaults = MappingProxyType({})
     fixed = MappingProxyType({})
