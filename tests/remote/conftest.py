@@ -124,7 +124,7 @@ def etcd(etcd_endpoint):
 
     async def empty():
         client = EtcdClient(etcd_endpoint)
-        entries, _ = await client.read(keys.SERVERS)
+        entries, _ = await client.read(keys.SERVERS, is_prefix=True)
         await client._call("/etcdserverpb.KV/DeleteRange", build({1: b"/", 2: b"0"}), 5.0)
         await client.close()
         servers = [keys.load_server(entry.value) for entry in entries]
@@ -163,8 +163,8 @@ def start_process(zygote, tmp_path):
 @pytest.fixture
 def expert_at(ends):
     """expert_at(endpoint, uid) -> the expert at this server, which is not waited for."""
-    client = ends(Client(settings=dataclasses.replace(PATIENT, patience=0)))
-    return lambda endpoint, uid="expert.0": RemoteExpert(uid, endpoint, client)
+    settings = dataclasses.replace(PATIENT, patience=0)
+    return lambda endpoint, uid="expert.0": RemoteExpert(uid, endpoint, ends(Client(settings=settings)))
 
 
 @pytest.fixture
