@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out=options.held_out,
             scores=options.scores,
             dry_run=options.dry_run,
-            say=partial(print, file=sys.stderr, flush=True),
+            say=_say,
         )
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
@@ -65,6 +64,10 @@ def _as_text(report: dict[str, Any], out: str | None) -> str:
         f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written"
     )
     return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
