@@ -9,7 +9,7 @@ packed experts of one weight of a layer. A call that ended early goes on with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -265,12 +265,12 @@ def _packed_group(
         packed = frozen.quantize(torch.cat([w.float() for w in weights])[None], packing.format)
         if len(weights) == 1:
             return [packing.tensors(packed)]
-        rows = [len(w) for w in weights]
-        ends = [sum(rows[: i + 1]) for i in range(len(rows))]
-        slices = (
-            packed.map(lambda t, end=end, n=n: t[:, end - n : end]) for end, n in zip(ends, rows, strict=True)
-        )  # type: ignore[misc]
-        return [packing.tensors(one) for one in slices]
+        found, begin = [], 0
+        for weight in weights:
+            of_rows = functools.partial(torch.narrow, dim=1, start=begin, length=len(weight))
+            found.append(packing.tensors(packed.map(of_rows)))
+            begin += len(weight)
+        return found
 
     # the tensors of a matrix follow each other in a file: they are packed once
     @functools.lru_cache(maxsize=1)
@@ -309,7 +309,7 @@ def _stack_in_mxfp4(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
     ):
         of_leaf = functools.partial(parts, leaf)
         found[f"{name}_{ending}"] = StoredTensor(
-            shape, torch.uint8, lambda of_leaf=of_leaf: torch.cat([*of_leaf()]), parts=of_leaf
+            shape, torch.uint8, functools.partial(_joined, of_leaf), parts=of_leaf
         )
     return found
 
@@ -385,6 +385,10 @@ class _Gguf(_Job):
     def write(self, work: Path) -> dict[str, int]:
         with path_of_unfinished(work / "model.gguf") as file:
             return write_gguf(file, self.tensors, self.files.config, self.vocabulary, self.packings)
+
+
+def _joined(parts: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([*parts()])
 
 
 def _experts(layer: Layer, name: str) -> StoredTensor:

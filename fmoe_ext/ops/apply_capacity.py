@@ -83,7 +83,7 @@ def drop_choices(
 
 
 def _check_uniform(topk_idx: torch.Tensor, topk_weights: torch.Tensor, uniform: torch.Tensor) -> None:
-    """What the operator of the CPU refuses; torch would broadcast it, or name operands of its own."""
+    """Refuse what the operator of the CPU refuses; torch would broadcast it, or name operands of its own."""
     if topk_weights.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"topk_weights must be float32 or float64, but got {topk_weights.dtype}")
     if uniform.dtype != topk_weights.dtype:

@@ -1,8 +1,8 @@
 """Succession: what this server does about an expert that nobody leads.
 
-recovery.decide() says what that is, at each look anew. To lead is one transaction, which fails if somebody leads or
-the record has changed since it was read: of several servers that decide the same, one wins, and the others see its
-record at their next look. It then confirms its log with all members before it takes gradients: `leader`.
+recovery.decide() says what that is, at each look anew. To lead is one transaction, which fails if another server
+leads or the record has changed since it was read: of several servers that decide the same, one wins, and the others
+see its record at their next look. It then confirms its log with all members before it takes gradients: `leader`.
 """
 
 import asyncio
