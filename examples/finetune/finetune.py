@@ -1,6 +1,6 @@
 """Fine-tunes a MoE model whose experts stay in their files, and checks every step (make finetune).
 
-A small model is made, quantised to MXFP4, streamed, adapted, saved, loaded again, merged and compared. --limit 256MiB
+A small model is made, quantised to MXFP4, streamed, adapted, saved, loaded again, merged and compared. --limit 320MiB
 makes a larger one and trains it in a process that may not have the memory for its experts. --model trains adapters for
 a real one: python examples/finetune/finetune.py --model FOLDER --memory 8GiB --text FILE
 """
@@ -285,14 +285,14 @@ def main() -> int:
     )
     parser.add_argument("--model", help="folder of a model, else a small one is made")
     parser.add_argument(
-        "--limit", help='makes a larger model, and holds the process to so much memory, like "256MiB"'
+        "--limit", help='makes a larger model, and holds the process to so much memory, like "320MiB"'
     )
     parser.add_argument("--memory", help='of stream(), like "8GiB"; "auto" with --model')
     parser.add_argument("--text", help="file to learn, with --model")
     parser.add_argument("--out", default="out/finetune", help="folder to write; what is in it is removed")
     parser.add_argument("--rank", type=int, help="of the adapters: 4; 1 with --limit")
     parser.add_argument("--steps", type=int, help="60; 30 with --limit")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--batch", type=int, help="sequences of a step: 8; 4 with --limit")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence, with --model")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--making-steps", type=int, help="to make the model: 200; 60 with --limit")
@@ -303,6 +303,7 @@ def main() -> int:
         parser.error("--limit is of the model that is made here; --model FOLDER takes --memory")
     options.memory = options.memory or ("auto" if options.model else "160MB" if options.limit else "6.5MB")
     options.rank = options.rank or (1 if options.limit else 4)
+    options.batch = options.batch or (4 if options.limit else 8)
     options.steps = options.steps or (30 if options.limit else 60)
     options.making_steps = options.making_steps or (60 if options.limit else 200)
     out = Path(options.out)

@@ -49,7 +49,7 @@ def test_model_needs_a_text(tmp_path):
 
 @pytest.mark.slow
 def test_experts_that_exceed_the_memory_of_the_process(tmp_path):
-    result = run(tmp_path, "--limit", "256MiB")
+    result = run(tmp_path, "--limit", "320MiB")
     assert result.returncode == 0, result.stdout + result.stderr
     assert sum(line.startswith("ok ") for line in result.stdout.splitlines()) == 4
     assert (tmp_path / "out/finetune/finetune.png").stat().st_size > 10_000
