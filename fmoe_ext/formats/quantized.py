@@ -265,12 +265,12 @@ def _packed_group(
         packed = frozen.quantize(torch.cat([w.float() for w in weights])[None], packing.format)
         if len(weights) == 1:
             return [packing.tensors(packed)]
-        rows = [len(w) for w in weights]
-        ends = [sum(rows[: i + 1]) for i in range(len(rows))]
-        slices = (
-            packed.map(lambda t, end=end, n=n: t[:, end - n : end]) for end, n in zip(ends, rows, strict=True)
-        )  # type: ignore[misc]
-        return [packing.tensors(one) for one in slices]
+        found, end = [], 0
+        for weight in weights:
+            first, end = end, end + len(weight)
+            rows = slice(first, end)
+            found.append(packing.tensors(packed.map(lambda t, rows=rows: t[:, rows])))  # type: ignore[misc]
+        return found
 
     # the tensors of a matrix follow each other in a file: they are packed once
     @functools.lru_cache(maxsize=1)
@@ -309,7 +309,10 @@ def _stack_in_mxfp4(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
     ):
         of_leaf = functools.partial(parts, leaf)
         found[f"{name}_{ending}"] = StoredTensor(
-            shape, torch.uint8, lambda of_leaf=of_leaf: torch.cat([*of_leaf()]), parts=of_leaf
+            shape,
+            torch.uint8,
+            lambda of_leaf=of_leaf: torch.cat([*of_leaf()]),  # type: ignore[misc]
+            parts=of_leaf,
         )
     return found
 
