@@ -87,7 +87,7 @@ def start(monkeypatch, backend):
     monkeypatch.setattr(exchange, "find_group", lambda name: name)
     monkeypatch.setattr(exchange.dist, "get_backend", lambda group: backend)
     work = SimpleNamespace(wait=lambda: works.append("waited"), is_completed=lambda: "ended" in works)
-    monkeypatch.setattr(exchange, "_start_over_nccl", lambda *_: work)
+    monkeypatch.setattr(exchange, "_start", lambda *_: work)
     transfer = exchange.start_exchange([None], [SimpleNamespace(is_cuda=True)], [], [], "group")
     return transfer, works
 
