@@ -152,7 +152,11 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
     for batch, samples, kept, which in trials:
         if batch is None:
             continue
-        changed, _ = _output(case, batch, samples)
+        try:
+            changed, _ = _output(case, batch, samples)
+        except Exception as error:  # a model may raise anything for another length than its own
+            yield verdict("causality", "", None, f"outputs {which} cannot be had: {error}")
+            continue
         if changed is None or changed.shape[2:] != plain.shape[2:] or changed.shape[1] not in (length, kept):
             continue
         moved = _distance(changed[:, :kept], plain[:samples, :kept])
