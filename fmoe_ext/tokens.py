@@ -147,9 +147,8 @@ class _Open:
     thread: that of the block, 0 for a block in the graph itself. blocks: those that are open; they end in any order.
     """
 
-    def __init__(
-        self,
-    ) -> None:  # of the object: a graph that first sets it is compiled again at its second call
+    def __init__(self) -> None:
+        # set here: a compiled graph that first sets an attribute is compiled again at its second call
         self.num_blocks = 0
         self.batch, self.thread = _nothing
         self.blocks: list[_Block] = []

@@ -53,9 +53,7 @@ class LayerCounters:
 
     def __init__(self, num_experts: int, device: torch.device | str) -> None:
         self._noted: list[_Forward] = []
-        self._lock = (
-            threading.RLock()
-        )  # threads may count at the same time; reset() holds it while it sums up
+        self._lock = threading.RLock()  # threads may count at once; reset() holds it while it sums up
         self._num_experts = num_experts
         self._sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in self.NAMES}
         self._sums["gate_entropy_sum"] = torch.zeros((), dtype=torch.float64, device=device)

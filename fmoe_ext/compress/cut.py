@@ -70,9 +70,8 @@ class Cut:
             raise CheckpointError(f"{base.folder}: config.json does not say alone how many experts there are")
         self._shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
         after = {name: tuple(tensor.shape) for name, tensor in smaller.state_dict().items()}
-        self._dims: dict[
-            str, int
-        ] = {}  # {parameter: its dimension that has fewer entries with fewer experts}
+        # {parameter: its dimension that has fewer entries with fewer experts}
+        self._dims: dict[str, int] = {}
         for name, shape in self._shapes.items():
             new = after.get(name)
             if new == shape:

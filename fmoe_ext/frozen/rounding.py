@@ -185,10 +185,8 @@ class _Descent:
         return _nearest(point, step, low, grid.values)[:, self.back]
 
     def _babai(self, value: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        left, point = (
-            self.target.clone(),
-            torch.empty_like(self.target),
-        )  # left: the target with errors moved in
+        left = self.target.clone()  # and the errors that are moved into it
+        point = torch.empty_like(self.target)
         for begin in range(0, left.shape[1], _COLUMNS):
             end = min(begin + _COLUMNS, left.shape[1])
             errors = torch.empty_like(left[:, begin:end])

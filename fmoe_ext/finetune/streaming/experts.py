@@ -98,9 +98,8 @@ class Streamed:
             is_training = experts.training
             graph = pool.graph() if has_graph else None
 
-            def weights_of(
-                i: int, phase: Phase, _: Any = graph
-            ) -> Any:  # graph lives as long as a backward may come
+            # as a default, graph lives as long as a backward may come
+            def weights_of(i: int, phase: Phase, _: Any = graph) -> Any:
                 found = pool.part(numbers[i], phase, is_training)
                 return found if has_graph else self._multiplied(found)
 

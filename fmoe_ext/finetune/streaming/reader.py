@@ -59,9 +59,8 @@ class Reader:
         self.through_cache = through_cache
         self._handles: dict[Path, _Open] = {}
         self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
-        weakref.finalize(
-            self, _close, self._handles, self._threads
-        )  # a function: a method would keep self alive
+        # a function: a method would keep self alive
+        weakref.finalize(self, _close, self._handles, self._threads)
         for path in paths:
             self._open(path)
 

@@ -51,12 +51,10 @@ class Format:
     check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
     decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
     pack: Callable[[torch.Tensor], Tensors | WithZero]  # of float32 [E, out, in]
-    of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: (
-        rows
-    )  # uint8 [E, out, bytes of a row] -> data
-    join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: (
-        scale
-    )  # of parts packed apart
+    # uint8 [E, out, bytes of a row] -> data
+    of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
+    # scales of parts that were packed apart -> those of the whole
+    join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: scale
     has_integers: bool = False  # products in integers, Quantized.int8_activations
     # For rounding by second moments (rounding.py); None where a format is only packed by plain rounding.
     grid: Callable[[Packed], Grid] | None = None
