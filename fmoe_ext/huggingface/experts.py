@@ -55,7 +55,8 @@ def register() -> None:
 
     Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
     the experts of every architecture that uses Transformers' experts interface on fmoe_ext. A Trainer that resumes such
-    a model, or loads the best one at the end, needs use(model) as well: Transformers alone loads no experts there.
+    a model, or loads the best one at the end, needs use(model) as well: Transformers alone loads no experts there, and
+    the first training forward warns of it.
     Raises ImportError if Transformers is missing or older than 5.7.
 
     Example:
@@ -114,7 +115,26 @@ def use(model: Any) -> Any:
             stacklevel=2,
         )
     model.register_load_state_dict_pre_hook(_take_names_of_files)
+    for module in model.modules():
+        if hasattr(module, "is_transposed"):
+            module.loads_names_of_files = True
     return model
+
+
+def _warn_of_resume(experts: Any) -> None:
+    """Warn once if a Trainer's resume may lose these experts, which are trained without use(model)."""
+    # here, since no public hook sees load_state_dict() of a model that was never given to us
+    if getattr(experts, "loads_names_of_files", False) or not any(
+        p.requires_grad for p in experts.parameters()
+    ):
+        return
+    warnings.warn(
+        f"{type(experts).__name__} is trained, but its model was not given to fmoe_ext.huggingface.use(): where "
+        "save_pretrained() writes a tensor for each expert, Trainer.train(resume_from_checkpoint=) and "
+        "load_best_model_at_end load no experts. Call huggingface.use(model) once after loading the model",
+        stacklevel=2,
+    )
+    experts.loads_names_of_files = True  # said once an experts module, and Python shows a repeated line once
 
 
 def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -170,6 +190,8 @@ def experts_forward(
     if streamed is not None:
         result: Tensor = streamed.forward(experts, hidden_states, top_k_index, top_k_weights)
         return result
+    if experts.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _warn_of_resume(experts)
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     taken = take(experts)

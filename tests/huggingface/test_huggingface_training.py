@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 
 import pytest
 import torch
@@ -53,6 +54,25 @@ def train_with_accelerate(implementation, folder):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_warning_where_a_resume_may_lose_experts(given):
+    """Said at the first training forward of a model that was never given to use(), and only there."""
+    huggingface.register()
+    model = make_model("Qwen3MoeForCausalLM", "fmoe", torch.float32)
+    if given:
+        huggingface.use(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.eval()(make_ids())
+        model.train().requires_grad_(False)(make_ids())
+        assert not caught
+        for _ in range(2):
+            model.requires_grad_(True)(make_ids())
+    layers = sum(hasattr(module, "is_transposed") for module in model.modules())
+    assert len(caught) == (0 if given else layers)
+    assert all("Call huggingface.use(model) once" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("train", [train_with_trainer, train_with_accelerate])
