@@ -8,7 +8,7 @@ differs, a wrong gradient to the factor by which it is off (the number of ranks 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -90,48 +90,38 @@ def compare(number: int, ours: Step, truth: Truth, rank: int, share: tuple[int, 
 def explain(
     found: list[Difference], ours: Step, truth: Truth, share: tuple[int, int], bound: float
 ) -> list[Difference]:
-    """The differences of a step; the first over the bound says more about itself."""
+    """Say of the first difference over the bound where it comes from; return all of them.
+
+    Before a wrong output or loss stands the first block whose output differs; its note names the first module inside.
+    A wrong gradient or parameter gets the factor by which it is off, which tells more than the place.
+    """
     at = next((i for i, d in enumerate(found) if d.error > bound), None)
     if at is None:
         return found
     first = found[at]
-    if first.quantity in ("output", "loss") and ours[INSIDE]:
-        return [*found[:at], _locate(first, ours[INSIDE], truth[INSIDE], share, bound), *found[at:]]
-    # For a gradient or a parameter the factor tells more than the place.
-    note = _factor(ours[first.quantity][first.name].tensor, truth[first.quantity][first.name])
-    return [*found[:at], replace(first, note=note), *found[at + 1 :]]
-
-
-def _locate(
-    first: Difference,
-    ours: Mapping[str, Value],
-    truth: Mapping[str, torch.Tensor],
-    share: tuple[int, int],
-    bound: float,
-) -> Difference:
-    """The difference of the first block whose output differs; its note names the first module inside.
-
-    Modules inside a block may keep partial values under a plan, so that they count only where the block differs too.
-    """
-    differing: dict[str, float] = {}
-    for name, whole in truth.items():
-        if name and name in ours:
+    if first.quantity not in ("output", "loss") or not ours[INSIDE]:
+        note = _factor(ours[first.quantity][first.name].tensor, truth[first.quantity][first.name])
+        return [*found[:at], replace(first, note=note), *found[at + 1 :]]
+    differing: dict[str, float] = {}  # {module: error}
+    for name, whole in truth[INSIDE].items():
+        if name and name in ours[INSIDE]:
             expected = _rows(whole, share)
-            error = _largest_error(ours[name].tensor, expected)
+            error = _largest_error(ours[INSIDE][name].tensor, expected)
             if not error or not expected.numel():
                 continue  # equal, or a part of the whole, which says nothing
             error /= expected.abs().max().item() or 1.0
             if error > bound:
                 differing[name] = error
+    # Modules inside a block may keep partial values under a plan: they count only where the block differs too.
     block = next((name for name in differing if _BLOCK.fullmatch(name)), None)
-    if block is None:
-        if not differing:
-            return first
+    if block is not None:
+        inside = [name for name in differing if name.startswith(block + ".")]
+        note = f"first inside it: {inside[0].removeprefix(block + '.')}" if inside else ""
+        first = replace(first, quantity="output", name=block, error=differing[block], note=note)
+    elif differing:
         name, error = next(iter(differing.items()))
-        return replace(first, name=name, quantity="output", error=error)
-    inside = [name for name in differing if name.startswith(block + ".")]
-    note = f"first inside it: {inside[0].removeprefix(block + '.')}" if inside else ""
-    return replace(first, quantity="output", name=block, error=differing[block], note=note)
+        first = replace(first, quantity="output", name=name, error=error)
+    return [*found[:at], first, *found[at:]]
 
 
 def _factor(x: torch.Tensor, expected: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ whole job. Experts are compared by the rows that a rank has, so that nothing has
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from fmoe_ext.step import is_counted
 class CasePlan:
     """A recipe in the layout of a case."""
 
-    recipe: Recipe
+    given: str | Recipe  # a name is resolved in every process anew: not every recipe can be sent to one
     case: Case
     steps: int  # of the optimizer
     bound: float  # the largest error that counts as equal
@@ -46,28 +47,24 @@ class CasePlan:
         return self.case.dtype
 
     def alone(self, initial: Mapping[str, torch.Tensor] | None) -> Start:
-        """The recipe in one process on the whole batch."""
+        """Make the recipe in one process on the whole batch."""
         return self._start(Layout(), Case(dtype=self.dtype), initial)
 
     def on_rank(self, initial: Mapping[str, torch.Tensor], rank: int, world: int) -> Start:
-        """The recipe in the layout."""
+        """Make the recipe in the layout."""
         layout = self.case.layout
         if world > 1:
             layout = replace(layout, groups=init_groups(ep=layout.ep, dp=layout.dp))
         return self._start(layout, self.case, initial)
 
     def _start(self, layout: Layout, case: Case, initial: Mapping[str, torch.Tensor] | None) -> Start:
-        parallel = InLayout(self.recipe, layout, case, initial)
+        recipe = recipe_at(self.given)
+        parallel = _InLayout(recipe, layout, case, initial)
         tensors = {name: x.detach() for name, x in parallel.state.tensors.items()}
-        return Start(parallel, parallel.bare, self.recipe.batch, self.bound, tensors)
+        return Start(parallel, parallel.bare, recipe.batch, self.bound, tensors)
 
 
-def plan_of_case(given: str | Recipe, case: Case, steps: int, bound: float) -> CasePlan:
-    """The plan of a case; every process makes the recipe for itself."""
-    return CasePlan(recipe_at(given), case, steps, bound)
-
-
-class InLayout(Parallel):
+class _InLayout(Parallel):
     """The model of a recipe on one rank of a layout; initial: the tensors of one process, None to make them."""
 
     compares_modules = True  # its blocks are whole on every rank
@@ -83,7 +80,20 @@ class InLayout(Parallel):
         self.recipe, self.layout, self.case, self.bare = recipe, layout, case, bare
         self.state = ModelState(bare)  # tensors by the names and rows that they have in the whole model
         if initial is not None:
-            self._load(initial)
+            for name, x in self.state.tensors.items():
+                if name not in initial:
+                    raise AuditError(
+                        f"the model has {name!r} in this layout, but not in one process: build(layout) must make the "
+                        "same model everywhere"
+                    )
+                rows = self.state.local_rows(name)
+                source = initial[name] if rows is None else initial[name][slice(*rows)]
+                if source.shape != x.shape:
+                    raise AuditError(
+                        f"{name!r} has shape {list(x.shape)} in this layout, but {list(source.shape)} of it would be "
+                        f"expected here: experts of one rank are whole, in order, and known to an FMoE layer"
+                    )
+                x.detach().copy_(source)
         self.blocks = blocks_of(bare)
         if case.recomputation != "none":
             recipe.recompute(bare, case.recomputation)
@@ -91,23 +101,6 @@ class InLayout(Parallel):
         self._rows = 0, 0  # samples of the microbatch that is on its way
         self._num_padded = 0  # columns that it was padded by
         self._extra: Step = {}
-
-    @torch.no_grad()
-    def _load(self, initial: Mapping[str, torch.Tensor]) -> None:
-        for name, x in self.state.tensors.items():
-            if name not in initial:
-                raise AuditError(
-                    f"the model has {name!r} in this layout, but not in one process: build(layout) must make the "
-                    "same model everywhere"
-                )
-            rows = self.state.local_rows(name)
-            source = initial[name] if rows is None else initial[name][slice(*rows)]
-            if source.shape != x.shape:
-                raise AuditError(
-                    f"{name!r} has shape {list(x.shape)} in this layout, but {list(source.shape)} of it would be "
-                    f"expected here: experts of one rank are whole, in order, and known to an FMoE layer"
-                )
-            x.copy_(source)
 
     def prepare(self, recipe: PlanRecipe) -> None:
         """Make the optimizer of the wrapped model."""
@@ -148,10 +141,16 @@ class InLayout(Parallel):
             )
         first = num * rank // ranks
         of_rank = take(batch, first, num * (rank + 1) // ranks)
-        microbatches, begin = [], 0
-        for size in self._sizes_of_microbatches(num_samples(of_rank)):
-            microbatches.append(take(of_rank, begin, begin + size))
-            begin += size
+        num, accumulation = num_samples(of_rank), self.case.accumulation
+        least = {"1": 0, "2": 2, "uneven": 3}[accumulation]
+        if num < least:
+            raise AuditError(
+                f"accumulation {accumulation} needs {least} samples on every rank, but one has {num}: let "
+                "batch(step) return more"
+            )
+        # uneven: 1 and the rest, as uneven as can be, so that a mean of microbatches' means shows
+        cuts = {"1": [0, num], "2": [0, num // 2, num], "uneven": [0, 1, num]}[accumulation]
+        microbatches = [take(of_rank, begin, end) for begin, end in itertools.pairwise(cuts)]
         side = self.case.padding
         with_padding = [part if side == "none" else self.recipe.pad(part, side) for part in microbatches]
         total = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -164,7 +163,20 @@ class InLayout(Parallel):
                 no_sync: Any = getattr(self.model, "no_sync", nullcontext)
                 # Gradients are reduced once, with the last microbatch's backward.
                 with no_sync() if number < len(microbatches) else nullcontext():
-                    mean, shared = _two_losses(self.recipe.loss(self.model, padded))
+                    losses: Any = self.recipe.loss(self.model, padded)
+                    is_pair = isinstance(losses, (tuple, list)) and len(losses) == 2
+                    mean, shared = losses if is_pair else (losses, 0.0)
+                    is_scalar = isinstance(mean, torch.Tensor) and not mean.dim()
+                    if not is_scalar or torch.as_tensor(shared, device="cpu").dim():
+                        given = (
+                            f"shape {list(mean.shape)}"
+                            if isinstance(mean, torch.Tensor)
+                            else type(mean).__name__
+                        )
+                        raise AuditError(
+                            "loss(model, batch) must return a tensor [] with the mean over the tokens, or a pair of it "
+                            f"and a loss [] that all ranks share, but returned {given}"
+                        )
                     place = Part(part, of_rank, batch, ranks, len(microbatches))
                     loss = mean * self.recipe.weight(place) + shared * self.recipe.shared_weight(place)
                     loss.backward()
@@ -173,19 +185,6 @@ class InLayout(Parallel):
             dist.all_reduce(total)
         self.recipe.reduce(self.model)
         return total / ranks
-
-    def _sizes_of_microbatches(self, num: int) -> list[int]:
-        accumulation = self.case.accumulation
-        if accumulation == "1":
-            return [num]
-        least = 2 if accumulation == "2" else 3
-        if num < least:
-            raise AuditError(
-                f"accumulation {accumulation} needs {least} samples on every rank, but one has {num}: let "
-                "batch(step) return more"
-            )
-        # 1 and the rest: as uneven as can be, so that a mean of microbatches' means shows
-        return [num // 2, num - num // 2] if accumulation == "2" else [1, num - 1]
 
     def step(self) -> None:
         """Clip the gradients and update the parameters."""
@@ -202,15 +201,3 @@ class InLayout(Parallel):
     def extra(self) -> Step:
         """The norm before clipping, and the gradients after it."""
         return self._extra
-
-
-def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
-    """(the mean over the tokens, what all ranks share), where a recipe's loss may be the former alone."""
-    mean, shared = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, 0.0)
-    if not isinstance(mean, torch.Tensor) or mean.dim() or torch.as_tensor(shared, device="cpu").dim():
-        given = f"shape {list(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
-        raise AuditError(
-            "loss(model, batch) must return a tensor [] with the mean over the tokens, or a pair of it and a loss [] "
-            f"that all ranks share, but returned {given}"
-        )
-    return mean, shared

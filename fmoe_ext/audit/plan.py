@@ -58,11 +58,15 @@ class Parallel:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of this rank under the names of the model that was given."""
-        return {_plain_name(name): p for name, p in self.model.named_parameters()}
+        return {self.plain_name(name): p for name, p in self.model.named_parameters()}
 
     def modules(self) -> dict[str, nn.Module]:
         """Modules of this rank under the names of the model that was given."""
-        return {_plain_name(name): module for name, module in self.model.named_modules()}
+        return {self.plain_name(name): module for name, module in self.model.named_modules()}
+
+    def plain_name(self, name: str) -> str:
+        """Return the name that a parameter or module of this rank has in the model that was given."""
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
     def output(self, out: Any) -> Value | None:
         """Select what counts of an output: the tensor, the logits, or the first tensor in it; None for nothing."""
@@ -203,10 +207,6 @@ class PlanRecipe:
                 f"parallelize(model, rank, world) must return a model or a Parallel, but returned {type(made).__name__}"
             )
         return start._replace(parallel=parallel)
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def share_of(batch: Batch, share: tuple[int, int]) -> Batch:

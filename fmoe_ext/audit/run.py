@@ -40,16 +40,16 @@ from fmoe_ext.audit.cases import (
     parse_layout,
 )
 from fmoe_ext.audit.compare import INSIDE, QUANTITIES, Difference, Truth, check_finite, compare, explain
-from fmoe_ext.audit.layout import plan_of_case
+from fmoe_ext.audit.layout import CasePlan
 from fmoe_ext.audit.plan import Plan, PlanRecipe, recipe_of
 from fmoe_ext.audit.report import AuditReport, Outcome, PlanReport, Result
 from fmoe_ext.audit.source import FromConfig, find, load_module, recipe_at, sendable
 from fmoe_ext.audit.training import Facts, look_closely, train, watch_draws
 from fmoe_ext.testing import DistributedError, DistributedPool
 
-TOLERANCE = MappingProxyType({"float64": 1e-12, "float32": 1e-5})
+_TOLERANCE = MappingProxyType({"float64": 1e-12, "float32": 1e-5})
 # Models of Transformers compute norms, attention weights, routers and losses in float32, whatever their dtype.
-TOLERANCE_OF_TRANSFORMERS = MappingProxyType({"float64": 1e-6, "float32": 1e-5})
+_TOLERANCE_OF_TRANSFORMERS = MappingProxyType({"float64": 1e-6, "float32": 1e-5})
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def audit(
     recipe = recipe_at(given)
     parsed = [parse_layout(x) if isinstance(x, str) else x for x in layouts]
     left_out = {**recipe.leave_out, **(leave_out or {})}
-    usual = TOLERANCE_OF_TRANSFORMERS if isinstance(recipe.build, FromConfig) else TOLERANCE
+    usual = _TOLERANCE_OF_TRANSFORMERS if isinstance(recipe.build, FromConfig) else _TOLERANCE
     bounds = {**usual, **(tolerance or {})}
     if steps < 1:
         raise AuditError(f"steps must be at least 1, but got {steps}")
@@ -127,14 +127,14 @@ def audit(
             pool = stack.enter_context(DistributedPool(max(case.layout.num_ranks for case in cases)))
         # float64 first: its initial parameters are the file that all other runs begin with.
         for dtype in sorted({"float64", *(case.dtype for case in cases)}, reverse=True):
-            source = functools.partial(plan_of_case, given, Case(dtype=dtype), steps, bounds[dtype])
+            source = functools.partial(CasePlan, given, Case(dtype=dtype), steps, bounds[dtype])
             try:
                 (references[dtype],) = pool.run(_run_reference, source, folder, world_size=1, timeout=timeout)
             except DistributedError as error:
                 raise AuditError(f"one process on the whole batch fails in {dtype}:\n{error}") from None
         for case in cases:
             case_began, bound = time.monotonic(), bounds[case.dtype]
-            source = functools.partial(plan_of_case, given, case, steps, bound)
+            source = functools.partial(CasePlan, given, case, steps, bound)
             names = references[case.dtype].names
             outcome = _run_ranks(pool, source, case.layout.num_ranks, names, folder, timeout)
             if outcome.error is not None:
@@ -174,7 +174,7 @@ def audit_plan(
 
 
 def _plan_of(what: str | PlanRecipe, changes: Mapping[str, Any]) -> PlanRecipe:
-    """Make the recipe, in every process anew: models and plans cannot be sent to one."""
+    """Make the recipe, in every process anew: models and plans cannot be sent to another."""
     if isinstance(what, str):
         made = find(what)() if what.rpartition(":")[0] else load_module(what)
         what = made if isinstance(made, PlanRecipe) else recipe_of(made)
@@ -182,7 +182,7 @@ def _plan_of(what: str | PlanRecipe, changes: Mapping[str, Any]) -> PlanRecipe:
 
 
 def _run_reference(source: Callable[[], Plan], folder: str) -> _Reference:
-    """In one process: files of its initial parameters, if there are none, and of every step's tensors."""
+    """Train in one process; write its initial parameters, if no file has them, and every step's tensors."""
     plan, initial = source(), Path(folder, "initial")
     start = plan.alone(torch.load(initial) if initial.exists() else None)
     if not initial.exists():
@@ -197,7 +197,17 @@ def _run_reference(source: Callable[[], Plan], folder: str) -> _Reference:
             for step in train(plan, start)
         ]
     if not start.parallel.compares_modules:
-        order = _order_of_forward(list(history[0]["parameter"]), list(history[1][INSIDE]))
+        # Parameters in the order in which the forward leaves their modules, so that the first difference is named.
+        place = {name: number for number, name in enumerate(history[1][INSIDE])}
+
+        def leaves(name: str) -> int:
+            while name:
+                name = name.rpartition(".")[0]
+                if name in place:
+                    return place[name]
+            return len(place)
+
+        order = sorted(history[0]["parameter"], key=leaves)
         for step in history:
             for quantity in ("gradient", "parameter"):
                 if quantity in step:
@@ -206,20 +216,6 @@ def _run_reference(source: Callable[[], Plan], folder: str) -> _Reference:
     torch.save(history, Path(folder, f"truth in {plan.dtype}"))
     facts = look_closely(history[0], history[1], drawing) if "clipped" in history[1] else None
     return _Reference(list(history[0]["parameter"]), [s["loss"][""].item() for s in history[1:]], facts)
-
-
-def _order_of_forward(names: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Names of parameters in the order in which the forward leaves the modules that have them."""
-    place = {name: number for number, name in enumerate(modules)}
-
-    def leaves(name: str) -> int:
-        while name:
-            name = name.rpartition(".")[0]
-            if name in place:
-                return place[name]
-        return len(place)
-
-    return sorted(names, key=leaves)
 
 
 def _run_ranks(
@@ -255,7 +251,7 @@ def _run_ranks(
 
 
 def _run_rank(source: Callable[[], Plan], folder: str) -> _Rank:
-    """On every rank: the errors of its tensors; a file says why one fails."""
+    """Train on one rank and compare its tensors; a file says why one fails."""
     plan, rank, world = source(), dist.get_rank(), dist.get_world_size()
     # Libraries read their place in the job from what torchrun sets.
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}

@@ -43,7 +43,7 @@ SIZES = MappingProxyType(
     }
 )
 # Fields that hold the same size for some of the layers.
-SAME_SIZE = MappingProxyType(
+_SAME_SIZE = MappingProxyType(
     {
         "head_dim": ("swa_head_dim",),
         "v_head_dim": ("swa_v_head_dim",),
@@ -55,23 +55,23 @@ SAME_SIZE = MappingProxyType(
         "num_key_value_heads": ("swa_num_key_value_heads", "num_key_value_heads_per_layer"),
     }
 )
-LAYERS, MOST_LAYERS = 2, 8
+_LAYERS, _MOST_LAYERS = 2, 8
 # Lists of numbers of layers.
-CHOSEN_LAYERS = (
+_CHOSEN_LAYERS = (
     *("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices", "local_layer_ids"),
     *("ple_layer_ids", "cross_attention_layers"),
 )
-FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")
-LAST_LAYERS = ("num_kv_shared_layers",)
-SOURCE_LAYERS = "kv_source_layers"  # for each layer the one whose keys and values it takes
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")
+_LAST_LAYERS = ("num_kv_shared_layers",)
+_SOURCE_LAYERS = "kv_source_layers"  # for each layer the one whose keys and values it takes
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def shrunk_config(config: Any) -> Any:
-    """A copy with every size at most what SIZES says, and one layer of each kind.
+    """Return a copy with every size at most what SIZES says, and one layer of each kind.
 
     Sizes that differ between layers stay different, in the same order: the smallest becomes what SIZES
-    says, the next one twice that. Raises AuditError for more than MOST_LAYERS kinds.
+    says, the next one twice that. Raises AuditError for more than _MOST_LAYERS kinds.
     """
     small = copy.deepcopy(config)
     # For each layer the attributes that are its own (Transformers' per_layer_config); empty if there are none.
@@ -91,7 +91,7 @@ def shrunk_config(config: Any) -> Any:
         overrides = _keep_layers(small, overrides)
     for name in SIZES:
         _shrink(small, name, overrides)
-    for name in TOKENS:
+    for name in _TOKENS:
         token = getattr(small, name, None)
         if isinstance(token, int) and token >= getattr(small, "vocab_size", token + 1):
             setattr(small, name, None)
@@ -119,61 +119,52 @@ def _keep_layers(small: Any, overrides: list[dict[str, Any]]) -> list[dict[str, 
     of_layers = {
         name: list(value)
         for name, value in vars(small).items()
-        if isinstance(value, (list, tuple)) and len(value) == len(layers) and name not in CHOSEN_LAYERS
+        if isinstance(value, (list, tuple)) and len(value) == len(layers) and name not in _CHOSEN_LAYERS
     }
-    sources = of_layers.pop(SOURCE_LAYERS, None)
+    sources = of_layers.pop(_SOURCE_LAYERS, None)
     marks = {name: value for name, value in of_layers.items() if len({repr(entry) for entry in value}) > 1}
     marks |= {
         f"{name} of per_layer_config": [own.get(name) for own in overrides]
         for own in overrides
         for name in own
     }
-    members = _members(small, layers)
+    members: dict[str, set[int]] = {}  # {field: the layers that it means}
+    for name in (*_CHOSEN_LAYERS, *_FIRST_LAYERS, *_LAST_LAYERS):
+        value = getattr(small, name, None)
+        if name in _CHOSEN_LAYERS and isinstance(value, (list, tuple)):
+            members[name] = set(value) & set(layers)
+        elif name not in _CHOSEN_LAYERS and isinstance(value, int):
+            members[name] = set(layers[:value] if name in _FIRST_LAYERS else layers[len(layers) - value :])
     marks |= {name: [i in chosen for i in layers] for name, chosen in members.items()}
     if sources:
-        marks[SOURCE_LAYERS] = [i == source for i, source in enumerate(sources)]
+        marks[_SOURCE_LAYERS] = [i == source for i, source in enumerate(sources)]
     first: dict[str, int] = {}
     for i in layers:
         first.setdefault(repr([value[i] for value in marks.values()]), i)
     kept = set(first.values())  # the first layer of each kind
-    if len(kept) > MOST_LAYERS:
+    if len(kept) > _MOST_LAYERS:
         raise AuditError(
             f"{type(small).__name__} has {len(kept)} kinds of layers, which differ in {', '.join(marks)}; a small "
-            f"model has at most {MOST_LAYERS} layers: give file.py:function that builds one"
+            f"model has at most {_MOST_LAYERS} layers: give file.py:function that builds one"
         )
     if sources:
         kept |= {sources[i] for i in kept}
-    kept |= set([i for i in layers if i not in kept][: max(LAYERS - len(kept), 0)])
+    kept |= set([i for i in layers if i not in kept][: max(_LAYERS - len(kept), 0)])
     new = {old: i for i, old in enumerate(sorted(kept))}
     small.num_hidden_layers = len(new)
     for name, value in of_layers.items():
         setattr(small, name, [value[i] for i in new])
     for name, chosen in members.items():
         numbers = [new[i] for i in new if i in chosen]
-        setattr(small, name, numbers if name in CHOSEN_LAYERS else len(numbers))
+        setattr(small, name, numbers if name in _CHOSEN_LAYERS else len(numbers))
     if sources:
-        setattr(small, SOURCE_LAYERS, [new[sources[i]] for i in new])
+        setattr(small, _SOURCE_LAYERS, [new[sources[i]] for i in new])
     return [overrides[i] for i in new] if overrides else []
-
-
-def _members(small: Any, layers: range) -> dict[str, set[int]]:
-    """For each field of CHOSEN_LAYERS, FIRST_LAYERS and LAST_LAYERS that the configuration has, the layers it means."""
-    members = {}
-    for name in CHOSEN_LAYERS:
-        if isinstance(value := getattr(small, name, None), (list, tuple)):
-            members[name] = set(value) & set(layers)
-    for name in FIRST_LAYERS:
-        if isinstance(value := getattr(small, name, None), int):
-            members[name] = set(layers[:value])
-    for name in LAST_LAYERS:
-        if isinstance(value := getattr(small, name, None), int):
-            members[name] = set(layers[len(layers) - value :])
-    return members
 
 
 def _shrink(small: Any, name: str, overrides: list[dict[str, Any]]) -> None:
     """Make one size small wherever the configuration has it: as a number, a list of layers, or a layer's own."""
-    fields = [field for field in (name, *SAME_SIZE.get(name, ())) if getattr(small, field, None) is not None]
+    fields = [field for field in (name, *_SAME_SIZE.get(name, ())) if getattr(small, field, None) is not None]
     values: set[int] = set()
     for field in fields:
         value = getattr(small, field)
@@ -203,7 +194,7 @@ def _is_size(value: Any) -> bool:
 
 
 def smallest_vocabulary(config: Any) -> int:
-    """vocab_size of a configuration; AuditError where it has none."""
+    """Return vocab_size of a configuration; raise AuditError where it has none."""
     size = getattr(config, "vocab_size", None)
     if not isinstance(size, int):
         raise AuditError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import io
 import os
 import pickle
 import sys
@@ -23,7 +22,7 @@ from fmoe_ext.audit.cases import AuditError, Layout
 from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
 
-NUM_SAMPLES, SEQ_LEN = 12, 8  # of the batches that are made here
+_NUM_SAMPLES, _SEQ_LEN = 12, 8  # of the batches that are made here
 
 
 @dataclass(frozen=True)
@@ -56,29 +55,29 @@ class RandomTokens:
 
     def __call__(self, step: int) -> Batch:
         generator = torch.Generator("cpu").manual_seed(step)
-        tokens = torch.randint(self.vocabulary, (NUM_SAMPLES, SEQ_LEN), generator=generator, device="cpu")
+        tokens = torch.randint(self.vocabulary, (_NUM_SAMPLES, _SEQ_LEN), generator=generator, device="cpu")
         labels = tokens.clone()
         labels[:, 0] = NOT_A_TARGET  # which padding in front would have to predict
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
         if self.with_positions:
-            batch["position_ids"] = torch.arange(SEQ_LEN, device="cpu").repeat(NUM_SAMPLES, 1)
+            batch["position_ids"] = torch.arange(_SEQ_LEN, device="cpu").repeat(_NUM_SAMPLES, 1)
         return batch
 
 
 def loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
-    """Loss that a Transformers model returns, with the router's loss if the configuration turns it on."""
+    """Return the loss of a Transformers model, with the router's loss if the configuration turns it on."""
     return model(**batch).loss
 
 
 def is_of_transformers(model: Any) -> bool:
-    """True for a PreTrainedModel of Transformers."""
+    """Return True for a PreTrainedModel of Transformers."""
     return hasattr(getattr(model, "config", None), "to_dict") and hasattr(
         model, "gradient_checkpointing_enable"
     )
 
 
 def recipe_at(source: str | Recipe) -> Recipe:
-    """The recipe that "module:function" or "file.py:function" makes, or the one that was given."""
+    """Return the recipe that "module:function" or "file.py:function" makes, or the one that was given."""
     if isinstance(source, Recipe):
         return source
     found = find(source)
@@ -101,8 +100,26 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
         if parts:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
         recipe = what
+    elif isinstance(what, nn.Module) and is_of_transformers(what):
+        small = shrunk_config(what.config)
+        with_positions = "position_ids" in inspect.signature(what.forward).parameters
+        defaults = {
+            "batch": RandomTokens(smallest_vocabulary(small), with_positions),
+            "loss": loss_of_transformers,
+            "leave_out": {
+                "ep": "Transformers' own experts are on one rank; fmoefy spreads them",
+                "left": "in float64 their eager attention has no number for a row that is masked whole",
+            },
+        }
+        recipe = Recipe(**({"build": FromConfig(type(what), small)} | defaults | parts))
     elif isinstance(what, nn.Module):
-        recipe = Recipe(**(_parts_of_model(what) | parts))
+        try:
+            copies = _Copies(pickle.dumps(what))
+        except Exception as error:
+            raise AuditError(
+                f"{type(what).__name__} cannot be sent to other processes ({error}): give a function that builds it"
+            ) from error
+        recipe = Recipe(**({"build": copies} | parts))
     elif callable(what):
         missing = [name for name in ("batch", "loss") if name not in parts]
         if missing:
@@ -125,30 +142,6 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
                 "functions cannot"
             ) from error
     return recipe
-
-
-def _parts_of_model(model: nn.Module) -> dict[str, Any]:
-    if is_of_transformers(model):
-        small = shrunk_config(model.config)
-        with_positions = "position_ids" in inspect.signature(model.forward).parameters
-        left_out = {
-            "ep": "Transformers' own experts are on one rank; fmoefy spreads them",
-            "left": "in float64 their eager attention has no number for a row that is masked whole",
-        }
-        return {
-            "build": FromConfig(type(model), small),
-            "batch": RandomTokens(smallest_vocabulary(small), with_positions),
-            "loss": loss_of_transformers,
-            "leave_out": left_out,
-        }
-    buffer = io.BytesIO()
-    try:
-        pickle.dump(model, buffer)
-    except Exception as error:
-        raise AuditError(
-            f"{type(model).__name__} cannot be sent to other processes ({error}): give a function that builds it"
-        ) from error
-    return {"build": _Copies(buffer.getvalue())}
 
 
 def find(place: str) -> Callable[[], Any]:

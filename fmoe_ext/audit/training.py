@@ -40,10 +40,19 @@ def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step
                 f"{num_parts} parts: let batch(step) return samples with equally many"
             )
         recorder.is_on = True
-        loss = _mean_over_parts(parallel.backward(plan, part), parallel.share)  # type: ignore[arg-type]
+        own = parallel.backward(plan, part)  # type: ignore[arg-type]
         recorder.is_on = False
+        # The job's loss is the mean over the parts of the batch, each counted once: ranks may share one.
+        every: list[Any] = [None] * dist.get_world_size()
+        if own is not None:
+            own = (own.full_tensor() if isinstance(own, DTensor) else own).double()
+        dist.all_gather_object(every, (parallel.share[0], own))
+        losses = {index: x for index, x in reversed(every) if x is not None}
+        if own is not None:
+            losses[parallel.share[0]] = own  # ranks of one part may differ: each is compared with its own
+        loss = {"": Value(torch.stack(list(losses.values())).mean())} if losses else {}
         outputs = recorder.take(None if truth is None else truth[INSIDE].keys())
-        step: Step = {"loss": {} if loss is None else {"": Value(loss)}, INSIDE: outputs}
+        step: Step = {"loss": loss, INSIDE: outputs}
         compared = outputs if parallel.compares_modules else {"": outputs[""]} if "" in outputs else {}
         step["output"] = compared
         step["gradient"] = _values(parallel, known, parallel.gradient)
@@ -75,34 +84,21 @@ def _values(
     return values
 
 
-def _mean_over_parts(loss: torch.Tensor | None, share: tuple[int, int]) -> torch.Tensor | None:
-    """The job's loss: the mean over the parts of the batch, each counted once; None if no rank computes one."""
-    every: list[Any] = [None] * dist.get_world_size()
-    value = None if loss is None else (loss.full_tensor() if isinstance(loss, DTensor) else loss).double()
-    dist.all_gather_object(every, (share[0], value))
-    parts = {index: x for index, x in reversed(every) if x is not None}
-    if not parts:
-        return None
-    if value is not None:
-        parts[share[0]] = value  # ranks with the same tokens may differ: each is compared with its own
-    return torch.stack(list(parts.values())).mean()
-
-
 class _Recorder:
     """The outputs of a rank's modules in the first forward of each part of the batch; later ones repeat it."""
 
     def __init__(self, parallel: Parallel) -> None:
         self.is_on = False
-        self._parallel = parallel
         self._found: dict[str, dict[tuple[int, int] | None, Value]] = {}  # {module: {rows: output}}
-        for name, module in parallel.modules().items():
-            module.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
 
-    def _keep(self, name: str, out: Any) -> None:
-        value = self._parallel.output(out) if self.is_on else None
-        parts = self._found.setdefault(name, {})
-        if value is not None and value.rows not in parts:
-            parts[value.rows] = Value(value.tensor.detach().clone(), value.rows)
+        def keep(name: str, out: Any) -> None:
+            value = parallel.output(out) if self.is_on else None
+            parts = self._found.setdefault(name, {})
+            if value is not None and value.rows not in parts:
+                parts[value.rows] = Value(value.tensor.detach().clone(), value.rows)
+
+        for name, module in parallel.modules().items():
+            module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
 
     def take(self, names: Collection[str] | None) -> dict[str, Value]:
         """Outputs since the last call under their modules' names, "" for the model's."""

@@ -18,7 +18,7 @@ from fmoe_ext.audit.recipe import Batch
 
 # DeepSpeed compiles an all-reduce in shared memory for minutes where its operators allow it; gloo does the same.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.(.*)")
+_LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)(.*)")
 
 
 class Engine(Parallel):
@@ -43,7 +43,7 @@ class Engine(Parallel):
         source = whole.state_dict()
         with torch.no_grad():
             for name, x in model.state_dict().items():
-                x.copy_(source[self._global(name)])
+                x.copy_(source[self.plain_name(name)])
 
     def prepare(self, recipe: PlanRecipe) -> None:
         """deepspeed.initialize() with the recipe's optimizer, its experts in groups of their own."""
@@ -75,16 +75,13 @@ class Engine(Parallel):
         """Leave modules out where they see microbatches."""
         return {} if self.config.get("gradient_accumulation_steps", 1) > 1 else super().modules()
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank, experts by their number in the whole model."""
-        return {self._global(name): p for name, p in self.model.named_parameters()}
-
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient, whole."""
         return safe_get_full_grad(p)
 
-    def _global(self, name: str) -> str:
-        match = LOCAL_EXPERT.fullmatch(name)
+    def plain_name(self, name: str) -> str:
+        """Return the name in the whole model, with the number that an expert has there."""
+        match = _LOCAL_EXPERT.fullmatch(name)
         if match is None:
             return name
-        return f"{match[1]}.deepspeed_experts.{self.first[match[1]] + int(match[2])}.{match[3]}"
+        return f"{match[1]}.deepspeed_experts.{self.first[match[1]] + int(match[2])}{match[3]}"

@@ -22,8 +22,8 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.plan import Parallel, PlanRecipe
 from fmoe_ext.audit.recipe import Batch
 
-LOCAL_EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)\.(.*)")
-REFUSED = MappingProxyType(  # sizes of parallel_state
+_LOCAL_EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)(.*)")
+_REFUSED = MappingProxyType(  # sizes of parallel_state
     {
         "tensor": parallel_state.get_tensor_model_parallel_world_size,
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size,
@@ -49,7 +49,7 @@ class DataAndExpertParallel(Parallel):
         **ddp: Any,
     ) -> None:
         super().__init__(model, (dist.get_rank(), dist.get_world_size()))
-        if sizes := [f"{kind} parallel {size()}" for kind, size in REFUSED.items() if size() > 1]:
+        if sizes := [f"{kind} parallel {size()}" for kind, size in _REFUSED.items() if size() > 1]:
             raise AuditError(
                 f"{', '.join(sizes)}: Megatron is audited with data and expert parallel ranks alone"
             )
@@ -59,7 +59,7 @@ class DataAndExpertParallel(Parallel):
             )
         self.on_cpu = on_cpu
         source = dict(whole.named_parameters())
-        local = {int(m[2]) for name, _ in model.named_parameters() if (m := LOCAL_EXPERT.fullmatch(name))}
+        local = {int(m[2]) for name, _ in model.named_parameters() if (m := _LOCAL_EXPERT.fullmatch(name))}
         self.first = parallel_state.get_expert_model_parallel_rank() * len(local)
         with torch.no_grad():
             for name, p in self.parameters().items():
@@ -88,10 +88,7 @@ class DataAndExpertParallel(Parallel):
         for p in self.model.parameters():
             p.grad = None
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank, experts by their number in the whole model."""
-        return {self._global(name): p for name, p in self.model.named_parameters()}
-
-    def _global(self, name: str) -> str:
-        match = LOCAL_EXPERT.fullmatch(name)
-        return name if match is None else f"{match[1]}.{self.first + int(match[2])}.{match[3]}"
+    def plain_name(self, name: str) -> str:
+        """Return the name in the whole model, with the number that an expert has there."""
+        match = _LOCAL_EXPERT.fullmatch(name)
+        return name if match is None else f"{match[1]}.{self.first + int(match[2])}{match[3]}"
