@@ -18,8 +18,7 @@ from fmoe_ext._cli import add_json, as_json, positive_float, positive_int, reaso
 from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
-from fmoe_ext.gpu.proof import Key
-from fmoe_ext.gpu.report import summary
+from fmoe_ext.gpu.proof import Key, summary
 from fmoe_ext.memory import memory_of
 from fmoe_ext.ops.processor import refused_cpu_isa
 

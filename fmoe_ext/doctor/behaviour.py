@@ -1,4 +1,9 @@
-"""Invariants of evaluation, batches, recomputation, checkpoints and options."""
+"""Invariants of evaluation, recomputation, checkpoints, options and adapters.
+
+Two runs that must be equal are compared: with other random numbers, with a layer computed again in the backward, in
+one microbatch and in two, before a file and after it. PEFT begins with B = 0, where an adapter that is never used
+looks like one that is: random numbers are added to it first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from torch import nn
 from fmoe_ext.doctor.case import TINY, Case, off, parts_of, rows_of, verdict
 from fmoe_ext.doctor.probe import has_capacity
 from fmoe_ext.doctor.report import Finding
-from fmoe_ext.doctor.structure import Layer, layers_of, state_of
+from fmoe_ext.doctor.structure import layers_of, state_of
 from fmoe_ext.doctor.subject import copied
 
 
@@ -67,7 +72,10 @@ def drops(case: Case) -> Iterator[Finding]:
         layer.module.register_forward_hook(
             lambda _m, _i, out, n=layer.name: outputs.__setitem__(n, rows_of(out))
         )
-        for expert in _separate_experts(model, layer):
+        # Modules of one expert each tell how many rows they compute; of stacked experts no hook sees it.
+        lists = [m for m in layer.module.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+        own = [m for m in lists if len(m) == layer.num_experts == len(layer.separate)]
+        for expert in own[0].children() if len(own) == 1 else ():
             expert.register_forward_hook(
                 lambda _m, _i, out, n=layer.name: computed.__setitem__(
                     n, computed.get(n, 0) + len(rows_of(out))
@@ -95,15 +103,6 @@ def drops(case: Case) -> Iterator[Finding]:
         if bad and layer.name not in case.choices:
             bad = None  # a router that may choose no expert, as ReLU does
         yield verdict("drops", layer.name, bad, f"{zero} of {total} rows are 0")
-
-
-def _separate_experts(model: nn.Module, layer: Layer) -> list[nn.Module]:
-    """Modules of one expert each; none for stacked experts, whose rows no hook sees."""
-    lists = [
-        m for m in model.get_submodule(layer.name).modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)
-    ]
-    own = [m for m in lists if len(m) == layer.num_experts == len(layer.separate)]
-    return list(own[0].children()) if len(own) == 1 else []
 
 
 def recomputation(case: Case) -> Iterator[Finding]:
@@ -153,12 +152,18 @@ def bias_once(case: Case) -> Iterator[Finding]:
         return
     ends = [state_of(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
     moving = {_of_any_layer(n) for n, v in start.items() if n in ends[0] and not ends[0][n].equal(v)}
+    uneven = set()  # layers whose experts were chosen unequally often
+    for layer in case.layers:
+        if layer.name in case.choices:
+            counts = case.choices[layer.name].flatten().bincount(minlength=layer.num_experts)
+            if bool((counts != counts[0]).any()):
+                uneven.add(f"{layer.name}.")
     for name, value in start.items():
         moves = [float((end[name] - value).abs().max()) for end in ends if name in end]
         counted = moves and max(moves) >= 1  # a counter of tokens, not a bias
         bad = len(moves) < 2 or (not counted and moves[1] > 1.5 * moves[0] and moves[0] > 0)
         # it stays where others of its kind move, although its load is uneven: the step leaves it out
-        bad |= not any(moves) and _of_any_layer(name) in moving and _unbalanced(case, name)
+        bad |= not any(moves) and _of_any_layer(name) in moving and name.startswith(tuple(uneven))
         yield verdict(
             "bias-once",
             name,
@@ -187,15 +192,6 @@ def bias_padding(case: Case) -> Iterator[Finding]:
 
 def _of_any_layer(name: str) -> str:
     return re.sub(r"\d+", "*", name)
-
-
-def _unbalanced(case: Case, name: str) -> bool:
-    """True if the experts of the layer that has this tensor were chosen unequally often."""
-    for layer in case.layers:
-        if name.startswith(f"{layer.name}.") and layer.name in case.choices:
-            counts = case.choices[layer.name].flatten().bincount(minlength=layer.num_experts)
-            return bool((counts != counts[0]).any())
-    return False
 
 
 def checkpoint(case: Case) -> Iterator[Finding]:
@@ -234,21 +230,17 @@ def checkpoint(case: Case) -> Iterator[Finding]:
     missing = [*absent, *stale]
     bad = off(*losses) > 1e-6 or any(n in dict(fresh.named_parameters()) for n in absent)
     yield verdict("checkpoint", (missing or [""])[0], bad, f"loss {losses[0]:.8g}, loaded {losses[1]:.8g}")
-    yield from _optimizer_checkpoint(case, saved_from.train(), optimizer)
-
-
-def _optimizer_checkpoint(case: Case, model: nn.Module, optimizer: Any) -> Iterator[Finding]:
-    """A step of an optimizer that was loaded moves the parameters as one of the saved optimizer does."""
-    twin = copied(model)
+    # A step of an optimizer that was loaded moves the parameters as one of the saved optimizer does.
+    model, twin = saved_from.train(), copied(saved_from)
     other = case.optimizer(twin)
     try:
-        other.load_state_dict(copy.deepcopy(case.subject.save_optimizer(optimizer)))
+        other.load_state_dict(copy.deepcopy(s.save_optimizer(optimizer)))
     except (ValueError, KeyError) as error:
         yield verdict("optimizer-checkpoint", "", True, str(error)[:80])
         return
     for m, o in ((model, optimizer), (twin, other)):
         torch.manual_seed(3)
-        case.subject.step(m, o, [case.subject.batch], case.subject.loss)
+        s.step(m, o, [s.batch], s.loss)
     pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
     bad = [n for (n, a), b in pairs if not torch.allclose(a, b, rtol=0, atol=1e-9)]
     yield verdict(
@@ -272,3 +264,54 @@ def options(case: Case) -> Iterator[Finding]:
         value = float(case.run(model, case.subject.batch, case.subject.loss)[0].detach())
         base = float(case.run(case.copy(), case.subject.batch, case.subject.loss)[0].detach())
         yield verdict("options", name, off(value, base) <= TINY, f"loss {base:.8g}, changed {value:.8g}")
+
+
+def adapters(case: Case) -> Iterator[Finding]:
+    """Adapters change the loss when they are not zero, and cover the modules that they name."""
+    names = [n for n, _ in case.model.named_parameters() if "lora_" in n]
+    for target in case.subject.adapted:
+        count = sum(target in n for n in names)
+        yield verdict("adapter-targets", target, count == 0, f"{count} adapter tensors")
+    if not names:
+        return
+    base = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[0].detach()
+    model = case.copy().eval()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            parameters[name].add_(torch.randn_like(parameters[name]))
+    value = case.run(model, case.subject.batch, case.subject.task)[0]
+    grads = (
+        torch.autograd.grad(value, [parameters[n] for n in names], allow_unused=True)
+        if value.requires_grad
+        else [None] * len(names)
+    )
+    dead = [n for n, g in zip(names, grads, strict=True) if g is None or not g.any()]
+    bad = off(base, value.detach()) <= TINY or bool(dead)
+    yield verdict(
+        "adapters", (dead or [""])[0], bad, f"{len(dead)} of {len(names)} tensors do not reach the loss"
+    )
+
+
+def merged(case: Case) -> Iterator[Finding]:
+    """A merge of the adapters into the weights has the loss of the adapters, for adapters that are not zero."""
+    if case.subject.merge is None:
+        return
+    model = case.copy().eval()
+    adapters = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for p in adapters.values():
+            p.add_(torch.randn_like(p))
+    result = case.subject.merge(copied(model)).eval()
+    losses = [float(case.run(m, case.subject.batch, case.subject.task)[0].detach()) for m in (model, result)]
+    beside = tuple({n.partition("lora_")[0] for n in adapters})
+    experts = {n: p for layer in layers_of(model) for n, p in layer.parameters().items() if p.ndim > 1}
+    before = {n: p for n, p in experts.items() if n.startswith(beside) and n not in adapters}
+    after = {n.replace("base_layer.", ""): p for n, p in result.named_parameters()}
+    kept = [
+        n for n, p in before.items() if (q := after.get(n.replace("base_layer.", ""))) is None or p.equal(q)
+    ]
+    moved = f"{len(before) - len(kept)} of {len(before)} matrices beside adapters move"
+    text = f"{moved}; loss {losses[0]:.8g}, merged {losses[1]:.8g}"
+    yield verdict("merged", (kept or [""])[0], off(*losses) > 1e-6, text)

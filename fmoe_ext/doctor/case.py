@@ -32,7 +32,17 @@ class Case:
         s = self.subject
         self.subject = replace(s, batch=double(s.batch), padded=double(s.padded))
         self.model = double(s.model).train()
-        self.layers = _that_choose(self.subject, self.model)
+        self.layers = layers_of(self.model)
+        if not all(layer.named for layer in self.layers):
+            # No router has a usual name: those that are a factor are routers, and layers are those that choose.
+            model = self.copy()
+            torch.manual_seed(0)
+            with torch.no_grad(), Watch(layers_of(model)).forward() as watch:
+                self.subject.task(model, self.subject.batch)
+            for layer in self.layers:
+                used = {n: p for n, p in layer.routers.items() if n in watch.multiplied}
+                layer.routers = used or layer.routers
+            self.layers = [layer for layer in self.layers if layer.name in watch.choices]
         model = self.copy()
         outputs: dict[str, torch.Tensor] = {}
 
@@ -108,21 +118,6 @@ class Case:
         return [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
 
 
-def _that_choose(subject: Subject, model: nn.Module) -> list[Layer]:
-    """Find the model's MoE layers; where no router has a usual name, keep those that choose, and their routers."""
-    layers = layers_of(model)
-    if all(layer.named for layer in layers):
-        return layers
-    model = copied(model)
-    torch.manual_seed(0)
-    with torch.no_grad(), Watch(layers_of(model)).forward() as watch:
-        subject.task(model, subject.batch)
-    for layer in layers:
-        used = {n: p for n, p in layer.routers.items() if n in watch.multiplied}
-        layer.routers = used or layer.routers
-    return [layer for layer in layers if layer.name in watch.choices]
-
-
 def parts_of(batch: Batch) -> list[Batch] | None:
     """Cut a batch in two along its first dimension, the first part not the larger one; None for one sample."""
     size = samples_of(batch)
@@ -135,13 +130,13 @@ def parts_of(batch: Batch) -> list[Batch] | None:
 
 
 def samples_of(batch: Batch) -> int | None:
-    """The size of the first dimension that most tensors of a batch have; None without tensors."""
+    """Return the size of the first dimension that most tensors of a batch have; None without tensors."""
     sizes = [len(v) for v in tensors(batch)]
     return max(sizes, key=sizes.count) if sizes else None
 
 
 def tensors(batch: Batch) -> Iterator[torch.Tensor]:
-    """The tensors of a batch that have dimensions."""
+    """Yield the tensors of a batch that have dimensions."""
     values = batch.values() if isinstance(batch, Mapping) else [batch]
     yield from (v for v in values if isinstance(v, torch.Tensor) and v.ndim)
 
@@ -159,13 +154,13 @@ def verdict(invariant: str, module: str, bad: bool | None, numbers: str) -> Find
 
 
 def rows_of(output: Any) -> torch.Tensor:
-    """The first tensor of a layer's output, as rows [T, D]."""
+    """Return the first tensor of a layer's output, as rows [T, D]."""
     while isinstance(output, tuple | list):
         output = output[0]
     return output.detach().reshape(-1, output.shape[-1])
 
 
 def off(a: torch.Tensor | float, b: torch.Tensor | float) -> float:
-    """Difference of two numbers relative to the larger one."""
+    """Return the difference of two numbers relative to the larger one."""
     a, b = float(a), float(b)
     return abs(a - b) / max(abs(a), abs(b), 1e-300)

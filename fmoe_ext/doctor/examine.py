@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.audit.cases import AuditError
-from fmoe_ext.doctor import adapters, behaviour, gradients, independence, routing, wiring
+from fmoe_ext.doctor import behaviour, gradients, independence, routing, wiring
 from fmoe_ext.doctor.case import Case, verdict
 from fmoe_ext.doctor.report import Finding, Report
 from fmoe_ext.doctor.structure import repeated, unregistered
@@ -64,8 +64,8 @@ _CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("checkpoint", behaviour.checkpoint),
     ("repeatable", behaviour.repeatable),
     ("options", behaviour.options),
-    ("adapters", adapters.adapters),
-    ("merged", adapters.merged),
+    ("adapters", behaviour.adapters),
+    ("merged", behaviour.merged),
 )
 
 

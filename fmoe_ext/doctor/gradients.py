@@ -9,7 +9,7 @@ even or collapsed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,9 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
     def grad(p: torch.nn.Parameter) -> torch.Tensor | None:
         return case.grads.get(names[id(p)])
 
+    def trained(p: torch.nn.Parameter) -> torch.Tensor | None:
+        return torch.ones(p.shape[:1], dtype=torch.bool, device=p.device) if p.requires_grad else None
+
     for layer in case.layers:
         trainable = [p for p in layer.parameters().values() if p.requires_grad]
         chosen = case.chosen(layer)
@@ -80,7 +83,7 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
             why = "the experts are frozen" if not trainable else "the choices are not visible"
             yield verdict("expert-gradient", layer.name, None, why)
             continue
-        frozen = {e for e in chosen if not layer.expert(e, _trained)}
+        frozen = {e for e in chosen if not layer.expert(e, trained)}
         of = {e: norm(layer.expert(e, grad)) for e in chosen if e not in frozen}
         largest = max(of.values(), default=0.0)
         dead = [e for e, size in of.items() if size <= TINY * largest]
@@ -89,12 +92,17 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
         )
 
 
-def _trained(p: torch.nn.Parameter) -> torch.Tensor | None:
-    return torch.ones(p.shape[:1], dtype=torch.bool, device=p.device) if p.requires_grad else None
-
-
 def gradient_size(case: Case) -> Iterator[Finding]:
     """Compare gradients with slopes of the task loss along the gradient's sign."""
+
+    def along_gradient(
+        model: torch.nn.Module, amount: float, grads: dict[str, torch.Tensor], length: float
+    ) -> None:
+        own = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, grad in grads.items():
+                own[name].add_(grad, alpha=amount / length)
+
     for layer in case.layers:
         groups = {"experts": layer.parameters(), "router": layer.routers}
         for kind, parameters in groups.items():
@@ -102,7 +110,8 @@ def gradient_size(case: Case) -> Iterator[Finding]:
             if not grads or norm(list(grads.values())) == 0:
                 continue
             expected = norm(list(grads.values()))
-            slope, same = _slope(case, grads, expected, SLOPE_STEP)
+            move = partial(along_gradient, grads=grads, length=expected)
+            slope, same = slope_of_loss(case, move, SLOPE_STEP)
             noise = ROUNDING * abs(float(case.task)) / SLOPE_STEP
             allowed = SLOPE_BOUND * max(abs(slope), expected) + noise
             bad: bool | None = abs(slope - expected) > allowed
@@ -110,7 +119,7 @@ def gradient_size(case: Case) -> Iterator[Finding]:
                 bad = None
             if bad and same and not own_backward(case):
                 # a choice that is not observed may change on the way: a shorter step has another slope then
-                shorter, _ = _slope(case, grads, expected, SLOPE_STEP / 8)
+                shorter, _ = slope_of_loss(case, move, SLOPE_STEP / 8)
                 steady = abs(shorter - slope) <= SLOPE_BOUND * max(abs(slope), abs(shorter)) + 8 * noise
                 bad = True if steady else None
             elif bad:
@@ -120,20 +129,20 @@ def gradient_size(case: Case) -> Iterator[Finding]:
             )
 
 
-def _slope(case: Case, grads: dict[str, torch.Tensor], length: float, step: float) -> tuple[float, bool]:
-    """Slope of the loss along gradients of this length; True if no choice changed on the way."""
-    values, same = [], True
-    for sign in (1, -1):
+def slope_of_loss(
+    case: Case, move: Callable[[torch.nn.Module, float], None], step: float
+) -> tuple[float, bool]:
+    """Measure the loss a step to either side -> (its slope, True if choices are visible and none changed on the way).
+
+    move(model, amount): changes a copy of the model by this amount along some direction of length 1.
+    """
+    values, same = [], bool(case.choices)
+    for amount in (step, -step):
         model = case.copy()
-        parameters = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, grad in grads.items():
-                parameters[name].add_(grad, alpha=sign * step / length)
+        move(model, amount)
         value, watch = case.run(model, case.subject.batch, case.subject.task)
         values.append(float(value.detach()))
         same &= all(watch.choices[n].equal(c) for n, c in case.choices.items() if n in watch.choices)
-    if not case.choices:
-        same = False
     return (values[0] - values[1]) / (2 * step), same
 
 
@@ -156,25 +165,25 @@ def own_backward(case: Case) -> bool:
 
 def experts_differ(case: Case) -> Iterator[Finding]:
     """No two experts have equal values; after a step, if the model says that they begin equal."""
+
+    def equal_in(layer: Layer, a: int, b: int) -> bool:
+        pairs = list(zip(*(layer.expert(e, lambda p: p) for e in (a, b)), strict=True))
+        matrices = [(x, y) for x, y in pairs if x.ndim > 1] or pairs
+        if not matrices:  # experts without computation
+            return False
+        # one equal matrix is enough, unless it is a constant, as the zeros of a LoRA's B are
+        return any(x.equal(y) and not bool((x == x.flatten()[0]).all()) for x, y in matrices) or all(
+            x.equal(y) for x, y in matrices
+        )
+
     model = case.stepped([case.subject.batch])[0] if case.subject.upcycled else case.model
     when = "after a step" if case.subject.upcycled else "at the start"
     for layer in layers_of(model):
-        equal = [(a, b) for b in range(layer.num_experts) for a in range(b) if _equal(layer, a, b)]
+        equal = [(a, b) for b in range(layer.num_experts) for a in range(b) if equal_in(layer, a, b)]
         bad: bool | None = bool(equal)
         if equal and all(not p.any() for p in layer.parameters().values()):
             bad = None
         yield verdict("experts-differ", layer.name, bad, f"{len(equal)} pairs are equal {when}")
-
-
-def _equal(layer: Layer, a: int, b: int) -> bool:
-    pairs = list(zip(*(layer.expert(e, lambda p: p) for e in (a, b)), strict=True))
-    matrices = [(x, y) for x, y in pairs if x.ndim > 1] or pairs
-    if not matrices:  # experts without computation
-        return False
-    # one equal matrix is enough, unless it is a constant, as the zeros of a LoRA's B are
-    return any(x.equal(y) and not bool((x == x.flatten()[0]).all()) for x, y in matrices) or all(
-        x.equal(y) for x, y in matrices
-    )
 
 
 def optimizer_steps(case: Case) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ _BOUND = 1e-4  # of the largest output: parts in float32 round otherwise in anot
 
 
 def outputs(case: Case) -> Iterator[Finding]:
+    """A sample's output stays the same in another order, alone, among other values, and behind another batch."""
     s, count = case.subject, samples_of(case.subject.batch)
     if count is None or count < 2:
         yield verdict("batch", "", None, "the batch has one sample")
@@ -272,20 +273,14 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
         if bad and excuse:
             bad, text = None, f"{text}: {excuse} changed"
         yield verdict("history", "", bad, text)
-        if training and case.subject.parts is not None and not excuse:
-            yield _balance_history(case, other)
-
-
-def _balance_history(case: Case, other: Batch) -> Finding:
-    """The balance loss depends on this batch alone."""
-    parts = case.subject.parts
-    assert parts is not None
-    fresh, second = case.copy(), case.copy()
-    expected = float(parts(fresh, case.subject.batch)[1].detach())
-    parts(second, other)
-    found = float(parts(second, case.subject.batch)[1].detach())
-    text = f"balance loss {expected:.6g}, after a forward of another batch {found:.6g}"
-    return verdict("history", "balance loss", off(expected, found) > _BOUND, text)
+        parts = case.subject.parts
+        if training and parts is not None and not excuse:
+            fresh, second = case.copy(), case.copy()
+            alone = float(parts(fresh, case.subject.batch)[1].detach())
+            parts(second, other)
+            later = float(parts(second, case.subject.batch)[1].detach())
+            text = f"balance loss {alone:.6g}, after a forward of another batch {later:.6g}"
+            yield verdict("history", "balance loss", off(alone, later) > _BOUND, text)
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:

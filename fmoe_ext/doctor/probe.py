@@ -48,15 +48,31 @@ class Probe:
         self.measured: list[int] = []  # numbers of the experts that are measured
         self._module = case.model.get_submodule(layer.name)
         self._inputs: Any = None  # its (args, kwargs) in the model
-        expected = self._run_model(case)
-        if self._inputs is None or expected is None:
+        outputs: list[torch.Tensor] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._inputs is None:
+                self._inputs = _detached((args, kwargs))
+
+        model = case.copy().eval()
+        inside = model.get_submodule(layer.name)
+        inside.register_forward_pre_hook(before, with_kwargs=True)
+        inside.register_forward_hook(lambda module, args, output: outputs.append(rows_of(output).clone()))
+        with torch.no_grad():
+            case.run(model, case.subject.batch, case.subject.task)
+        if self._inputs is None or not outputs:
             self.cannot = "its input and output are not visible"
             return
+        expected = outputs[0]
         try:
-            self.rows = self.run(record=True)
+            self.rows, watch = self._run()
         except Exception as error:  # of the model
             self.cannot = f"it does not run alone: {type(error).__name__}"
             return
+        self.scores = watch.scores.get(layer.name)
+        self.choices = watch.choices.get(layer.name)
+        self.over_tokens = layer.name in watch.over_tokens
+        self.ranked = layer.name in watch.ranked
         if self.rows.shape != expected.shape or not torch.allclose(self.rows, expected, rtol=1e-4, atol=1e-6):
             self.cannot = "alone it has another output than in the model"
         self.of_groups = self.scores is not None and len(self.scores) < len(self.rows)
@@ -74,80 +90,47 @@ class Probe:
             counts = chosen.flatten().bincount(minlength=layer.num_experts)
             self.measured = counts.topk(_MANY).indices.sort().values.tolist()
         if layer.shards and not layer.order:
-            self._find_order()
-
-    def _find_order(self) -> None:
-        """Find out which expert of the shards each number chooses: the one that computes most of its tokens."""
-        if self.choices is None or len(self.measured) < self.layer.num_experts:
-            self.cannot = "its experts are in several parts, and which expert a choice means is not visible"
-            return
-        used = active(self.parts()).double()  # [T, places]
-        chosen = torch.zeros(len(used), self.layer.num_scores + 1, dtype=torch.float64, device=used.device)
-        nobody = self.layer.num_scores
-        chosen.scatter_(1, torch.where(self.choices < 0, nobody, self.choices), 1.0)
-        chosen = chosen[:, : self.layer.num_experts]
-        both = chosen.t() @ used
-        alike = both / (chosen.sum(0)[:, None] + used.sum(0) - both).clamp(min=1)  # of the tokens of either
-        order = [-1] * self.layer.num_experts
-        for pair in alike.flatten().argsort(descending=True).tolist():
-            number, place = divmod(pair, self.layer.num_experts)
-            if order[number] < 0 and place not in order:
-                order[number] = place
-        self.layer.order = order
-
-    def _run_model(self, case: Case) -> torch.Tensor | None:
-        """Note the layer's input in a forward of the model -> its output there."""
-        model = case.copy().eval()
-        found: list[torch.Tensor] = []
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._inputs is None:
-                self._inputs = _detached((args, kwargs))
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(rows_of(output).clone())
-
-        module = model.get_submodule(self.layer.name)
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-        with torch.no_grad():
-            case.run(model, case.subject.batch, case.subject.task)
-        return found[0] if found else None
+            if self.choices is None or len(self.measured) < layer.num_experts:
+                self.cannot = (
+                    "its experts are in several parts, and which expert a choice means is not visible"
+                )
+                return
+            # Each number chooses the expert of the shards that computes most of its tokens.
+            used = active(self.parts()).double()  # [T, places]
+            nobody = layer.num_scores
+            chosen = torch.zeros(len(used), nobody + 1, dtype=torch.float64, device=used.device)
+            chosen.scatter_(1, torch.where(self.choices < 0, nobody, self.choices), 1.0)
+            chosen = chosen[:, : layer.num_experts]
+            both = chosen.t() @ used
+            alike = both / (chosen.sum(0)[:, None] + used.sum(0) - both).clamp(
+                min=1
+            )  # of the tokens of either
+            order = [-1] * layer.num_experts
+            for pair in alike.flatten().argsort(descending=True).tolist():
+                number, place = divmod(pair, layer.num_experts)
+                if order[number] < 0 and place not in order:
+                    order[number] = place
+            layer.order = order
 
     def run(
-        self,
-        change: ChangeScores | None = None,
-        prepare: Prepare | None = None,
-        inputs: Any = None,
-        record: bool = False,
+        self, change: ChangeScores | None = None, prepare: Prepare | None = None, inputs: Any = None
     ) -> torch.Tensor:
-        """Rows [T, D] that the layer returns. prepare: changes parameters before. record: note scores and choices."""
-        rows, watch = self._run(change, prepare, inputs, training=None)
-        if record:
-            self.scores = watch.scores.get(self.layer.name)
-            self.choices = watch.choices.get(self.layer.name)
-            self.over_tokens = self.layer.name in watch.over_tokens
-            self.ranked = self.layer.name in watch.ranked
-        return rows
-
-    def train(self, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and choices of the layer in training."""
-        rows, watch = self._run(None, None, None, training=seed)
-        return rows, watch.choices.get(self.layer.name)
+        """Return the layer's rows [T, D] in evaluation. prepare: changes parameters before."""
+        return self._run(change, prepare, inputs)[0]
 
     def choose(
-        self, change: ChangeScores | None = None, inputs: Any = None
+        self, change: ChangeScores | None = None, inputs: Any = None, training: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and choices of the layer in evaluation."""
-        rows, watch = self._run(change, None, inputs, training=None)
+        """Return the layer's rows and choices. training: the seed of a run in training; None: in evaluation."""
+        rows, watch = self._run(change, None, inputs, training)
         return rows, watch.choices.get(self.layer.name)
 
     def _run(
         self,
-        change: ChangeScores | None,
-        prepare: Prepare | None,
-        inputs: Any,
-        training: int | None,
+        change: ChangeScores | None = None,
+        prepare: Prepare | None = None,
+        inputs: Any = None,
+        training: int | None = None,
     ) -> tuple[torch.Tensor, Watch]:
         module = copied(self._module).train(training is not None)
         prefix = f"{self.layer.name}." if self.layer.name else ""
@@ -215,9 +198,21 @@ class Probe:
         counts, most = self.used.sum(0), []
         valid = self.choices[(self.choices >= 0) & (self.choices < self.layer.num_experts)]
         chosen = valid.bincount(minlength=self.layer.num_experts)[self.measured]
-        inputs = self._doubled()
-        if inputs is None or not bool((counts < chosen).any()):
+        if not bool((counts < chosen).any()):
             return None
+        args, kwargs = copy.deepcopy(self._inputs)
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]
+        # hidden states [..., D], or tokens [...]
+        rows = [v.shape[:-1].numel() if v.is_floating_point() else v.numel() for v in values]
+        if not rows or rows[0] != len(self.rows):
+            return None  # no input has a row for each token
+        size = len(values[0])
+
+        def doubled(v: Any) -> Any:
+            is_of_samples = isinstance(v, torch.Tensor) and v.ndim and len(v) == size
+            return torch.cat([v, v]) if is_of_samples else v
+
+        inputs = [doubled(v) for v in args], {n: doubled(v) for n, v in kwargs.items()}
         base = self.run(prepare=_equal([]), inputs=inputs)
         moves = [self.run(prepare=_equal([e]), inputs=inputs) - base for e in self.measured]
         twice = active(torch.stack(moves, 1)).sum(0)
@@ -229,24 +224,6 @@ class Probe:
         if not 2 * most[0] - 1 <= most[1] <= 2 * most[0] + 1:  # a factor of the batch, rounded
             return None
         return f"each expert computes {most[0]} tokens at most, and {most[1]} of a batch twice as large: a capacity"
-
-    def _doubled(self) -> Any:
-        """Double the layer's inputs, each sample twice; None if no input has a row for each token."""
-        args, kwargs = copy.deepcopy(self._inputs)
-        values = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.ndim > 1]
-        if not values:
-            return None
-        # hidden states [..., D], or tokens [...]
-        of_rows = values[0] if values[0].is_floating_point() else values[0][..., None]
-        if of_rows.shape[:-1].numel() != len(self.rows):
-            return None
-        size = len(values[0])
-
-        def twice(v: Any) -> Any:
-            is_of_samples = isinstance(v, torch.Tensor) and v.ndim and len(v) == size
-            return torch.cat([v, v]) if is_of_samples else v
-
-        return [twice(v) for v in args], {n: twice(v) for n, v in kwargs.items()}
 
     @functools.cached_property
     def mixes_tokens(self) -> str | None:
@@ -321,7 +298,7 @@ def has_capacity(case: Case, layer: Layer) -> bool:
 
 
 def ratio_of(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Ratio of the weights of two measurements [T, M, D] -> [T, M]; NaN where an expert adds nothing."""
+    """Return the ratio of the weights of two measurements [T, M, D] -> [T, M]; NaN where an expert adds nothing."""
     return (after * before).sum(-1) / (before * before).sum(-1)
 
 
@@ -351,7 +328,7 @@ def drawn(seed: int, amount: float = 1.0) -> ChangeScores:
 
 
 def active(parts: torch.Tensor) -> torch.Tensor:
-    """bool [T, M]: the experts that add to a token."""
+    """Find the experts that add to a token -> bool [T, M]."""
     sizes = parts.norm(dim=-1)
     return sizes > _ZERO * sizes.max().clamp(min=1e-300)
 
@@ -384,29 +361,29 @@ def stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter
 
 def _equal(moved: list[int], matrices: bool = False) -> Prepare:
     """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
-    return functools.partial(_make_equal, moved=moved, matrices=matrices)
 
+    def make_equal(layer: Layer, own: dict[str, nn.Parameter]) -> None:
+        generator = torch.Generator("cpu").manual_seed(9)
 
-def _make_equal(layer: Layer, own: dict[str, nn.Parameter], moved: list[int], matrices: bool) -> None:
-    generator = torch.Generator("cpu").manual_seed(9)
+        def give(values: dict[int, torch.Tensor]) -> None:
+            first = next(iter(values.values())).clone()
+            noise = torch.randn(first.shape, generator=generator, dtype=torch.float64, device="cpu")
+            size = float(first.abs().mean()) or 0.02
+            for e, value in values.items():
+                value.copy_(first)
+                if e in moved and (first.ndim > 1 or not matrices):
+                    value.add_(noise.to(first), alpha=_MOVE * size)
 
-    def give(values: dict[int, torch.Tensor]) -> None:
-        first = next(iter(values.values())).clone()
-        noise = torch.randn(first.shape, generator=generator, dtype=torch.float64, device="cpu")
-        size = float(first.abs().mean()) or 0.02
-        for e, value in values.items():
-            value.copy_(first)
-            if e in moved and (first.ndim > 1 or not matrices):
-                value.add_(noise.to(first), alpha=_MOVE * size)
+        with_values = {e: list(expert.values()) for e, expert in enumerate(layer.separate) if expert}
+        for tensors in zip(*with_values.values(), strict=True):
+            give(dict(zip(with_values, tensors, strict=True)))
+        for p in stacks(layer, own).values():
+            give(dict(enumerate(p.unbind(0))))
+        for tensors in zip(*(shard.values() for shard in layer.shards), strict=True):
+            rows = [row for p in tensors for row in p.unbind(0)]
+            give({e: rows[layer.place(e)] for e in range(layer.num_experts)})
 
-    with_values = {e: list(expert.values()) for e, expert in enumerate(layer.separate) if expert}
-    for tensors in zip(*with_values.values(), strict=True):
-        give(dict(zip(with_values, tensors, strict=True)))
-    for p in stacks(layer, own).values():
-        give(dict(enumerate(p.unbind(0))))
-    for tensors in zip(*(shard.values() for shard in layer.shards), strict=True):
-        rows = [row for p in tensors for row in p.unbind(0)]
-        give({e: rows[layer.place(e)] for e in range(layer.num_experts)})
+    return make_equal
 
 
 def _floating(inputs: Any) -> list[torch.Tensor]:

@@ -86,7 +86,7 @@ def routing(case: Case) -> Iterator[Finding]:
 
 def _as_in_training(probe: Probe, shared: str | None) -> Finding:
     """The same choices have the same output in training and in evaluation."""
-    (rows, choices), (again, _) = probe.train(1), probe.train(2)
+    (rows, choices), (again, _) = probe.choose(training=1), probe.choose(training=2)
     scale = float(probe.rows.abs().max())
     if not rows.equal(again):
         return verdict("evaluation", probe.layer.name, None, "training draws random numbers")

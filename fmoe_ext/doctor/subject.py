@@ -27,28 +27,25 @@ Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Loss that the model returns, else a fixed random projection of its first floating output."""
+    """Return the model's own loss, else a fixed random projection of its first floating output."""
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    value = _first_floating(output)
+    if isinstance(output, torch.Tensor):
+        values: Iterable[Any] = [output]
+    else:
+        values = output.values() if hasattr(output, "values") else output
+        values = values if isinstance(values, Iterable) else []
+    floating = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+    value = next(floating, None)
+    if value is None:
+        raise ValueError("the model returns no floating-point tensor")
     generator = torch.Generator("cpu").manual_seed(5)
     shape = value.shape[1:]
     weights = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
     # linear and square parts, so that neither a sign nor a permutation of the columns goes unseen
     return (value.double().square() * (1 + weights.abs()) + value.double() * weights).mean()
-
-
-def _first_floating(output: Any) -> torch.Tensor:
-    """Find the first floating-point tensor of an output; ValueError if there is none."""
-    if isinstance(output, torch.Tensor) and output.is_floating_point():
-        return output
-    values = output.values() if hasattr(output, "values") else output
-    for value in values if isinstance(values, Iterable) and not isinstance(values, torch.Tensor) else ():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value
-    raise ValueError("the model returns no floating-point tensor")
 
 
 def train_step(
@@ -73,38 +70,35 @@ def _recomputed(forward: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, its batch, and those functions of its training that are not the defaults.
-
-    loss: the tensor that is differentiated. parts(model, batch): (task loss, balance loss), for the checks of
-    the balance loss, which enters with balance_weight. padded: the batch with padding. with_top_k(k): the model
-    with other K, the same weights. options: {name: the model with this option changed}. adapted: parts of names
-    that adapters shall cover. merge(model): the model with its adapters merged into the weights. clip(model, max_norm)
-    scales gradients in place and returns their norm. build(): a fresh model of other random weights. save(model) and
-    load(model, saved): a file and its reader. recompute(forward, *args): the activation checkpointing of the training.
-    """
+    """A model, its batch, and those functions of its training that are not the defaults."""
 
     model: nn.Module
     batch: Batch  # what the model takes: a tensor, or keyword arguments
-    loss: Loss = _output_loss
+    loss: Loss = _output_loss  # (model, batch) -> the tensor that is differentiated
+    # (model, batch) -> (task loss, balance loss), for the checks of the balance loss
     parts: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None
-    balance_weight: float = 1.0
-    padded: Batch | None = None
-    with_top_k: Callable[[int], nn.Module] | None = None
-    options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-    adapted: Sequence[str] = ()
-    merge: Callable[[Any], nn.Module] | None = None
-    clip: Callable[[nn.Module, float], Any] | None = None
-    build: Callable[[], nn.Module] | None = None
-    recompute: Callable[..., Any] = _recomputed
+    balance_weight: float = 1.0  # factor of the balance loss in the loss
+    padded: Batch | None = None  # the batch with padding
+    with_top_k: Callable[[int], nn.Module] | None = None  # the model with other K, the same weights
+    options: Mapping[str, Callable[[], nn.Module]] = field(
+        default_factory=dict
+    )  # {name: model with it changed}
+    adapted: Sequence[str] = ()  # parts of names that adapters shall cover
+    merge: Callable[[Any], nn.Module] | None = None  # the model with its adapters merged into the weights
+    clip: Callable[[nn.Module, float], Any] | None = (
+        None  # (model, max_norm): scales gradients, returns their norm
+    )
+    build: Callable[[], nn.Module] | None = None  # a fresh model of other random weights
+    recompute: Callable[..., Any] = _recomputed  # (forward, *args): the training's activation checkpointing
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # None: AdamW
     step: Callable[..., None] = train_step  # (model, optimizer, microbatches, loss)
-    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict
-    load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = _load_by_name
+    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict  # makes what a file holds
+    load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = _load_by_name  # (model, saved)
     save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
     upcycled: bool = False  # experts begin equal: they are compared after a step
 
     def task(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Loss without the balance loss."""
+        """Compute the loss without the balance loss."""
         return self.loss(model, batch) if self.parts is None else self.parts(model, batch)[0]
 
 
@@ -135,31 +129,24 @@ def double(value: Any) -> Any:
 
 def read(place: str) -> Subject:
     """Make the Subject that "file.py:make" returns (or (model, batch)), or a small one of a Transformers folder."""
-    if ":" not in place:
-        return _from_folder(place)
-    made = find(place)()
-    if isinstance(made, Subject):
-        return made
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return Subject(*made)
-    raise AuditError(
-        f"{place} must return a doctor.Subject or (model, batch), but returned {type(made).__name__}"
-    )
-
-
-def _from_folder(model: str) -> Subject:
+    if ":" in place:
+        made = find(place)()
+        if isinstance(made, Subject):
+            return made
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            return Subject(*made)
+        raise AuditError(
+            f"{place} must return a doctor.Subject or (model, batch), but returned {type(made).__name__}"
+        )
     import transformers
 
     try:
-        folder = local_path(model, ("config.json",))
-    except CheckpointError as error:
-        raise AuditError(str(error)) from error
-    try:
-        config = open_config(folder)
-    except (OSError, CheckpointError) as error:
-        raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
-    text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
-    try:
+        folder = local_path(place, ("config.json",))
+        try:
+            config = open_config(folder)
+        except (OSError, CheckpointError) as error:
+            raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
+        text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
         with errors_of_transformers(folder):
             small = shrunk_config(text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config)
             return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
@@ -181,9 +168,8 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
     if weight is None or not hasattr(text, "output_router_logits"):
         return Subject(model, batch, build=build)
     batch["output_router_logits"] = True
-    padded: dict[str, Any] = {name: value for name, value in batch.items() if name != "output_router_logits"}
     fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    padded = {n: torch.nn.functional.pad(v, (0, 4), value=fill[n]) for n, v in padded.items()}
+    padded = {n: torch.nn.functional.pad(batch[n], (0, 4), value=v) for n, v in fill.items()}
     padded["output_router_logits"] = True
 
     def parts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

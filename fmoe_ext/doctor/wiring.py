@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.doctor.case import TINY, Case, off, rows_of, verdict
-from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward
+from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward, slope_of_loss
 from fmoe_ext.doctor.probe import probe_of, stacks
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Layer, layers_of
@@ -82,6 +82,11 @@ def input_gradient(case: Case) -> Iterator[Finding]:
     if own_backward(case):
         yield verdict("input-gradient", "", None, "a custom backward may differ from the slope on purpose")
         return
+
+    def along_input(model: nn.Module, amount: float, layer: Layer, along: torch.Tensor) -> None:
+        change = partial(torch.add, amount * along)
+        model.get_submodule(layer.name).register_forward_pre_hook(_change_input(change))
+
     for layer in case.layers:
         seen: list[torch.Tensor] = []
 
@@ -90,7 +95,7 @@ def input_gradient(case: Case) -> Iterator[Finding]:
             return seen[-1]
 
         model = case.copy()
-        _module(model, layer).register_forward_pre_hook(_change_input(as_leaf))
+        model.get_submodule(layer.name).register_forward_pre_hook(_change_input(as_leaf))
         value, _ = case.run(model, case.subject.batch, case.subject.task)
         if len(seen) != 1 or not value.requires_grad:
             yield verdict("input-gradient", layer.name, None, f"{len(seen)} inputs are visible")
@@ -101,32 +106,17 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         random = torch.randn(seen[0].shape, generator=generator, dtype=torch.float64, device="cpu")
         along = random.to(seen[0]) * (seen[0].detach().norm() / random.norm())
         expected = 0.0 if grad is None else float((grad * along).sum())
-        slope, same = _slope(case, layer, along, SLOPE_STEP)
+        move = partial(along_input, layer=layer, along=along)
+        slope, same = slope_of_loss(case, move, SLOPE_STEP)
         scale = max(abs(slope), abs(expected), size * float(along.norm()) / along.numel() ** 0.5)
         gap = abs(slope - expected)
         bad: bool | None = gap > SLOPE_BOUND * scale + 0.1 * ROUNDING * abs(float(case.task)) / SLOPE_STEP
         if bad:
             # a mistake has one slope at every step; rounding, and choices that change unseen, have others
-            others = [_slope(case, layer, along, step) for step in (SLOPE_STEP * 4, SLOPE_STEP / 4)]
+            others = [slope_of_loss(case, move, step) for step in (SLOPE_STEP * 4, SLOPE_STEP / 4)]
             steady = all(seen and abs(other - slope) < 0.2 * gap for other, seen in others)
-            bad = True if same and case.choices and steady else None
+            bad = True if same and steady else None
         yield verdict("input-gradient", layer.name, bad, f"gradient {expected:.4g}, slope {slope:.4g}")
-
-
-def _slope(case: Case, layer: Layer, along: torch.Tensor, step: float) -> tuple[float, bool]:
-    """Slope of the loss along a change of a layer's input; True if no choice changed on the way."""
-    values, same = [], True
-    for sign in (step, -step):
-        model = case.copy()
-        _module(model, layer).register_forward_pre_hook(_change_input(partial(torch.add, sign * along)))
-        value, watch = case.run(model, case.subject.batch, case.subject.task)
-        values.append(float(value.detach()))
-        same &= all(watch.choices[n].equal(c) for n, c in case.choices.items() if n in watch.choices)
-    return (values[0] - values[1]) / (2 * step), same
-
-
-def _module(model: nn.Module, layer: Layer) -> nn.Module:
-    return model.get_submodule(layer.name)
 
 
 def _change_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -185,7 +175,9 @@ def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None
     found: list[torch.Tensor] = []
     model = case.copy()
 
-    _module(model, layer).register_forward_hook(lambda _m, _i, output: found.append(rows_of(output)))
+    model.get_submodule(layer.name).register_forward_hook(
+        lambda _m, _i, output: found.append(rows_of(output))
+    )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         if name:

@@ -57,19 +57,6 @@ RACES = (  # with the regimes of docs/kernels.md: thousands of rows an expert, h
 )
 
 
-def _choices(case: Case, generator: torch.Generator) -> Tensor:
-    """topk_idx [T, K]; -1 is a dropped choice."""
-    shape = (case.T, case.K)
-    if case.spread == "even":
-        return torch.arange(case.T * case.K, device="cpu").view(shape) % case.E
-    if case.spread in ("one", "none"):
-        return torch.full(shape, case.E - 1 if case.spread == "one" else -1, device="cpu")
-    skewed = torch.rand(shape, generator=generator, device="cpu").square() * (case.E + 1)
-    topk_idx = skewed.long() - 1
-    topk_idx[topk_idx == 1] = -1  # expert 1 has no rows
-    return topk_idx
-
-
 @dataclass(frozen=True)
 class Inputs:
     """Arguments of expert_mlp, and of grouped_gemm with the rows and w1; the gradients of their results.
@@ -99,7 +86,15 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)  # a CPU takes seconds for the largest weights
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
-        index = ops.sort_tokens_ref(_choices(case, torch.Generator("cpu").manual_seed(seed)), E)
+        if case.spread == "even":
+            topk_idx = torch.arange(T * K, device="cpu").view(T, K) % E  # -1 is a dropped choice
+        elif case.spread in ("one", "none"):
+            topk_idx = torch.full((T, K), E - 1 if case.spread == "one" else -1, device="cpu")
+        else:
+            on_cpu = torch.Generator("cpu").manual_seed(seed)
+            topk_idx = (torch.rand(T, K, generator=on_cpu, device="cpu").square() * (E + 1)).long() - 1
+            topk_idx[topk_idx == 1] = -1  # expert 1 has no rows
+        index = ops.sort_tokens_ref(topk_idx, E)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
@@ -216,9 +211,7 @@ def main_gradients(case: Case, inputs: Inputs) -> Results:
     for name, parameter in parameters.items():
         parameter.main_grad = sums[name]  # type: ignore[attr-defined]
     w1, w2 = (ops.MainGrad(parameter) for parameter in parameters.values())
-
     function = functools.partial(ops.expert_mlp, main_grads=(w1, w2))
-
     leaves = inputs.leaves("x", "b1", "b2", "topk_weights") | parameters
     torch.autograd.backward(mlp(case, inputs, leaves, function), inputs.grad)
     return {f"main gradient of {name}": t.to(inputs.x.dtype) for name, t in sums.items()}

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from fmoe_ext._cli import positive_float
+from fmoe_ext.gpu.proof import report
 from fmoe_ext.gpu.prove import prove
-from fmoe_ext.gpu.report import report
 from fmoe_ext.gpu.target import Target, Unavailable
 
 

@@ -117,7 +117,22 @@ class _Prover:
                     return False
                 if isinstance(message, Finished):
                     return message.done
-                under_way = self._take(message, under_way)
+                if isinstance(message, NotAvailable):
+                    raise Unavailable(message.reason)
+                if isinstance(message, Ready):
+                    self.key, self.taken_with, self.sources = message.key, message.taken_with, message.sources
+                    self.kernels = tuple(name for name in message.sources if name != PORTABLE)
+                    self.judged = {**message.known, **self.judged}
+                    self.deadline = min(self.deadline, time.monotonic() + self.budget)
+                elif isinstance(message, Start):
+                    self.say(message.what)
+                    under_way = message
+                elif isinstance(message, Judged):
+                    self._judge(message.kernel, message.verdict)
+                elif isinstance(message, Race):
+                    self.races.append(message)
+                else:
+                    self.torch_wins.append(message)
         except EOFError:
             exit_code = child.end()
             if exit_code is not None and exit_code == -signal.SIGKILL:  # not the kernel's fault
@@ -131,26 +146,6 @@ class _Prover:
             return False
         finally:
             child.end()
-
-    def _take(self, message: Message, under_way: Start | None) -> Start | None:
-        """Notes what a child says -> what it is doing now."""
-        if isinstance(message, NotAvailable):
-            raise Unavailable(message.reason)
-        if isinstance(message, Ready):
-            self.key, self.taken_with, self.sources = message.key, message.taken_with, message.sources
-            self.kernels = tuple(name for name in message.sources if name != PORTABLE)
-            self.judged = {**message.known, **self.judged}
-            self.deadline = min(self.deadline, time.monotonic() + self.budget)
-        elif isinstance(message, Start):
-            self.say(message.what)
-            return message
-        elif isinstance(message, Judged):
-            self._judge(message.kernel, message.verdict)
-        elif isinstance(message, Race):
-            self.races.append(message)
-        elif isinstance(message, TorchWin):
-            self.torch_wins.append(message)
-        return under_way
 
     def _judge(self, kernel: str, verdict: Verdict) -> None:
         self.judged[kernel] = verdict

@@ -22,34 +22,20 @@ from fmoe_ext.gpu.target import Target
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
 _TORCH_MARGIN = 1.05  # torch takes a product if ours takes this much longer than its own
-OPERATIONS = (  # what is timed
-    "grouped_gemm",
-    "grouped_gemm, gradient of the rows",
-    "grouped_gemm, gradient of the weight",
-    "grouped_gemm, main gradient of the weight",
-    "expert_mlp, gradient of the hidden rows",
-    "expert_mlp",
-    "expert_mlp, all gradients",
-)
-# What torch's product takes the place of in each operation. One product decides whether torch wins it; the other
+# What is timed, and what torch's product takes the place of in it. One product decides whether torch wins it; the other
 # product of expert_mlp is ours in both times, and of several products nobody knows which one decided.
 PRODUCTS = MappingProxyType(
-    dict(
-        zip(
-            OPERATIONS,
-            (
-                ("rows_by_weight",),
-                ("grad_input",),
-                ("grad_weight",),
-                ("main_grad",),
-                ("grad_hidden",),
-                ("up",),
-                ("grad_hidden", "grad_weight", "grad_input"),
-            ),
-            strict=True,
-        )
-    )
+    {
+        "grouped_gemm": ("rows_by_weight",),
+        "grouped_gemm, gradient of the rows": ("grad_input",),
+        "grouped_gemm, gradient of the weight": ("grad_weight",),
+        "grouped_gemm, main gradient of the weight": ("main_grad",),
+        "expert_mlp, gradient of the hidden rows": ("grad_hidden",),
+        "expert_mlp": ("up",),
+        "expert_mlp, all gradients": ("grad_hidden", "grad_weight", "grad_input"),
+    }
 )
+OPERATIONS = tuple(PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -153,9 +139,21 @@ class Races:
         self.times: dict[Course, tuple[float, float]] = {}  # with the kernels that are left, and by torch
 
     def run(self) -> Iterator[Event]:
+        """Race until no kernel is slow, then each product against torch's, in 16 bits and in TF32."""
         # the library unregisters torch's product when it is collected, so it must outlive the races
         held = torch_path.install_products(self.target.device.type.upper())
-        yield from self._run_until_none_is_slow(self.target.dtypes[0])
+        courses = [
+            Course(case, name, self.target.dtypes[0]) for case in self.target.races for name in OPERATIONS
+        ]
+        while courses:
+            yield from self._run_all(courses)
+            courses = []
+            if (slowest := self._slowest()) is not None:
+                kernel, verdict = slowest
+                yield Lost(kernel, verdict)
+                self.kernels = [other for other in self.kernels if other != kernel]
+                courses = [course for name, course in self.races if name == kernel]
+                self.races = {k: race for k, race in self.races.items() if k[1] not in courses}
         yield from self._compare_with_torch()
         with torch_path.tf32(True):  # our float32 stays whole, torch's is rounded
             yield from self._run_all(
@@ -195,18 +193,6 @@ class Races:
                 yield Lost(kernel, verdict)
         self.times.clear()
 
-    def _run_until_none_is_slow(self, dtype: torch.dtype) -> Iterator[Event]:
-        courses = [Course(case, name, dtype) for case in self.target.races for name in OPERATIONS]
-        while courses:
-            yield from self._run_all(courses)
-            courses = []
-            if (slowest := self._slowest()) is not None:
-                kernel, verdict = slowest
-                yield Lost(kernel, verdict)
-                self.kernels = [other for other in self.kernels if other != kernel]
-                courses = [course for name, course in self.races if name == kernel]
-                self.races = {k: race for k, race in self.races.items() if k[1] not in courses}
-
     def _run_all(self, courses: list[Course]) -> Iterator[Event]:
         for case in dict.fromkeys(course.case for course in courses):
             mine = [course for course in courses if course.case == case]
@@ -238,8 +224,12 @@ class Races:
     def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
         name, shape = course.operation, course.shape
         yield Start(f"{name} by torch ({shape})", ())
-        torch_ms = self._torch_milliseconds(course, function)
         gpu_kernels.switch_on(self.kernels)
+        gpu_kernels.let_torch_compute(course.classes)
+        try:
+            torch_ms = self.target.milliseconds(function)
+        finally:
+            gpu_kernels.let_torch_compute(())
         before = gpu_kernels.runs()
         function()
         self.target.synchronize()
@@ -260,12 +250,3 @@ class Races:
             yield race
         if not computed_by:
             yield Race(name, shape, PORTABLE, ms, None, torch_ms)
-
-    def _torch_milliseconds(self, course: Course, function: Callable[[], object]) -> float:
-        """Time the operation with torch's product instead of ours."""
-        gpu_kernels.switch_on(self.kernels)
-        gpu_kernels.let_torch_compute(course.classes)
-        try:
-            return self.target.milliseconds(function)
-        finally:
-            gpu_kernels.let_torch_compute(())

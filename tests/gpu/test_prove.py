@@ -13,9 +13,9 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu.child import Work
 from fmoe_ext.gpu.cli import main, run
+from fmoe_ext.gpu.proof import summary
 from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.races import OPERATIONS, PRODUCTS, Course, Race, Races, Start
-from fmoe_ext.gpu.report import summary
 from fmoe_ext.gpu.target import Unavailable
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
 
