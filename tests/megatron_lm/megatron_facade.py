@@ -23,9 +23,8 @@ from torch import nn
 
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.megatron.core.gate import gate_arguments
-from fmoe_ext.megatron.core.options import MOE_FIELD
 from fmoe_ext.megatron.core.specs import MegatronCoreMoE
-from fmoe_ext.megatron.core.table import check_options
+from fmoe_ext.megatron.core.table import MOE_FIELD, check_options
 from fmoe_ext.routing import permute_rows, unpermute_rows
 from fmoe_ext.step import begin
 

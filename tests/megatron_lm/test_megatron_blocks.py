@@ -21,7 +21,7 @@ from megatron_pair import (
 )
 
 from fmoe_ext.megatron.core import MegatronCoreMLP
-from fmoe_ext.megatron.core.options import layers_with_experts
+from fmoe_ext.megatron.core.table import layers_with_experts
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 

@@ -39,8 +39,7 @@ from megatron_pair import (
 )
 
 from fmoe_ext.megatron.core import OPTIONS, check_options
-from fmoe_ext.megatron.core.options import MOE_FIELD
-from fmoe_ext.megatron.core.table import table
+from fmoe_ext.megatron.core.table import MOE_FIELD, table
 from tests.test_latent import plain
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")

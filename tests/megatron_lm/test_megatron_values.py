@@ -23,7 +23,7 @@ from megatron_pair import (
 )
 
 from fmoe_ext.megatron.core import OPTIONS
-from fmoe_ext.megatron.core.options import is_default
+from fmoe_ext.megatron.core.table import is_default
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 

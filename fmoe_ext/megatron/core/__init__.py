@@ -1,9 +1,13 @@
 """Megatron-core, 0.15 and newer: MoE layers that replace a model's MLPs, or stand in its layer specification.
 
-Experts are spread over Megatron's expert-parallel group; its DistributedDataParallel, optimizers and dist_checkpointing
-treat them as its own. table.py: each MoE option of TransformerConfig; gate.py: the gate that a config describes;
-layer.py: the layer; specs.py: the layer in Megatron's specifications; dense.py: the MLPs that fmoefy replaces;
-arguments.py: what both need.
+Megatron builds a model from a specification, a tree that names a module for each part of a layer. with_experts()
+copies the tree with our layer where MoELayer stood, and Megatron builds ours with its config and process groups
+(specs.py). A model that is built already has dense MLPs, which fmoefy reads and replaces (dense.py). Either way the
+layer is called as an MLP is, [s, b, h] -> ([s, b, h], None), and its parameters carry the attributes by which
+Megatron's DistributedDataParallel, optimizers and dist_checkpointing tell experts from the rest (layer.py). The gate
+is built from the options of TransformerConfig (gate.py), every one of which is honoured, without effect or refused
+(table.py). Experts are spread over Megatron's expert-parallel group (arguments.py); with expert tensor parallelism
+each rank has a part of every expert's width (expert_tensor.py).
 """
 
 from fmoe_ext.megatron.core.arguments import layer_arguments, process_groups

@@ -57,16 +57,6 @@ def layer_arguments(config: Any, groups: Any, num_experts: int | None = None) ->
     return arguments
 
 
-def check_whole_experts(groups: Any) -> None:
-    """ValueError for expert tensor parallelism, where experts have to be whole on their rank."""
-    if groups.expt_tp.size() != 1:
-        raise ValueError(
-            f"expert_tensor_parallel_size is {groups.expt_tp.size()} (Megatron's default is the tensor parallel size), "
-            "but fmoefy makes experts that are whole on one rank: pass expert_tensor_parallel_size=1 to "
-            "initialize_model_parallel (--expert-tensor-parallel-size 1), or use moe_layer_spec"
-        )
-
-
 def activation_of(config: Any) -> str | Callable[..., Any]:
     """Name or build the activation of this config's dense MLP, as FMoETransformerMLP takes it."""
     activation = simplify(config.activation_func)

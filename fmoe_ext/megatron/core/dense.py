@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from fmoe_ext.megatron.core.arguments import (
-    activation_of,
-    check_whole_experts,
-    layer_arguments,
-    process_groups,
-)
+from fmoe_ext.megatron.core.arguments import activation_of, layer_arguments, process_groups
 from fmoe_ext.megatron.core.gate import gate_arguments
-from fmoe_ext.megatron.core.layer import MegatronCoreMLP, norm_inside
+from fmoe_ext.megatron.core.layer import FusedNorm, MegatronCoreMLP
 from fmoe_ext.megatron.core.table import check_options
 from fmoe_ext.models.target import DenseMLP, Options, Target, whole
 
@@ -27,7 +21,7 @@ LOOKED_FOR = (
 
 
 def find(model: nn.Module, options: Options) -> list[Target]:
-    """The MLPs of Megatron-core's layers; all tensor-parallel ranks call it together."""
+    """Find the MLPs of Megatron-core's layers; all tensor-parallel ranks call it together."""
     prefix = ""
     while isinstance(getattr(model, "module", None), nn.Module):
         if type(model).__module__.startswith("megatron.core.distributed"):
@@ -36,28 +30,22 @@ def find(model: nn.Module, options: Options) -> list[Target]:
                 "call fmoefy before wrapping it"
             )
         model, prefix = model.module, prefix + "module."  # type: ignore[assignment]  # torch: Tensor | Module
-    return [
-        _target(f"{prefix}{stack}.layers.{index}.mlp", layer, options)
-        for stack in ("encoder", "decoder")
-        for index, layer in _dense_layers(getattr(model, stack, None))
-    ]
-
-
-def _dense_layers(block: Any) -> Iterator[tuple[int, Any]]:
-    """(index, layer) of Megatron-core's transformer layers with an ordinary MLP."""
     megatron = sys.modules.get("megatron.core.transformer.transformer_layer")
-    layers = getattr(block, "layers", None)
-    if megatron is None or not isinstance(layers, nn.ModuleList):
-        return
-    for index, layer in enumerate(layers):
-        mlp = getattr(layer, "mlp", None)
-        is_dense = hasattr(mlp, "linear_fc1") and hasattr(mlp, "linear_fc2")
-        if isinstance(layer, megatron.TransformerLayer) and is_dense:
-            yield index, layer
+    if megatron is None:
+        return []
+    found = []
+    for stack in ("encoder", "decoder"):
+        layers: Any = getattr(getattr(model, stack, None), "layers", None)
+        for index, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
+            mlp = getattr(layer, "mlp", None)
+            is_dense = hasattr(mlp, "linear_fc1") and hasattr(mlp, "linear_fc2")
+            if isinstance(layer, megatron.TransformerLayer) and is_dense:
+                found.append(_target(f"{prefix}{stack}.layers.{index}.mlp", layer, options))
+    return found
 
 
 def _target(path: str, layer: Any, options: Options) -> Target:
-    config = layer.config
+    config, mlp = layer.config, layer.mlp
     check_options(config, own_gate=options.gate is not None, fills_dense=True)
     groups = process_groups(getattr(layer, "pg_collection", None))
     if not options.distributed_experts and groups.ep.size() > 1:
@@ -65,12 +53,20 @@ def _target(path: str, layer: Any, options: Options) -> Target:
             f"distributed_experts=False, but expert_model_parallel_size is {groups.ep.size()}: Megatron reduces the "
             "gradients of experts over the other ranks only, so make it 1"
         )
-    norm = norm_inside(layer.mlp.linear_fc1, config)
-    check_whole_experts(groups)
+    norm = None
+    if (weight := getattr(mlp.linear_fc1, "layer_norm_weight", None)) is not None:
+        # Transformer Engine's linear_fc1 has the norm inside; ours stands before the gate, which reads its output.
+        bias = getattr(mlp.linear_fc1, "layer_norm_bias", None)
+        norm = FusedNorm(config, weight.detach().clone(), None if bias is None else bias.detach().clone())
+    if groups.expt_tp.size() != 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {groups.expt_tp.size()} (Megatron's default is the tensor parallel size), "
+            "but fmoefy makes experts that are whole on one rank: pass expert_tensor_parallel_size=1 to "
+            "initialize_model_parallel (--expert-tensor-parallel-size 1), or use moe_layer_spec"
+        )
     moe_kwargs = layer_arguments(config, groups)
     if options.gate is None:
         moe_kwargs |= gate_arguments(config)
-    mlp = layer.mlp
     parameters = (mlp.linear_fc1.weight, mlp.linear_fc1.bias, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
     w1, b1, w2, b2 = (None if p is None or not p.numel() else p.detach() for p in parameters)
     activation = activation_of(config) if options.activation is None else options.activation

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fmoe_ext.ep.width import WidthGroup
@@ -122,19 +121,6 @@ class FusedByWidth(Fused):
         tokens, shares = width.gather(x, most), width.gather(topk_weights, most)
         out = experts(tokens, handle.tokens_per_expert, handle, shares, weights, *main_grads)
         return width.sum(out, x.shape[0])
-
-
-def check_width_group(groups: Any) -> None:
-    """ValueError unless expert_tensor_parallel_size is 1 or the tensor parallel size, with the same ranks."""
-    size = groups.expt_tp.size()
-    if size == 1:
-        return
-    ranks = [dist.get_process_group_ranks(group) for group in (groups.expt_tp, groups.tp)]
-    if ranks[0] != ranks[1]:
-        raise ValueError(
-            f"expert_tensor_parallel_size={size} must be 1 or tensor_model_parallel_size={groups.tp.size()}, with the "
-            "same ranks"
-        )
 
 
 def sharded_parts(

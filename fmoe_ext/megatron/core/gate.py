@@ -156,13 +156,26 @@ class MegatronSqrtSoftplusGate(_WithBias, SqrtSoftplusGate):
 
 
 def gate_arguments(config: Any) -> dict[str, Any]:
-    """Arguments gate and gate_bias of FMoETransformerMLP: the router of this config, as check_options() allows it."""
+    """Make gate= and gate_bias= of FMoETransformerMLP: the router of this config, as check_options() allows it."""
 
     def gate(
         d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
     ) -> ScoredGate:
         size = (d_model, num_expert, world_size, top_k, gate_bias)
-        common = _common_options(config)
+        _, balance_weight, z_weight = loss_weights(config)
+        balance_loss = _balance_of(config)
+        common: dict[str, Any] = {
+            "balance_loss": balance_loss,
+            "balance_weight": balance_weight,
+            # of each microbatch, set by the layer
+            "seq_len": 1 if "sequence" in (balance_loss or ()) else None,
+            "z_weight": z_weight,
+            "jitter": config.moe_input_jitter_eps or 0.0,
+            "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
+            "capacity_factor": config.moe_expert_capacity_factor,
+            "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
+            "wide": config.moe_router_dtype == "fp64",
+        }
         if is_sinkhorn(config):
             return MegatronSinkhornGate(*size, **common)
         score = config.moe_router_score_function
@@ -191,26 +204,8 @@ def gate_arguments(config: Any) -> dict[str, Any]:
     return {"gate": gate, "gate_bias": config.add_bias_linear}
 
 
-def _common_options(config: Any) -> dict[str, Any]:
-    """Options of every gate."""
-    _, balance_weight, z_weight = loss_weights(config)
-    balance_loss = _balance_of(config)
-    return {
-        "balance_loss": balance_loss,
-        "balance_weight": balance_weight,
-        # of each microbatch, set by the layer
-        "seq_len": 1 if "sequence" in (balance_loss or ()) else None,
-        "z_weight": z_weight,
-        "jitter": config.moe_input_jitter_eps or 0.0,
-        "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
-        "capacity_factor": config.moe_expert_capacity_factor,
-        "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
-        "wide": config.moe_router_dtype == "fp64",
-    }
-
-
 def _swapped(rows: Tensor, shape: tuple[Any, Any]) -> Tensor:
-    """Rows of tokens in the order of the transposed shape."""
+    """Put rows of tokens into the order of the transposed shape."""
     return rows.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
 
 
@@ -250,5 +245,5 @@ def loss_weights(config: Any) -> tuple[float, float, float]:
 
 
 def only(value: Any) -> Any:
-    """The entry of a list of one, which Megatron takes as well as the entry."""
+    """Return the entry of a list of one, which Megatron takes as well as the entry."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value

@@ -161,20 +161,9 @@ class MegatronCoreMLP(nn.Module):
         weight = self._loss_factor()
         if weight == 0:
             return output
-        self._log(self.gate_loss)
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker
 
-        if self.config.calculate_per_token_loss:  # gradients will be divided by the number of all tokens
-            copies = self._groups.cp.size()
-            if self.config.sequence_parallel:
-                copies *= self._groups.tp.size()
-            weight = weight * copies * num_tokens
-        return MoEAuxLossAutoScaler.apply(output, gate_loss * weight)
-
-    def _log(self, gate_loss: Tensor) -> None:
-        """Leaves the loss where Megatron's track_moe_metrics reads it."""
-        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
-
+        # Leave the loss where Megatron's track_moe_metrics reads it, under the names that it knows.
         config, gate = self.config, self.moe.gate
         values: dict[str, Tensor] = {}
         if isinstance(getattr(gate, "balance_loss", None), Mapping):  # a gate with several losses
@@ -184,11 +173,17 @@ class MegatronCoreMLP(nn.Module):
         if not values:
             only_z = isinstance(gate, FromConfig) and loss_weights(config)[1] == 0
             kind = getattr(gate, "balance_loss", None) or "global"
-            values = {"z_loss" if only_z else LOGGED_AS.get(kind, "load_balancing_loss"): gate_loss}
+            values = {"z_loss" if only_z else LOGGED_AS.get(kind, "load_balancing_loss"): self.gate_loss}
         num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if self.layer_number is not None:
             for name, value in values.items():
                 save_to_aux_losses_tracker(name, value, self.layer_number, num_layers)
+        if config.calculate_per_token_loss:  # gradients will be divided by the number of all tokens
+            copies = self._groups.cp.size()
+            if config.sequence_parallel:
+                copies *= self._groups.tp.size()
+            weight = weight * copies * num_tokens
+        return MoEAuxLossAutoScaler.apply(output, gate_loss * weight)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -207,7 +202,12 @@ class MegatronCoreMLP(nn.Module):
         experts = {name: p for name, p in state.items() if name.startswith("moe.experts.")}
         shared = {name for name in state if name.startswith("shared_experts.")}
         copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
-        sharded = self._sharded_copies(copies, prefix, sharded_offsets)
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
+
+        groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
+        known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
+        groups = {name: group for name, group in groups.items() if name in known}
+        sharded: dict[str, Any] = make(copies, prefix, sharded_offsets=sharded_offsets, **groups)
         for name, p in experts.items():
             inside = name.removeprefix("moe.experts.")
             sharded[prefix + name] = sharded_parts(
@@ -219,16 +219,6 @@ class MegatronCoreMLP(nn.Module):
             shared_experts: Any = self.shared_experts  # Megatron's SharedExpertMLP
             sharded |= shared_experts.sharded_state_dict(inside, sharded_offsets, metadata)
         return sharded
-
-    def _sharded_copies(
-        self, state: dict[str, Tensor], prefix: str, sharded_offsets: tuple[Any, ...]
-    ) -> dict[str, Any]:
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
-
-        groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
-        known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
-        groups = {name: group for name, group in groups.items() if name in known}
-        return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
 
 
 def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -256,18 +246,3 @@ class FusedNorm(nn.Module):
         if self.normalization == "RMSNorm":
             return F.rms_norm(x, gamma.shape, gamma, self.eps)
         return F.layer_norm(x, gamma.shape, gamma, self.bias, self.eps)
-
-
-def norm_inside(linear: nn.Module, config: Any) -> FusedNorm | None:
-    """A copy of the norm inside Transformer Engine's linear_fc1; None if there is none."""
-    weight = getattr(linear, "layer_norm_weight", None)
-    if weight is None:
-        return None
-    bias = getattr(linear, "layer_norm_bias", None)
-    return FusedNorm(config, weight.detach().clone(), None if bias is None else bias.detach().clone())
-
-
-def new_norm(config: Any, device: torch.device | str | int) -> FusedNorm:
-    new = partial(torch.full, (config.hidden_size,), dtype=config.params_dtype, device=device)
-    gamma = 0.0 if config.layernorm_zero_centered_gamma else 1.0
-    return FusedNorm(config, new(gamma), new(0.0) if config.normalization == "LayerNorm" else None)

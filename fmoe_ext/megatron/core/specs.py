@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fmoe_ext.megatron.core.arguments import activation_of, layer_arguments, process_groups
-from fmoe_ext.megatron.core.expert_tensor import WidthShardedMLP, check_width_group
+from fmoe_ext.megatron.core.expert_tensor import WidthShardedMLP
 from fmoe_ext.megatron.core.gate import gate_arguments
-from fmoe_ext.megatron.core.layer import MegatronCoreMLP, new_norm
-from fmoe_ext.megatron.core.options import layers_with_experts
-from fmoe_ext.megatron.core.table import check_options
+from fmoe_ext.megatron.core.layer import FusedNorm, MegatronCoreMLP
+from fmoe_ext.megatron.core.table import check_options, layers_with_experts
 
 
 class MegatronCoreMoE(MegatronCoreMLP):
@@ -38,7 +38,14 @@ class MegatronCoreMoE(MegatronCoreMLP):
         moe_kwargs = {name: v for name, v in moe_kwargs.items() if name != "gate" or v is not None}
         check_options(config, own_gate="gate" in moe_kwargs)
         groups = process_groups(pg_collection)
-        check_width_group(groups)
+        size = groups.expt_tp.size()
+        if size > 1 and dist.get_process_group_ranks(groups.expt_tp) != dist.get_process_group_ranks(
+            groups.tp
+        ):
+            raise ValueError(
+                f"expert_tensor_parallel_size={size} must be 1 or tensor_model_parallel_size={groups.tp.size()}, with "
+                "the same ranks"
+            )
         arguments = {} if "gate" in moe_kwargs else gate_arguments(config)
         arguments |= layer_arguments(config, groups, num_experts) | moe_kwargs
         if "num_expert" not in arguments:
@@ -54,9 +61,14 @@ class MegatronCoreMoE(MegatronCoreMLP):
         moe.to(device, config.params_dtype)
         if config.perform_initialization:
             _initialize(moe, config, groups.ep.rank())
-        super().__init__(
-            moe, config, groups, new_norm(config, device) if norm else None, _shared_experts(config, groups)
-        )
+        fused_norm = None
+        if norm:
+            new = partial(torch.full, (config.hidden_size,), dtype=config.params_dtype, device=device)
+            gamma = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+            fused_norm = FusedNorm(
+                config, new(gamma), new(0.0) if config.normalization == "LayerNorm" else None
+            )
+        super().__init__(moe, config, groups, fused_norm, _shared_experts(config, groups))
         self._in_mtp = in_mtp or is_mtp_layer
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -77,7 +89,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
 
 
 def moe_layer_spec(num_experts: int | None = None, *, norm: bool = False, **moe_kwargs: Any) -> Any:
-    """A ModuleSpec for submodules.mlp of a layer spec: GPTModel then builds its layers with experts.
+    """Return a ModuleSpec for submodules.mlp of a layer spec: GPTModel then builds its layers with experts.
 
     num_experts: experts in all, config.num_moe_experts if None. norm=True puts a norm in front, for the specs of
     Transformer Engine, whose dense MLP has it inside linear_fc1. Other arguments: those of FMoETransformerMLP; gate,
@@ -96,7 +108,7 @@ def moe_layer_spec(num_experts: int | None = None, *, norm: bool = False, **moe_
 
 
 def with_experts(spec: Any, num_experts: int | None = None, **moe_kwargs: Any) -> Any:
-    """A copy of Megatron's specification in which moe_layer_spec() replaces each MoELayer; dense layers stay.
+    """Copy Megatron's specification with moe_layer_spec() in place of each MoELayer; dense layers stay.
 
     spec: of a layer, of a block (get_gpt_decoder_block_spec) or of multi-token prediction (get_gpt_mtp_block_spec).
     Other arguments: those of moe_layer_spec.
@@ -125,7 +137,7 @@ def _replace(node: Any, ours: Any, in_mtp: bool) -> Any:
 
 @torch.no_grad()
 def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
-    """Megatron's initialisation. Every rank draws the weights of all experts, one at a time, and keeps its own."""
+    """Initialise as Megatron does. Every rank draws the weights of all experts, one at a time, and keeps its own."""
     first = ep_rank * moe.num_local_experts
     experts = (("htoh4", config.init_method), ("h4toh", config.output_layer_init_method))
     for name, init_method in experts:
@@ -151,7 +163,7 @@ def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
 
 
 def _shared_experts(config: Any, groups: Any) -> nn.Module | None:
-    """Megatron's own module, of its local parallel layers; None without moe_shared_expert_intermediate_size."""
+    """Build Megatron's own module, of its local parallel layers; None without moe_shared_expert_intermediate_size."""
     if config.moe_shared_expert_intermediate_size is None:
         return None
     if config.add_bias_linear:

@@ -1,20 +1,80 @@
-"""OPTIONS: each MoE option of Megatron-core's TransformerConfig is honoured, without effect, or refused by name."""
+"""OPTIONS: each MoE option of Megatron-core's TransformerConfig is honoured, without effect, or refused by name.
+
+Nothing that a config asks for may be lost in silence. So each field that looks like one about MoE (MOE_FIELD) has a
+row here: it is honoured, has no effect for a reason, or is refused by name; a field that a newer Megatron adds has
+none, and is refused unless it has its default. check_options() applies the rows when a layer is built,
+docs/megatron.md shows them, and tests/megatron_lm/test_megatron_values.py sets each field of the installed Megatron to
+each of its values.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 
 from fmoe_ext.megatron.core.gate import BALANCE_LOSSES, is_quantile, is_sinkhorn, only
-from fmoe_ext.megatron.core.options import (
-    MOE_FIELD,
-    Option,
-    is_default,
-    layers_with_experts,
-    names_of,
-)
+
+# Fields whose name contains one of these need a row in the table, or are refused unless they have their default.
+MOE_FIELD = re.compile("moe|expert|router|fp8|fp4|quant_recipe|cuda_graph")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of TransformerConfig."""
+
+    name: str
+    default: Any  # Megatron's
+    honoured: str = ""  # what honours it, or "no effect: " and why; empty if only the default is accepted
+    refused: str = ""  # the refused values and the reason; completes "moe_...=value is refused: "
+    refuses: Callable[[Any], bool] | None = None  # finds them in a config; None: all but the default
+    # names that it accepts, alone or in a list; others are numbers, bools, None, functions
+    values: tuple[str, ...] = ()
+    describes_router: bool = False  # gate= replaces the router: beside it all but the default is refused
+
+    def why_refused(self, config: Any) -> str | None:
+        """Say why the value of this config is refused, None if it is accepted."""
+        value = getattr(config, self.name, self.default)
+        if self.honoured and self.is_set(config) and not _names(value) <= set(self.values):
+            known = ", ".join(map(repr, self.values)) or "no name"
+            return f"this version of fmoe_ext knows {known} here"
+        if not self.refused:
+            return None
+        is_refused = self.is_set(config) if self.refuses is None else self.refuses(config)
+        return self.refused if is_refused else None
+
+    def is_set(self, config: Any) -> bool:
+        """True if config has another value than the default."""
+        return not is_default(getattr(config, self.name, self.default), self.default)
+
+    @property
+    def has_no_effect(self) -> bool:
+        return self.honoured.startswith("no effect")
+
+
+def is_default(value: Any, default: Any) -> bool:
+    """True if value is the default; None, False and an empty list are the same."""
+    nothing = [x is None or x is False or (isinstance(x, (list, tuple)) and not x) for x in (value, default)]
+    return value == default or all(nothing)
+
+
+def _names(value: Any) -> set[str]:
+    """Names in a field that holds a name, an enum member or a list of them."""
+    values = value if isinstance(value, (list, tuple, set)) else (value,)
+    return {v.name if isinstance(v, enum.Enum) else v for v in values if isinstance(v, (str, enum.Enum))}
+
+
+def layers_with_experts(config: Any) -> list[bool]:
+    """Read moe_layer_freq for each layer of the decoder; an integer N puts experts in every N-th, from the first."""
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, (list, tuple)):
+        return [bool(has_experts) for has_experts in frequency]
+    return [number % frequency == 0 for number in range(config.num_layers)]
 
 
 def _router(name: str, default: Any, honoured: str = "", refused: str = "", **rules: Any) -> Option:
@@ -82,7 +142,7 @@ def _replays_in_parts(config: Any) -> bool:
 def _offloads_experts(config: Any) -> bool:
     offloads = getattr(config, "fine_grained_activation_offloading", False)
     return offloads and bool(
-        {"expert_fc1", "moe_act", "fused_group_mlp"} & names_of(config, "offload_modules")
+        {"expert_fc1", "moe_act", "fused_group_mlp"} & _names(getattr(config, "offload_modules", None))
     )
 
 
@@ -92,7 +152,9 @@ def _captures_this_layer(config: Any) -> bool:
     graphs = (
         graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False)
     )
-    captured = names_of(config, "cuda_graph_modules") | names_of(config, "cuda_graph_scope")
+    captured = _names(getattr(config, "cuda_graph_modules", None)) | _names(
+        getattr(config, "cuda_graph_scope", None)
+    )
     return bool(graphs) and not (captured and captured <= {"attn", "mamba"})
 
 
