@@ -44,25 +44,20 @@ class DeferredBatchNorm(nn.Module):
         if not self.training:
             statistics = self.running_mean, self.running_var
             return F.batch_norm(x, *statistics, self.weight, self.bias, False, 0.0, self.eps)
-        if not is_recomputing():
-            self._count(x.detach())
+        if not is_recomputing():  # else the microbatch was counted by its first forward
+            dims = [0, *range(2, x.dim())]
+            wide = x.detach().double()  # the variance is a difference of sums, which float32 would cancel
+            self._sum = self._sum + wide.sum(dims)
+            self._sum_squares = self._sum_squares + wide.square().sum(dims)
+            self._num_rows += x.numel() // x.shape[1]
+            self._num_counted += 1
+            if self._num_counted == self.expected:
+                self._end_batch()
         return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
-    def _begin(self) -> None:
-        self._sum: Tensor | float = 0.0
-        self._sum_squares: Tensor | float = 0.0
-        self._num_rows = self._num_counted = 0
-
     @torch.no_grad()
-    def _count(self, x: Tensor) -> None:
-        dims = [0, *range(2, x.dim())]
-        wide = x.double()  # the variance is a difference of sums, which float32 would cancel
-        self._sum = self._sum + wide.sum(dims)
-        self._sum_squares = self._sum_squares + wide.square().sum(dims)
-        self._num_rows += x.numel() // x.shape[1]
-        self._num_counted += 1
-        if self._num_counted != self.expected:
-            return
+    def _end_batch(self) -> None:
+        """Move the running statistics by those of the whole batch."""
         self.num_batches_tracked.add_(1)
         mean = self._sum / self._num_rows
         var = self._sum_squares / self._num_rows - mean.square()
@@ -71,6 +66,11 @@ class DeferredBatchNorm(nn.Module):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(var.to(self.running_var.dtype), factor)
         self._begin()
+
+    def _begin(self) -> None:
+        self._sum: Tensor | float = 0.0
+        self._sum_squares: Tensor | float = 0.0
+        self._num_rows = self._num_counted = 0
 
 
 def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:

@@ -171,8 +171,11 @@ class Pipe(nn.Module):
             modes = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}
             num_checkpointed = modes[self.checkpoint]
         works = [_Work(partition) for partition in self.partitions]
-        for i, j in _clock_cycles(len(parts), len(self.partitions)):
-            self._compute(microbatches[i], works[j], self.devices[j], i < num_checkpointed)
+        # All that can run at the same time is started together: in clock t partition j computes microbatch t - j.
+        for clock in range(len(parts) + len(works) - 1):
+            for j in range(max(0, clock - len(parts) + 1), min(clock + 1, len(works))):
+                i = clock - j
+                self._compute(microbatches[i], works[j], self.devices[j], i < num_checkpointed)
         rows = [m.num_rows for m in microbatches]
         for gate in gates_of(self):
             losses = [
@@ -264,13 +267,6 @@ class _Microbatch:
     num_rows: int
     skips: Skips = field(default_factory=dict)  # stashed and not yet popped
     losses: dict[BaseGate, Tensor] = field(default_factory=dict)  # of the gates that it has passed
-
-
-def _clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[int, int]]:
-    """(microbatch, partition) in the order in which all that can run at the same time is started together."""
-    for clock in range(num_microbatches + num_partitions - 1):
-        for partition in range(max(0, clock - num_microbatches + 1), min(clock + 1, num_partitions)):
-            yield clock - partition, partition
 
 
 class _Work:

@@ -49,17 +49,20 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
     module = _only_chunk(model)
     state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
     if not args.no_save_optim and optimizer is not None:
-        state["optimizer"] = _experts_of_optimizer(optimizer, args.fp16)
+        # the state of the experts; in fp16, also their float32 copies, None for the others
+        whole = optimizer.state_dict()
+        inner = whole["optimizer"] if args.fp16 else whole
+        params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+        kept = {i: inner["state"][i] for i, p in enumerate(params) if _is_expert(p) and i in inner["state"]}
+        state["optimizer"] = {"state": kept}
+        if args.fp16:
+            copies = [
+                [p if _is_expert(p) else None for p in group] for group in whole["fp32_from_fp16_params"]
+            ]
+            state["optimizer"] = {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
     path = Path(get_fmoe_checkpoint_name(args.save, iteration))
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(state, path)
-    dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
-    dist.barrier()
-
-
-def _write(state: dict[str, Any], path: Path) -> None:
-    """Write a file in place of an older one, which stays where that fails; the error names the path."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(".partial")  # an older file stays where this one cannot be written
     try:
         with open(partial, "wb") as file:
             torch.save(state, file)
@@ -69,6 +72,8 @@ def _write(state: dict[str, Any], path: Path) -> None:
     except Exception as error:  # torch's writer raises RuntimeError for a full disk
         partial.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
+    dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
+    dist.barrier()
 
 
 def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:
@@ -89,11 +94,18 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     if not release and not text.isdigit():
         raise ValueError(f"{tracker} must hold a number or 'release', but holds {text!r}")
     iteration = 0 if release else int(text)
-    of_rank0, of_this_rank = (
-        _read(get_fmoe_checkpoint_name(folder, iteration, release, rank))
-        for rank in (0, mpu.get_data_parallel_rank())
-    )
-    state = merge_state_dict(of_rank0, of_this_rank, args.fp16)
+    saved_by = []
+    for rank in (0, mpu.get_data_parallel_rank()):
+        file = get_fmoe_checkpoint_name(folder, iteration, release, rank)
+        if not Path(file).is_file():
+            raise FileNotFoundError(
+                f"{file} is missing: the checkpoint was saved with fewer than the "
+                f"{mpu.get_data_parallel_world_size()} data-parallel ranks of this job; "
+                "fmoe_ext.checkpoint merges such files"
+            )
+        # not weights_only: Megatron's files hold its options and scheduler
+        saved_by.append(torch.load(file, map_location="cpu", weights_only=False))
+    state = merge_state_dict(*saved_by, args.fp16)
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
     fresh = release or args.finetune
@@ -108,17 +120,6 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
         _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
     dist.barrier()  # the one in Megatron's load_checkpoint
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
-
-
-def _read(file: str) -> dict[str, Any]:
-    if not Path(file).is_file():
-        raise FileNotFoundError(
-            f"{file} is missing: the checkpoint was saved with fewer than the "
-            f"{get_mpu().get_data_parallel_world_size()} data-parallel ranks of this job; "
-            "fmoe_ext.checkpoint merges such files"
-        )
-    # not weights_only: Megatron's files hold its options and scheduler
-    return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def merge_state_dict(
@@ -150,18 +151,6 @@ def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
         elif _is_expert(value):
             experts[key] = value.detach()
     return experts
-
-
-def _experts_of_optimizer(optimizer: Any, fp16: bool) -> dict[str, Any]:
-    """Keep the optimizer's state of the experts; in fp16, also their float32 copies, None for the others."""
-    whole = optimizer.state_dict()
-    inner = whole["optimizer"] if fp16 else whole
-    params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-    kept = {i: inner["state"][i] for i, p in enumerate(params) if _is_expert(p) and i in inner["state"]}
-    if not fp16:
-        return {"state": kept}
-    copies = [[p if _is_expert(p) else None for p in group] for group in whole["fp32_from_fp16_params"]]
-    return {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
 
 
 def _is_expert(p: Any) -> bool:

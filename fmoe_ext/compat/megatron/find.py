@@ -26,7 +26,7 @@ LOOKED_FOR = (
 
 
 def find(model: nn.Module, options: Options) -> list[Target]:
-    """The MLPs of a legacy Megatron model; all ranks call it together if it is tensor parallel."""
+    """Find the MLPs of a legacy Megatron model; all ranks call it together if it is tensor parallel."""
     if type(model).__module__.split(".")[0] == "transformers":
         return []  # some have a language_model too
     found = [
@@ -47,13 +47,18 @@ def find(model: nn.Module, options: Options) -> list[Target]:
     if options.gate is None and getattr(args, "balance_strategy", None):
         arguments["gate"] = find_gate(args.balance_strategy)
     num_experts = (num_expert or 0) * arguments["world_size"]
+
+    def as_megatron_mlp(moe: FMoETransformerMLP) -> FMoETransformerMLP:
+        moe.register_forward_hook(_add_zero_bias)  # a wrapping module would rename its parameters
+        return moe
+
     return [
         Target(
             path=path,
             parent=layer,
             attribute="mlp",
             dense=_read(layer.mlp, args),
-            wrap=_as_megatron_mlp,
+            wrap=as_megatron_mlp,
             finish=partial(reset_gate_hook, len(found)),
             moe_kwargs=arguments | {"gate_hook": generate_megatron_gate_hook(i, num_experts)},
         )
@@ -61,14 +66,8 @@ def find(model: nn.Module, options: Options) -> list[Target]:
     ]
 
 
-def _as_megatron_mlp(moe: FMoETransformerMLP) -> FMoETransformerMLP:
-    """Let the layer return what Megatron expects of an MLP; a wrapping module would rename its parameters."""
-    moe.register_forward_hook(_add_zero_bias)
-    return moe
-
-
-def _add_zero_bias(moe: Any, args: Any, output: Tensor) -> tuple[Tensor, Tensor]:
-    return output, output.new_zeros(moe.d_model)
+def _add_zero_bias(moe: Any, _: Any, output: Tensor) -> tuple[Tensor, Tensor]:
+    return output, output.new_zeros(moe.d_model)  # what Megatron expects of an MLP; pickles with the model
 
 
 def _read(mlp: Any, args: Any) -> DenseMLP:
