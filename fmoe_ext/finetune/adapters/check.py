@@ -50,13 +50,13 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for layer, parts in adapter.layers.items():
         for role, factors in parts.items():
-            row: dict[str, Any] = {
-                "layer": layer,
-                "projection": role,
-                "experts": factors.num_experts,
+            row: dict[str, Any] = {"layer": layer, "projection": role, "experts": factors.num_experts}
+            row |= {
                 "rank": factors.rank,
+                "in": factors.d_in,
+                "out": factors.d_out,
+                "scaling": factors.scaling,
             }
-            row |= {"in": factors.d_in, "out": factors.d_out, "scaling": factors.scaling}
             rows.append(row)
             if adapter.undecided:
                 continue
@@ -82,28 +82,24 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
         "notes": notes,
     }
     if of_base is not None and not adapter.undecided:
-        report["delta"] = _sizes(adapter, of_base)
+        # {layer: {role in the base: [norm of the delta / norm of the weight, for each expert]}}
+        sizes: dict[str, dict[str, list[float]]] = {}
+        for layer, parts in adapter.layers.items():
+            experts = of_base.at(layer)
+            if experts is None:
+                continue
+            loaded = {role: (factors, factors.read()) for role, factors in parts.items()}
+            for role, names in experts.names.items():
+                shares = []
+                for e, name in enumerate(names):
+                    tensor = of_base.base.tensors[name]
+                    weight = tensor.rows(e, e + 1)[0] if experts.is_stack else tensor.read()
+                    change = delta(loaded, experts, role, e)
+                    norm = weight.float().norm().item()
+                    shares.append(0.0 if change is None or not norm else change.norm().item() / norm)
+                sizes.setdefault(layer, {})[role] = shares
+        report["delta"] = sizes
     return report
-
-
-def _sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[float]]]:
-    """{layer: {role in the base: [norm of the delta / norm of the weight, for each expert]}}."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for layer, parts in adapter.layers.items():
-        experts = of_base.at(layer)
-        if experts is None:
-            continue
-        loaded = {role: (factors, factors.read()) for role, factors in parts.items()}
-        for role, names in experts.names.items():
-            shares = []
-            for e, name in enumerate(names):
-                tensor = of_base.base.tensors[name]
-                weight = tensor.rows(e, e + 1)[0] if experts.is_stack else tensor.read()
-                change = delta(loaded, experts, role, e)
-                norm = weight.float().norm().item()
-                shares.append(0.0 if change is None or not norm else change.norm().item() / norm)
-            found.setdefault(layer, {})[role] = shares
-    return found
 
 
 def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:

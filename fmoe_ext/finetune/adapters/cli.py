@@ -27,49 +27,46 @@ from fmoe_ext.model_files import open_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, convert or merge an adapter -> 0; 1: check found a problem; an error ends the program."""
     options = _parser().parse_args(arguments)
     try:
-        return _run(options)
+        folder = local_path(options.path, (CONFIG, WEIGHTS))
+        adapter = read_adapter(folder, options.packing, options.orientation)
+        if options.command == "merge":
+            has_text = options.text is not None or options.tokens is not None
+            if options.to == "packed":
+                return _repack(adapter, options, has_text)
+            if has_text or options.force or options.rounding != "calibrated":
+                raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
+        base = ModelFolder(local_path(options.base)) if options.base else None
+        if base is not None:
+            decode(base)
+            base.check_plain()
+        if options.command == "convert":
+            convert(adapter, options.to, Path(options.out), base, check=not options.unchecked)
+            print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")
+            return 0
+        if options.command == "merge":
+            dtype = getattr(torch, options.dtype) if options.dtype else None
+            total = sum(tensor.num_bytes for tensor in base.tensors.values()) if base else 0
+            with progress_bar("merging", total) as progress:
+                done = merge(adapter, base, Path(options.out), dtype, progress)  # type: ignore[arg-type]
+            print(
+                f"{options.out}: {done['changed']} tensors changed, {done['dtype']}; rounding took a share of "
+                f"{done['lost_share_median']:.2g} of a change (median), {done['lost_share_worst']:.2g} (worst)"
+            )
+            return 0
+        if options.model and base is None:
+            raise CheckpointError("--model needs --base FOLDER")
+        report = check(adapter, base)
+        if options.model and base is not None and not report["problems"]:
+            with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+                merge(adapter, base, Path(folder, "merged"), torch.float32)
+                report["logits"] = logits(adapter, base, Path(folder, "merged"))
+        print(json.dumps(report, indent=2) if options.json else _as_text(report))
+        return 1 if report["problems"] else 0
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
-
-
-def _run(options: argparse.Namespace) -> int:
-    folder = local_path(options.path, (CONFIG, WEIGHTS))
-    adapter = read_adapter(folder, options.packing, options.orientation)
-    if options.command == "merge":
-        has_text = options.text is not None or options.tokens is not None
-        if options.to == "packed":
-            return _repack(adapter, options, has_text)
-        if has_text or options.force or options.rounding != "calibrated":
-            raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
-    base = ModelFolder(local_path(options.base)) if options.base else None
-    if base is not None:
-        decode(base)
-        base.check_plain()
-    if options.command == "convert":
-        convert(adapter, options.to, Path(options.out), base, check=not options.unchecked)
-        print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")
-        return 0
-    if options.command == "merge":
-        dtype = getattr(torch, options.dtype) if options.dtype else None
-        total = sum(tensor.num_bytes for tensor in base.tensors.values()) if base else 0
-        with progress_bar("merging", total) as progress:
-            done = merge(adapter, base, Path(options.out), dtype, progress)  # type: ignore[arg-type]
-        print(
-            f"{options.out}: {done['changed']} tensors changed, {done['dtype']}; rounding took a share of "
-            f"{done['lost_share_median']:.2g} of a change (median), {done['lost_share_worst']:.2g} (worst)"
-        )
-        return 0
-    if options.model and base is None:
-        raise CheckpointError("--model needs --base FOLDER")
-    report = check(adapter, base)
-    if options.model and base is not None and not report["problems"]:
-        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-            merge(adapter, base, Path(folder, "merged"), torch.float32)
-            report["logits"] = logits(adapter, base, Path(folder, "merged"))
-    print(json.dumps(report, indent=2) if options.json else _as_text(report))
-    return 1 if report["problems"] else 0
 
 
 def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> int:
@@ -113,7 +110,15 @@ def _as_text(report: dict[str, Any]) -> str:
         "",
     ]
     head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")
-    rows = [_cells(row, report.get("delta", {}).get(row["layer"], {})) for row in report["rows"]]
+    rows = []
+    for row in report["rows"]:
+        delta = report.get("delta", {}).get(row["layer"], {})
+        shares = delta.get(row["projection"]) or [s for r, s in delta.items() if r in row["projection"]][:1]
+        flat = shares[0] if shares and isinstance(shares[0], list) else shares
+        size = f"{min(flat):.2g} to {max(flat):.2g}" if flat else ""
+        idle = str(len(row["idle_experts"])) if "idle_experts" in row else "?"
+        values = (row["experts"], row["rank"], row["in"], row["out"], f"{row['scaling']:g}", idle, size)
+        rows.append((row["layer"], row["projection"], *map(str, values)))
     lines += table(head, rows)
     if "logits" in report:
         lines += [
@@ -122,15 +127,6 @@ def _as_text(report: dict[str, Any]) -> str:
         ]
     notes = (f"note: {text}" for text in report["notes"])
     return "\n".join([*lines, "", *notes, *(f"problem: {text}" for text in report["problems"] or ["none"])])
-
-
-def _cells(row: dict[str, Any], delta: dict[str, list[float]]) -> tuple[str, ...]:
-    shares = delta.get(row["projection"]) or [s for r, s in delta.items() if r in row["projection"]][:1]
-    flat = shares[0] if shares and isinstance(shares[0], list) else shares
-    size = f"{min(flat):.2g} to {max(flat):.2g}" if flat else ""
-    idle = str(len(row["idle_experts"])) if "idle_experts" in row else "?"
-    values = (row["experts"], row["rank"], row["in"], row["out"], f"{row['scaling']:g}", idle, size)
-    return row["layer"], row["projection"], *map(str, values)
 
 
 def _parser() -> argparse.ArgumentParser:

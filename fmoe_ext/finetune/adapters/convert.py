@@ -47,9 +47,8 @@ LAYOUTS = MappingProxyType(
         "sglang": _Layout("stacked", one_rank=True),
     }
 )
-_VERSIONS = MappingProxyType(
-    {"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"}
-)  # what adapter_config.json says then
+# what adapter_config.json says then
+_VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
 READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
 _HALVES = ("gate", "up")
 
@@ -195,7 +194,15 @@ def _flat(
         raise CheckpointError(
             f"{layer}: vLLM's stacked names need gate_up and down, here is {', '.join(parts)}"
         )
-    in_out = layout.in_out and not _turned(adapter, of_base)
+    in_out = layout.in_out
+    if in_out and adapter.orientation != "in_out":
+        # no version of PEFT turns experts around that the model stores [E, in, out]
+        if of_base is not None:
+            in_out = not any(e.turned for at in adapter.layers if (e := of_base.at(at)))
+        elif family := FAMILIES.get(model_type(adapter, of_base)):
+            in_out = not family.in_modules.turned
+        else:
+            raise CheckpointError("what PEFT before 0.19 expects depends on the model: give --base")
 
     def oriented(value: torch.Tensor) -> torch.Tensor:
         return value.transpose(1, 2) if in_out else value
@@ -214,18 +221,6 @@ def _flat(
             factors, second, (widths[1], count), lambda b: packed(oriented(b), layout.packing)
         )
     return tensors
-
-
-def _turned(adapter: Adapter, of_base: BaseExperts | None) -> bool:
-    """True where the model stores experts [E, in, out], which no version of PEFT turns around."""
-    if adapter.orientation == "in_out":
-        return False
-    if of_base is not None:
-        return any(e.turned for layer in adapter.layers if (e := of_base.at(layer)))
-    family = FAMILIES.get(model_type(adapter, of_base))
-    if family is None:
-        raise CheckpointError("what PEFT before 0.19 expects depends on the model: give --base")
-    return family.in_modules.turned
 
 
 def _numbered(
@@ -275,11 +270,12 @@ def _config(
     config = dict(adapter.config)
     config["rank_pattern"] = dict(config.get("rank_pattern") or {})
     config["alpha_pattern"] = dict(config.get("alpha_pattern") or {})
-    leaves = (
-        _leaves(adapter, of_base) if layout.form == "numbered" else {"gate": "w1", "up": "w3", "down": "w2"}
-    )
     if layout.form == "flat":
         leaves = dict(PARAMETERS)
+    elif layout.form == "numbered":
+        leaves = _leaves(adapter, of_base)
+    else:
+        leaves = {"gate": "w1", "up": "w3", "down": "w2"}
     names = [f"{layer}.{leaves[role]}" for layer, parts in layers.items() for role in parts]
     config["target_parameters"] = [
         *(names if layout.form == "flat" else ()),
@@ -289,16 +285,23 @@ def _config(
             if not str(n).endswith(tuple(PARAMETERS.values()))
         ),
     ] or None
-    config["target_modules"] = _modules(
-        adapter, set() if layout.form == "flat" else {n.rpartition(".")[2] for n in names}
-    )
+    # target_modules: what the other tensors adapt, and the leaves of experts
+    modules = set() if layout.form == "flat" else {n.rpartition(".")[2] for n in names}
+    given = adapter.config.get("target_modules")
+    parameters = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
+    others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}
+    others = {name for name in others if not f"{name}.weight".endswith(parameters or ("\0",))}
+    if isinstance(given, list):
+        experts = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
+        others = {n for n in given if n not in experts or any(o.endswith(f".{n}") for o in others)}
+    config["target_modules"] = sorted(others | modules)
     ranks: dict[str, set[tuple[int, float]]] = {}
     for parts in layers.values():
         for role, factors in parts.items():
             alpha = factors.scaling * (factors.rank**0.5 if config.get("use_rslora") else factors.rank)
-            given = float(config["lora_alpha"])  # rounding of the scaling would change it by a bit
-            if math.isclose(alpha, given, rel_tol=1e-12):
-                alpha = given
+            said = float(config["lora_alpha"])  # rounding of the scaling would change it by a bit
+            if math.isclose(alpha, said, rel_tol=1e-12):
+                alpha = said
             ranks.setdefault(leaves[role], set()).add((factors.rank, alpha))
     if layout.one_rank and set().union(*ranks.values()) != {(config["r"], config["lora_alpha"])}:
         raise CheckpointError(
@@ -316,16 +319,3 @@ def _config(
     if to in _VERSIONS:
         config["peft_version"] = _VERSIONS[to]
     return config
-
-
-def _modules(adapter: Adapter, leaves: set[str]) -> list[str]:
-    """Make target_modules: what the other tensors adapt, and the leaves of experts."""
-    given = adapter.config.get("target_modules")
-    parameters = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
-    others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}
-    others = {name for name in others if not f"{name}.weight".endswith(parameters or ("\0",))}
-    if isinstance(given, list):
-        experts = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
-        kept = {n for n in given if n not in experts or any(o.endswith(f".{n}") for o in others)}
-        return sorted(kept | leaves)
-    return sorted(others | leaves)

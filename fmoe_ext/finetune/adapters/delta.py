@@ -149,7 +149,12 @@ def _rows(name: str, role: str, experts: Experts) -> tuple[_Rows, _Rows, int] | 
     """(rows of the adapter's b, rows of the base's weight that they change, rows of the weight)."""
     h, whole = experts.d_hidden, slice(None)
     if name == role:
-        put = _order(experts) if role == "gate_up" else whole
+        put: _Rows = whole
+        if role == "gate_up" and experts.interleaved != experts.in_turn:
+            # the place in the base's weight of each row of the model's gate_up
+            rows = torch.arange(2 * h, device="cpu")
+            halves = rows.view(2, -1).T.flatten() if experts.interleaved else rows.view(-1, 2).T.flatten()
+            put = halves.argsort()
         return whole, put, {"gate_up": 2 * h, "gate": h, "up": h, "down": experts.d_model}[role]
     if name == "gate_up" and role in ("gate", "up"):
         return _half(role, h, experts.in_turn), whole, h
@@ -161,12 +166,3 @@ def _rows(name: str, role: str, experts: Experts) -> tuple[_Rows, _Rows, int] | 
 def _half(role: str, h: int, in_turn: bool) -> slice:
     index = ("gate", "up").index(role)
     return slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)
-
-
-def _order(experts: Experts) -> _Rows:
-    """The place in the base's weight of each row of the model's gate_up."""
-    rows = torch.arange(2 * experts.d_hidden, device="cpu")
-    if experts.interleaved == experts.in_turn:
-        return slice(None)
-    halves = rows.view(2, -1).T.flatten() if experts.interleaved else rows.view(-1, 2).T.flatten()
-    return halves.argsort()

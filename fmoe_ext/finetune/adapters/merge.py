@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.adapters import change_of
 from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
@@ -71,7 +72,7 @@ class _Merge:
         for key, (a, b, scaling) in plain.items():
             name = str(self.of_base.weight(module_of(key)))
             self._claim(name, key)
-            self.changes[name] = name, partial(_product, a, b, scaling)
+            self.changes[name] = name, lambda a=a, b=b, s=scaling: change_of(a.read(), b.read(), s)
         leaves = ("gate_up_proj", "up_proj", "down_proj")
         for parameter in (
             *(f"{module_of(key)}.weight" for key in plain),
@@ -213,8 +214,3 @@ def merge(
         for name, text in texts.items():
             write_json(job.folder / name, text)
     return report
-
-
-def _product(a: StoredTensor, b: StoredTensor, scaling: float) -> torch.Tensor:
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return b.read().to(wide) @ a.read().to(wide) * scaling

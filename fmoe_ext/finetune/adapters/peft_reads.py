@@ -29,7 +29,18 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
 
     layers: of the adapter, gate and up joined.
     """
-    model = _architecture(base)
+    try:
+        config = base.make_config()
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, (config.architectures or [""])[0])(config)
+    except Exception as error:  # Transformers' errors have no common class
+        raise CheckpointError(
+            f"{base.folder} has a config.json of which Transformers makes no model: {error}"
+        ) from error
+    zero = torch.zeros((), dtype=torch.float64, device="cpu")
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):  # weights that share one number
+            setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
     try:
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
@@ -62,23 +73,6 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
         if leaf not in kept or not torch.equal(kept[leaf], value.read().to(kept[leaf].dtype)):
             return f"PEFT {peft.__version__} leaves {leaf} out"
     return ""
-
-
-def _architecture(base: ModelFolder) -> nn.Module:
-    """Make the model of a base, its weights zeros that share one number."""
-    try:
-        config = base.make_config()
-        with torch.device("meta"):
-            model: nn.Module = getattr(transformers, (config.architectures or [""])[0])(config)
-    except Exception as error:  # Transformers' errors have no common class
-        raise CheckpointError(
-            f"{base.folder} has a config.json of which Transformers makes no model: {error}"
-        ) from error
-    zero = torch.zeros((), dtype=torch.float64, device="cpu")
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
-    return model
 
 
 def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

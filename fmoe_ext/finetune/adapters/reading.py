@@ -141,7 +141,19 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
         _read_numbered(adapter, layer, found)
     for layer, found in parts["stacked"].items():
         _read_stacked(adapter, layer, found)
-    _find_problems(adapter)
+    if not adapter.layers:
+        adapter.problems.append("no adapter of an expert is in the file")
+        return adapter
+    shapes = {
+        json.dumps({r: (f.num_experts, f.d_in, f.d_out) for r, f in sorted(p.items())})
+        for p in adapter.layers.values()
+    }
+    if len(shapes) > 1:
+        adapter.problems.append("layers differ in projections, experts or widths")
+    numbers = sorted(int(m[1]) for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer)))
+    absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []
+    if absent:
+        adapter.problems.append(f"no experts are adapted in layers {absent[:8]}, between others that are")
     return adapter
 
 
@@ -407,19 +419,3 @@ def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor
         adapter.layers.setdefault(layer, {})[role] = Factors(
             num_experts, a.shape[1], a.shape[2], b.shape[1], scaling, a.dtype, read
         )
-
-
-def _find_problems(adapter: Adapter) -> None:
-    if not adapter.layers:
-        adapter.problems.append("no adapter of an expert is in the file")
-        return
-    shapes = {
-        json.dumps({r: (f.num_experts, f.d_in, f.d_out) for r, f in sorted(p.items())})
-        for p in adapter.layers.values()
-    }
-    if len(shapes) > 1:
-        adapter.problems.append("layers differ in projections, experts or widths")
-    numbers = sorted(int(m[1]) for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer)))
-    absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []
-    if absent:
-        adapter.problems.append(f"no experts are adapted in layers {absent[:8]}, between others that are")

@@ -113,14 +113,30 @@ class _Repack:
         self.layers = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
         owners: dict[tuple[Path, int], str] = {}
         for path, layer in self.layers.items():
-            _check(files.path, path, layer)
+            # zero points and factors stay as they are, whatever they are made of
+            parts = [part for name, part in layer.parts.items() if not name.endswith(".zero")]
+            spans = [span for part in parts for of_expert in part.spans for span in of_expert]
+            formats = {w.format for w in _read(layer, 0)} if layer.is_packed else {"floats"}
+            if not formats <= set(ROUNDED) or any(span.turn is not None for span in spans):
+                kind = ", ".join(sorted(formats)) + (" in another layout" if formats <= set(ROUNDED) else "")
+                raise CheckpointError(
+                    f"{files.path}: the experts of {path} are {kind}: --to packed is for {', '.join(ROUNDED)} as they "
+                    "lie in the file. Merge into a float model without it"
+                )
             first = next(iter(layer.parts.values())).spans[0][0]
             if (other := owners.setdefault((first.path, first.begin), path)) != path:
                 raise CheckpointError(
                     f"{other} and {path} share their experts, and each has an adapter of its own: merged they would be "
                     "one. Leave the adapter unmerged"
                 )
-        self.experts = {path: _experts(m, self.layers[path]) for path, m in self.modules.items()}
+        self.experts: dict[str, Experts] = {}  # as delta() wants them
+        for path, module in self.modules.items():
+            layer = self.layers[path]
+            (E, _, d), (_, _, h) = layer.shapes
+            names = dict.fromkeys(("gate_up" if module.has_gate else "up", "down"), ("",) * E)
+            in_turn = bool(module.has_gate) and not getattr(module, "is_concatenated", True)
+            interleaved = _read(layer, 0)[0].interleaved  # gate and up in the packed rows
+            self.experts[path] = Experts(names, d, h, True, False, interleaved, in_turn)
         self.base = files.base if isinstance(files, FolderModel) else None
         wrong = compare_experts(adapter, self.experts.get)
         if adapter.others and self.base is None:
@@ -175,7 +191,17 @@ class _Repack:
     def run(self, job: Unfinished) -> dict[str, Any]:
         """Copy the files and replace the bytes of experts -> the certificate."""
         job.done.setdefault("layers", {})
-        self._copy(job)
+        copied = job.done.setdefault("copied", [])  # by an earlier call
+        for file in self.files.weights:
+            if file.name not in copied:
+                copy_file(file, job.folder / file.name)
+                copied.append(file.name)
+                job.note()
+            elif not (job.folder / file.name).exists():
+                raise CheckpointError(
+                    f"{job.folder} has lost {file.name}: remove {job.place} and merge again"
+                )
+        self.files.copy_beside(job.folder, with_index=True)
         self._merge_plain(job.folder)
         if self.ids is None:
             for path in self.modules:
@@ -207,20 +233,6 @@ class _Repack:
             not_better = [p for p, w in changed.items() if w["ratio"] is None or w["ratio"] >= 1]
         return {"ratio": total, "not_better": not_better, "layers": layers}
 
-    def _copy(self, job: Unfinished) -> None:
-        """Copy the weights, unless an earlier call has, and what tells programs how to read them."""
-        copied = job.done.setdefault("copied", [])
-        for file in self.files.weights:
-            if file.name not in copied:
-                copy_file(file, job.folder / file.name)
-                copied.append(file.name)
-                job.note()
-            elif not (job.folder / file.name).exists():
-                raise CheckpointError(
-                    f"{job.folder} has lost {file.name}: remove {job.place} and merge again"
-                )
-        self.files.copy_beside(job.folder, with_index=True)
-
     @torch.no_grad()
     def _layer(self, job: Unfinished, path: str, x: torch.Tensor | None, idx: torch.Tensor | None) -> None:
         """Round the experts of a layer. x [T, D]: their inputs; idx [T, K]: the experts of each."""
@@ -251,9 +263,20 @@ class _Repack:
                         moments = shrunk_moments(rows[:num], prior if name == "w1" else None)
                         rounded, ways = round_packed(lies, target, moments)
                     sums[name].add(e, rounded, weight, target, rows, num, ways)
-                    _put(job.folder, layer, name, e, rounded)
+                    for key, part in layer.parts.items():  # to its place in the copies of the files
+                        owner, _, piece = key.partition(".")
+                        if owner == name and piece != "zero":  # which rounding leaves alone
+                            raw = _raw(getattr(rounded, piece))
+                            for span in part.spans[e]:
+                                at = job.folder / span.path.name
+                                _patch(at, span.begin, raw[span.at : span.at + span.num_bytes])
                 if name == "w1" and rows is not None:
-                    rows = _hidden(module, rows, target, e)
+                    # inputs of the down projection [n, H], by an up projection that is not rounded
+                    rows = rows @ target.T
+                    if module.has_bias:
+                        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+                        rows = rows + bias[e].float()
+                    rows = apply_gate(module, rows) if module.has_gate else module.act_fn(rows)
         spans = (span for part in layer.parts.values() for of_expert in part.spans for span in of_expert)
         for file in {span.path.name for span in spans}:
             sync_file(job.folder / file)  # before the note that says that they have the layer
@@ -327,42 +350,10 @@ def _ratio(errors: Sequence[Sequence[float] | None]) -> float | None:
     return (ours / without) ** 0.5 if without else None
 
 
-def _experts(module: Any, layer: Layer) -> Experts:
-    """Describe a layer as delta() wants it: its sizes, and the places of gate and up in the packed rows."""
-    (E, _, d), (_, _, h) = layer.shapes
-    names = dict.fromkeys(("gate_up" if module.has_gate else "up", "down"), ("",) * E)
-    in_turn = bool(module.has_gate) and not getattr(module, "is_concatenated", True)
-    return Experts(names, d, h, True, False, _read(layer, 0)[0].interleaved, in_turn)
-
-
-def _check(source: Path, path: str, layer: Layer) -> None:
-    """Raise CheckpointError for experts that are not packed, or not as they lie in the file."""
-    # zero points and factors stay as they are, whatever they are made of
-    parts = [part for name, part in layer.parts.items() if not name.endswith(".zero")]
-    spans = [span for part in parts for of_expert in part.spans for span in of_expert]
-    formats = {w.format for w in _read(layer, 0)} if layer.is_packed else {"floats"}
-    if not formats <= set(ROUNDED) or any(span.turn is not None for span in spans):
-        kind = ", ".join(sorted(formats)) + (" in another layout" if formats <= set(ROUNDED) else "")
-        raise CheckpointError(
-            f"{source}: the experts of {path} are {kind}: --to packed is for {', '.join(ROUNDED)} as they lie in the "
-            "file. Merge into a float model without it"
-        )
-
-
 def _read(layer: Layer, e: int) -> tuple[Any, Any]:
     """Read (w1, w2) of one expert from the files."""
     found: tuple[Any, Any] = layer.build({name: part.read(e)[None] for name, part in layer.parts.items()})
     return found
-
-
-def _put(work: Path, layer: Layer, name: str, e: int, packed: Quantized) -> None:
-    """Write one expert's weight to its place in the copies of the files."""
-    for key, part in layer.parts.items():
-        weight, _, piece = key.partition(".")
-        if weight == name and piece != "zero":  # which rounding leaves alone
-            raw = _raw(getattr(packed, piece))
-            for span in part.spans[e]:
-                _patch(work / span.path.name, span.begin, raw[span.at : span.at + span.num_bytes])
 
 
 def _raw(tensor: torch.Tensor) -> _Bytes:
@@ -374,13 +365,3 @@ def _patch(path: Path, begin: int, raw: _Bytes) -> None:
     with open(path, "r+b") as file:
         file.seek(begin)
         file.write(raw.tobytes())
-
-
-def _hidden(module: Any, rows: torch.Tensor, weight: torch.Tensor, e: int) -> torch.Tensor:
-    """Inputs of the down projection [n, H], for rows [n, D] and an up projection that is not rounded."""
-    h = rows @ weight.T
-    if module.has_bias:
-        bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        h = h + bias[e].float()
-    activated: torch.Tensor = apply_gate(module, h) if module.has_gate else module.act_fn(h)
-    return activated
