@@ -84,7 +84,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
         module = importlib.import_module(COMMANDS[command][0])
         cli = importlib.import_module("fmoe_ext._cli")
     except ImportError as error:  # torch, the native module or an optional package is missing
-        sys.exit(_refuse(f"error: {error}"))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     cli.run(lambda: module.main(arguments))
@@ -113,8 +114,3 @@ class AnyClass(type):
         if name.startswith("__"):
             raise AttributeError(name)
         return AnyClass(name, (Exception,), {})
-
-
-def _refuse(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
-    return 2

@@ -23,32 +23,6 @@ from fmoe_ext.memory import memory_of
 from fmoe_ext.ops.processor import refused_cpu_isa
 
 
-def _native_modules() -> list[tuple[str, str]]:
-    """(module, state) pairs; the state of a missing one says why."""
-    modules = [("fmoe_ext._C", "loaded")]
-    built = importlib.util.find_spec("fmoe_ext._C_cuda") is not None
-    missing = ops.cuda_module_missing
-    modules.append(
-        (
-            "fmoe_ext._C_cuda",
-            "loaded" if missing is None else f"{'built, ' if built else ''}not loaded: {missing}",
-        )
-    )
-    if importlib.util.find_spec("fmoe_ext._C_nccl") is not None:
-        modules.append(("fmoe_ext._C_nccl", "built"))
-    else:
-        modules.append(("fmoe_ext._C_nccl", "not built (USE_NCCL=1 builds it)"))
-    return modules
-
-
-def _devices() -> list[tuple[str, str]]:
-    if not torch.cuda.is_available():
-        return [("CUDA devices", "none")]
-    names = (torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return [("CUDA devices", ", ".join(names)), ("torch's NCCL", nccl)]
-
-
 def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     """(what, value) pairs: FMOE_GPU_KERNELS and, for each CUDA device, what has been proved on it."""
     lines = [("GPU kernels", f"FMOE_GPU_KERNELS={_env.get('FMOE_GPU_KERNELS')}")]
@@ -59,15 +33,19 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     return lines
 
 
-def _cpu_kernels() -> str:
-    """The instruction set in use, and the one that the system refuses this process, if there is one."""
-    refused = refused_cpu_isa()
-    return f"{ops.cpu_isa()} ({refused} is refused by the system)" if refused else ops.cpu_isa()
-
-
 def _facts() -> list[tuple[str, str]]:
     """(what, value) pairs of this installation and machine."""
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
+    refused = refused_cpu_isa()  # an instruction set that the system keeps from this process
+    devices = [("CUDA devices", "none")]
+    if torch.cuda.is_available():
+        names = (torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        devices = [("CUDA devices", ", ".join(names)), ("torch's NCCL", nccl)]
+    cuda, has_nccl = "loaded", importlib.util.find_spec("fmoe_ext._C_nccl") is not None
+    if ops.cuda_module_missing is not None:
+        built = importlib.util.find_spec("fmoe_ext._C_cuda") is not None
+        cuda = f"{'built, ' if built else ''}not loaded: {ops.cuda_module_missing}"
     return [
         ("fmoe_ext", f"{fmoe_ext.__version__} ({Path(fmoe_ext.__file__).parent})"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
@@ -76,28 +54,18 @@ def _facts() -> list[tuple[str, str]]:
             "CPU",
             f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         ),
-        ("CPU kernels", _cpu_kernels()),
-        *_devices(),
+        ("CPU kernels", ops.cpu_isa() + (f" ({refused} is refused by the system)" if refused else "")),
+        *devices,
         *((f"built with {key}", value) for key, value in ops.build_info().items()),
-        *_native_modules(),
+        ("fmoe_ext._C", "loaded"),
+        ("fmoe_ext._C_cuda", cuda),
+        ("fmoe_ext._C_nccl", "built" if has_nccl else "not built (USE_NCCL=1 builds it)"),
         *gpu_kernels_in_use(gpu_kernels.key_of(device) for device in range(num_devices)),
     ]
 
 
-def _as_dict() -> dict[str, Any]:
-    """_facts() by name, and the environment variables."""
-    found: dict[str, Any] = {}
-    for name, value in _facts():
-        key = name.strip()
-        found[key] = f"{found[key]}; {value}" if key in found else value
-    found["environment"] = {
-        v.name: {"value": _env.text(v.name), "default": v.default, "meaning": v.meaning}
-        for v in _env.VARIABLES
-    }
-    return found
-
-
 def report() -> str:
+    """Write the facts of this installation, and the environment variables, as lines."""
     lines = _facts()
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]
@@ -134,7 +102,15 @@ def of_model(
     resident = sum(files.formats.values()) - of_experts
     free = memory_of(memory).num_bytes
     whole, streamed = least_memory(layers, resident, is_whole=True), least_memory(layers, resident)
-    reached = tflops or _measured_tflops()
+    reached = tflops
+    if not reached:  # a product of float32 matrices on this machine's CPU, the best of three
+        size, seconds = 1024, []
+        x = torch.ones(size, size, device="cpu")
+        for _ in range(4):  # the first one starts threads
+            begin = time.perf_counter()
+            x @ x
+            seconds.append(time.perf_counter() - begin)
+        reached = 2 * size**3 / min(seconds[1:]) / 1e12
     step = estimate(
         sizes.layers(length, files.dtype.itemsize),
         Layout(1, 1, 1, "none", batch),
@@ -167,18 +143,6 @@ def of_model(
         "tflops": reached,
         "minutes_of_a_step": step.seconds / 60,
     }
-
-
-def _measured_tflops() -> float:
-    """Measure a product of float32 matrices on this machine's CPU, in 10^12 operations a second; the best of three."""
-    size = 1024
-    x = torch.ones(size, size, device="cpu")
-    seconds = []
-    for _ in range(4):  # the first one starts threads
-        begin = time.perf_counter()
-        x @ x
-        seconds.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(seconds[1:]) / 1e12
 
 
 def _as_text(found: dict[str, Any]) -> str:
@@ -244,7 +208,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"error: {reason(error)}")
         print(as_json(found) if options.json else _as_text(found))
         return
-    print(cmake_prefix_path() if options.cmake else as_json(_as_dict()) if options.json else report())
+    if options.json:
+        facts: dict[str, Any] = {}
+        for name, value in _facts():
+            key = name.strip()
+            facts[key] = f"{facts[key]}; {value}" if key in facts else value
+        facts["environment"] = {
+            v.name: {"value": _env.text(v.name), "default": v.default, "meaning": v.meaning}
+            for v in _env.VARIABLES
+        }
+        print(as_json(facts))
+        return
+    print(cmake_prefix_path() if options.cmake else report())
 
 
 if __name__ == "__main__":
