@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,21 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 _ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
 _CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))
-_PRODUCTS = frozenset(
-    (
-        "linear",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "einsum",
-        "cdist",  # scores that are distances
-        "wide_linear",  # our gates' product
-    )
-)
+# cdist: scores that are distances; wide_linear: our gates' product
+_PRODUCTS = frozenset((
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm", "einsum", "cdist", "wide_linear",
+))  # fmt: skip
 
 
 @dataclass
@@ -45,7 +34,7 @@ class Layer:
     name: str
     module: nn.Module
     num_experts: int
-    num_scores: int  # num_experts, or one more for a choice of no expert
+    num_scores: int = 0  # num_experts, or one more for a choice of no expert; 0 before its router is found
     stacked: dict[str, nn.Parameter] = field(default_factory=dict)  # [E, a, b], all experts
     separate: list[dict[str, nn.Parameter]] = field(default_factory=list)  # one dict an expert
     shards: list[dict[str, nn.Parameter]] = field(default_factory=list)  # stacks of a part, as a rank's
@@ -87,7 +76,7 @@ class Layer:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Layer.state() of all layers of a model."""
+    """Collect Layer.state() of all layers of a model."""
     return {n: v for layer in layers_of(model) for n, v in layer.state().items()}
 
 
@@ -104,17 +93,17 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
     found: dict[str, Layer] = {}
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and (experts := _alike(name, module)):
-            _add(modules, name, len(experts), found, named, separate=experts)
+            _attach(Layer(name, module, len(experts), separate=experts, named=named), found, modules)
             if isinstance(module, nn.ModuleList) and (shards := _shards(name, module)):
                 size = sum(len(next(iter(shard.values()))) for shard in shards)
-                _add(modules, name, size, found, named, shards=shards)
+                _attach(Layer(name, module, size, shards=shards, named=named), found, modules)
         elif not isinstance(module, nn.modules.conv.Conv1d | nn.modules.conv.ConvTranspose1d):
             stacks: dict[int, dict[str, nn.Parameter]] = {}
             for key, p in module.named_parameters(recurse=False):
                 if p.ndim == 3 and p.shape[0] > 1:
                     stacks.setdefault(p.shape[0], {})[f"{name}.{key}".lstrip(".")] = p
             for size, stacked in stacks.items():
-                _add(modules, name, size, found, named, stacked=stacked)
+                _attach(Layer(name, module, size, stacked=stacked, named=named), found, modules)
     # E + 1 scores are no second router of E + 1 experts: that bank is a list of other modules, one fewer
     taken = {
         name for layer in found.values() if layer.num_scores == layer.num_experts for name in layer.routers
@@ -165,7 +154,7 @@ def _inside(other: str, layer: Layer) -> bool:
 
 
 def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Parameters of a list's modules, if they are of one class and of the same shapes.
+    """Return the parameters of a list's modules, if they are of one class and of the same shapes.
 
     Behind or before these there may be modules without parameters: experts without computation.
     """
@@ -181,7 +170,7 @@ def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
 
 
 def _shards(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """The stacks of experts of a list's modules, if all have some, of one number and the same shapes."""
+    """Return the stacks of experts of a list's modules, if all have some, of one number and the same shapes."""
     shards = [
         {f"{name}.{k}.{n}".lstrip("."): p for n, p in child.named_parameters(recurse=False) if p.ndim == 3}
         for k, child in module.named_children()
@@ -191,44 +180,24 @@ def _shards(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
     return shards if len(shards) > 1 and len(shapes) == len(sizes) == 1 else []
 
 
-def _add(
-    modules: dict[str, nn.Module],
-    name: str,
-    size: int,
-    found: dict[str, Layer],
-    named: bool,
-    stacked: dict[str, nn.Parameter] | None = None,
-    separate: list[dict[str, nn.Parameter]] | None = None,
-    shards: list[dict[str, nn.Parameter]] | None = None,
-) -> None:
-    experts = [
-        *(stacked or {}).values(),
-        *(p for e in (*(separate or ()), *(shards or ())) for p in e.values()),
-    ]
+def _attach(bank: Layer, found: dict[str, Layer], modules: dict[str, nn.Module]) -> None:
+    """Add a bank of experts to the layer of its router, or to the layer that is found there already."""
+    experts, size = bank.parameters().values(), bank.num_experts
     own = {id(p) for p in experts}
-    widths = None if named else {width for p in experts for width in p.shape}
-    owner = name
+    widths = None if bank.named else {width for p in experts for width in p.shape}
+    owner = bank.name
     for _ in range(3):  # the module itself, the one above it and the next
-        if owner in found and found[owner].num_experts == size:
-            found[owner].stacked.update(stacked or {})
-            if separate:
-                found[owner].separate = [
-                    a | b for a, b in zip(found[owner].separate or [{}] * size, separate, strict=True)
-                ]
+        layer = found.get(owner)
+        if layer is not None and layer.num_experts == size:
+            layer.stacked |= bank.stacked
+            if bank.separate:
+                before = layer.separate or [{}] * size
+                layer.separate = [a | b for a, b in zip(before, bank.separate, strict=True)]
             return
-        for scores in (size, size + 1) if named else (size,):
-            routers = _routers(owner, modules[owner], scores, own, widths)
-            if routers:
-                found[owner] = Layer(
-                    name=owner,
-                    module=modules[owner],
-                    num_experts=size,
-                    num_scores=scores,
-                    stacked=stacked or {},
-                    separate=separate or [],
-                    shards=shards or [],
-                    routers=routers,
-                    named=named,
+        for scores in (size, size + 1) if bank.named else (size,):
+            if routers := _routers(owner, modules[owner], scores, own, widths):
+                found[owner] = replace(
+                    bank, name=owner, module=modules[owner], num_scores=scores, routers=routers
                 )
                 return
         if not owner:
@@ -239,7 +208,7 @@ def _add(
 def _routers(
     owner: str, module: nn.Module, size: int, own: set[int], widths: set[int] | None = None
 ) -> dict[str, nn.Parameter]:
-    """Matrices of a router's name with a dimension of size, or of any name if the other one is in widths."""
+    """Find matrices of a router's name with a dimension of size, or of any name if the other one is in widths."""
     found = {}
     for name, p in module.named_parameters():
         words = name.lower().replace(".", "_").split("_")

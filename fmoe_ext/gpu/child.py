@@ -11,27 +11,25 @@ from multiprocessing.connection import Connection
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.checks import Checker
 from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict, load, taken_with
-from fmoe_ext.gpu.races import Lost, Races, Start
+from fmoe_ext.gpu.races import Judged, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
 
 
 @dataclass(frozen=True)
 class Ready:
+    """The device answers."""
+
     key: Key
-    taken_with: str
+    taken_with: str  # driver and torch
     sources: Mapping[str, str]  # digest of each kernel
     known: Mapping[str, Verdict]  # of kernels that need no check
 
 
 @dataclass(frozen=True)
 class NotAvailable:
+    """There is no such device, or it cannot be used."""
+
     reason: str
-
-
-@dataclass(frozen=True)
-class Judged:
-    kernel: str
-    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ Message = Ready | NotAvailable | Start | Judged | Race | TorchWin | Finished
 def serve(
     connection: Connection, target: Target, judged: dict[str, Verdict], race: bool, missing: bool
 ) -> None:
-    """Checks every kernel that is not judged yet, then races those that are proved. Ends with the parent."""
+    """Check every kernel that is not judged yet, then race those that are proved. Ends with the parent."""
     faulthandler.enable()
 
     def end_with_parent() -> None:
@@ -81,6 +79,8 @@ def serve(
 
 
 class Work:
+    """The checks and races of one child; judged: verdicts so far, of earlier children too."""
+
     def __init__(self, connection: Connection, target: Target, judged: dict[str, Verdict]) -> None:
         self.send = connection.send
         self.target = target
@@ -103,7 +103,7 @@ class Work:
 
     def race(self, kernels: list[str]) -> None:
         for event in Races(self.target, kernels).run():
-            if isinstance(event, Lost):
+            if isinstance(event, Judged):
                 self._judge(event.kernel, event.verdict)
             else:
                 self.send(event)

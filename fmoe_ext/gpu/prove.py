@@ -15,9 +15,9 @@ from datetime import datetime, timezone
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from fmoe_ext.gpu.child import Finished, Judged, Message, NotAvailable, Ready, serve
+from fmoe_ext.gpu.child import Finished, Message, NotAvailable, Ready, serve
 from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict
-from fmoe_ext.gpu.races import Start
+from fmoe_ext.gpu.races import Judged, Start
 from fmoe_ext.gpu.target import Target, Unavailable
 
 _START_LIMIT = 120.0  # seconds to import torch and start CUDA

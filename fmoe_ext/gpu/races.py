@@ -47,12 +47,14 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Lost:
+class Judged:
+    """A kernel has its verdict, or a worse one than before."""
+
     kernel: str
     verdict: Verdict
 
 
-Event = Start | Lost | Race | TorchWin
+Event = Start | Judged | Race | TorchWin
 
 
 def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
@@ -150,7 +152,7 @@ class Races:
             courses = []
             if (slowest := self._slowest()) is not None:
                 kernel, verdict = slowest
-                yield Lost(kernel, verdict)
+                yield Judged(kernel, verdict)
                 self.kernels = [other for other in self.kernels if other != kernel]
                 courses = [course for name, course in self.races if name == kernel]
                 self.races = {k: race for k, race in self.races.items() if k[1] not in courses}
@@ -190,7 +192,7 @@ class Races:
                 worst = max((won[course] for course in mine), key=lambda win: win.ms / win.torch_ms)
                 reason = f"torch is faster in all of its races: {worst.product} ({worst.numbers}, {worst.rows}) takes "
                 verdict = Verdict("beaten", f"{reason}{worst.ms:.3f} ms, {worst.torch_ms:.3f} ms by torch")
-                yield Lost(kernel, verdict)
+                yield Judged(kernel, verdict)
         self.times.clear()
 
     def _run_all(self, courses: list[Course]) -> Iterator[Event]:
