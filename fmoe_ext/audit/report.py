@@ -18,9 +18,8 @@ class Outcome:
     """Findings of all ranks of a plan."""
 
     worst: Mapping[str, float]  # the largest error in each quantity
-    first: (
-        Difference | None
-    )  # over the bound, in the order of the computation, on the lowest of the ranks that have it
+    # over the bound, in the order of the computation, on the lowest of the ranks that have it
+    first: Difference | None
     error: str | None  # what a rank raised, or the parameters that no rank has
 
     @property

@@ -13,6 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.checkpoint.families import FAMILIES
+
+
+def _names(fact: str) -> list[str]:
+    return sorted({family.config[fact] for family in FAMILIES.values() if fact in family.config})
+
 
 # What each size becomes, where the configuration has it and it is larger.
 SIZES = MappingProxyType(
@@ -28,10 +34,9 @@ SIZES = MappingProxyType(
         "vocab_size_per_layer_input": 64,
         "hidden_size_per_layer_input": 8,
         "max_position_embeddings": 64,
-        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts"), 4),
-        **dict.fromkeys(("moe_num_experts", "moe_num_routed_experts"), 4),
-        **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts"), 2),
-        **dict.fromkeys(("moe_topk", "moe_top_k", "moe_k"), 2),
+        # as the known families call them, and others beside
+        **dict.fromkeys((*_names("num_experts"), "num_routed_experts", "moe_num_routed_experts"), 4),
+        **dict.fromkeys((*_names("top_k"), "moe_top_k"), 2),
         "n_group": 2,
         "topk_group": 1,
         "q_lora_rank": 16,
