@@ -83,6 +83,7 @@ class Inputs:
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
+        """Draw the inputs of a case."""
         generator = torch.Generator(device).manual_seed(seed)  # a CPU takes seconds for the largest weights
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
@@ -124,20 +125,12 @@ class Inputs:
             **(packed("w1", F, D) | packed("w2", D, H) if is_whole else {}),
         )
 
-    def frozen_weights(self, interleaved: bool) -> tuple[Quantized, Quantized] | None:
-        """w1 and w2 in MXFP4; interleaved: the rows of w1."""
-        if self.w1_data is None or self.w2_data is None:
-            return None
-        blocks1, blocks2 = (data.unflatten(2, (-1, MX_BLOCK // 2)) for data in (self.w1_data, self.w2_data))
-        return (
-            Quantized("mxfp4", blocks1, self.w1_scale, interleaved=interleaved),
-            Quantized("mxfp4", blocks2, self.w2_scale),
-        )
-
     def tensors(self) -> list[Tensor]:
+        """Return the tensors that are not None."""
         return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
 
     def to(self, dtype: torch.dtype) -> "Inputs":
+        """Cast the floating-point tensors."""
         floats = {
             f.name: t.to(dtype)
             for f in fields(self)
@@ -146,10 +139,12 @@ class Inputs:
         return replace(self, **floats)
 
     def copy_(self, other: "Inputs") -> None:
+        """Copy the values of other inputs of the case in place, as a CUDA graph reads them."""
         for mine, its in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(its)
 
     def leaves(self, *names: str) -> dict[str, Tensor]:
+        """Return those of these tensors that are not None, as leaves that need a gradient."""
         present = {name: getattr(self, name) for name in names}
         return {name: t.detach().requires_grad_() for name, t in present.items() if t is not None}
 
@@ -158,25 +153,11 @@ MLP_LEAVES = ("x", "w1", "b1", "w2", "b2", "topk_weights")
 
 
 def mlp(case: Case, inputs: Inputs, leaves: dict[str, Tensor], function: Callable[..., Tensor]) -> Tensor:
+    """Call expert_mlp, or a function with its arguments, on leaves."""
     get = leaves.get
     index = (inputs.row_idx, inputs.inverse, inputs.offs)
     weights = (leaves["w1"], get("b1"), leaves["w2"], get("b2"), leaves["topk_weights"])
     return function(leaves["x"], *index, *weights, case.activation, case.combine)
-
-
-def frozen(
-    case: Case,
-    inputs: Inputs,
-    leaves: dict[str, Tensor],
-    frozen_mlp: Callable[..., Tensor] = frozen_mlp,
-) -> Tensor | None:
-    """frozen_mlp with weights in MXFP4, those of a gated activation interleaved; None without such weights."""
-    weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
-    if weights is None:
-        return None
-    index = (inputs.row_idx, inputs.inverse, inputs.offs)
-    arguments = (weights[0], inputs.b1, weights[1], inputs.b2, inputs.topk_weights)
-    return frozen_mlp(leaves["x"], *index, *arguments, case.activation, case.combine)
 
 
 def results(
@@ -186,7 +167,7 @@ def results(
     grouped_gemm: Callable[..., torch.Tensor] = ops.grouped_gemm,
     frozen_mlp: Callable[..., torch.Tensor] = frozen_mlp,
 ) -> Results:
-    """Every result and gradient of expert_mlp, grouped_gemm and frozen_mlp, by name."""
+    """Compute every result and gradient of expert_mlp, grouped_gemm and frozen_mlp, by name."""
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, expert_mlp)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
@@ -196,16 +177,23 @@ def results(
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad_rows)
     found["grouped_gemm"] = y.detach()
     found |= {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
-    leaves = inputs.leaves("x")
-    packed = frozen(case, inputs, leaves, frozen_mlp)
-    if packed is not None:
-        (grad,) = torch.autograd.grad(packed, leaves["x"], inputs.grad)
-        found |= {"frozen_mlp": packed.detach(), "frozen_mlp dx": grad}
+    if inputs.w1_data is not None and inputs.w2_data is not None:
+        # in MXFP4; gate and up of a gated activation lie in turn there
+        blocks1, blocks2 = (d.unflatten(2, (-1, MX_BLOCK // 2)) for d in (inputs.w1_data, inputs.w2_data))
+        gated = case.activation in GATED_ACTIVATIONS
+        w1 = Quantized("mxfp4", blocks1, inputs.w1_scale, interleaved=gated)
+        w2 = Quantized("mxfp4", blocks2, inputs.w2_scale)
+        leaves = inputs.leaves("x")
+        index = (inputs.row_idx, inputs.inverse, inputs.offs)
+        arguments = (w1, inputs.b1, w2, inputs.b2, inputs.topk_weights, case.activation, case.combine)
+        y = frozen_mlp(leaves["x"], *index, *arguments)
+        (grad,) = torch.autograd.grad(y, leaves["x"], inputs.grad)
+        found |= {"frozen_mlp": y.detach(), "frozen_mlp dx": grad}
     return found
 
 
 def main_gradients(case: Case, inputs: Inputs) -> Results:
-    """The weight gradients of expert_mlp as they are added to float32 main gradients of zero, then rounded."""
+    """Compute the weight gradients of expert_mlp as they are added to float32 main gradients of zero, then rounded."""
     parameters = {name: torch.nn.Parameter(getattr(inputs, name)) for name in WEIGHTS}
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
     for name, parameter in parameters.items():

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -93,6 +92,8 @@ def rows_class(num_rows: int, num_experts: int) -> str:
 
 @dataclass(frozen=True)
 class Proof:
+    """What was found on a model of GPU."""
+
     key: Key
     taken_with: str  # driver and torch
     date: str  # ISO 8601, UTC
@@ -102,7 +103,7 @@ class Proof:
     is_of_another: bool = False  # a proof of another model of the capability, taken for this one
 
     def about(self, sources: Mapping[str, str]) -> "Proof":
-        """The proof for kernels of these digests: others are untested, and their races and torch's wins are gone."""
+        """Keep what holds for kernels of these digests: others are untested, without races and torch's wins."""
         is_same = {name: self.verdicts[name].sources == sources.get(name) for name in self.verdicts}
         changed = Verdict("untested", "it changed since it was proved")
         products = {name.split(".")[0] for name, same in is_same.items() if not same}
@@ -122,7 +123,7 @@ class Proof:
         return {name: v.reason for name, v in self.verdicts.items() if v.state == state}
 
     def save(self) -> Path:
-        """Writes the file of the key: completely or not at all. OSError where that cannot be done."""
+        """Write the file of the key, completely or not at all; raise OSError where that cannot be done."""
         path = self.key.path()
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {name: value for name, value in asdict(self).items() if name != "is_of_another"}
@@ -140,7 +141,7 @@ class Proof:
 
 
 def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
-    """Proof for kernels with these digests on a model of GPU; None if nothing is known of them.
+    """Read the proof for kernels with these digests on a model of GPU; None if nothing is known of them.
 
     Of the cache folder or the package, of this model or else of another of its compute capability. Warns of a file that
     cannot be read.
@@ -149,7 +150,16 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
     others = (path for folder in (cache_folder(), SHIPPED) for path in sorted(folder.glob("*.json")))
     for path in (*own, *others):
         try:
-            proof = _parse(json.loads(path.read_text()))
+            content = json.loads(path.read_text())
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
+            verdicts = {str(name): Verdict(**verdict) for name, verdict in content["verdicts"].items()}
+            if unknown := {v.state for v in verdicts.values()} - set(STATES):
+                raise ValueError(f"states {sorted(unknown)} are none of {STATES}")
+            races = tuple(Race(**race) for race in content["races"])
+            wins = tuple(TorchWin(**win) for win in content["torch_wins"])
+            about = Key(**content["key"]), content["taken_with"], content["date"]
+            proof = Proof(*about, verdicts, races, wins)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -166,21 +176,6 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
         if any(verdict.state != "untested" for verdict in proof.verdicts.values()):
             return proof
     return None
-
-
-def _parse(content: Any) -> Proof:
-    """The proof that a file holds; ValueError, KeyError or TypeError if it is none."""
-    if content["format"] != _FORMAT:
-        raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
-    key = Key(**content["key"])
-    verdicts = {str(name): Verdict(**verdict) for name, verdict in content["verdicts"].items()}
-    if unknown := {v.state for v in verdicts.values()} - set(STATES):
-        raise ValueError(f"states {sorted(unknown)} are none of {STATES}")
-    races, wins = (
-        (Race(**race) for race in content["races"]),
-        (TorchWin(**win) for win in content["torch_wins"]),
-    )
-    return Proof(key, content["taken_with"], content["date"], verdicts, tuple(races), tuple(wins))
 
 
 def cache_folder() -> Path:
