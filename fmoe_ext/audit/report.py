@@ -48,11 +48,11 @@ class Result(Outcome):
 
 @dataclass(frozen=True)
 class PlanReport(Outcome):
-    """Findings about a plan: str() says whether it trains what one process trains, or the first tensor that differs."""
+    """Findings about a plan; str() says whether it trains what one process trains, or the first tensor that differs."""
 
     losses: Sequence[float]  # of one process
-    steps: int
-    world: int
+    steps: int  # of the optimizer
+    world: int  # ranks
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:

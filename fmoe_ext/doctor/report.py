@@ -87,12 +87,12 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Finding:
-    """A verdict about one invariant in one module: ok, wrong or undecided, with the numbers."""
+    """A verdict about one invariant in one module."""
 
-    invariant: str
-    module: str
-    verdict: str
-    numbers: str
+    invariant: str  # a key of INVARIANTS
+    module: str  # or a parameter, or a kind of one
+    verdict: str  # OK, WRONG or UNDECIDED
+    numbers: str  # what was measured, or why nothing could be
 
     def __str__(self) -> str:
         line = f"{self.verdict:9} {self.invariant:20} {self.module}: {self.numbers}"
@@ -116,7 +116,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if no invariant is violated and at least one was decided."""
+        """Return True if no invariant is violated and at least one was decided."""
         return not self.wrong and any(finding.verdict == OK for finding in self.findings)
 
     def named(self) -> set[str]:
@@ -124,7 +124,7 @@ class Report:
         return {finding.invariant for finding in self.wrong}
 
     def as_dict(self) -> dict[str, object]:
-        """The report for json.dumps, with each invariant's thread and advice."""
+        """Make the report for json.dumps, with each invariant's thread and advice."""
         rows = [
             asdict(f) | dict(zip(("seen_in", "advice"), INVARIANTS[f.invariant], strict=True))
             for f in self.findings

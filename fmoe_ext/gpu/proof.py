@@ -61,10 +61,10 @@ class Verdict:
 class Race:
     """Time an operation with the kernel that computes it, without that kernel, and by torch's grouped_mm."""
 
-    operation: str
+    operation: str  # a key of races.PRODUCTS
     shape: str
-    kernel: str
-    ms: float
+    kernel: str  # that computes it, or PORTABLE
+    ms: float  # median on the device
     without_ms: float | None  # None for the portable kernels, which nothing replaces
     torch_ms: float | None
 

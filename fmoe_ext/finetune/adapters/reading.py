@@ -61,13 +61,13 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class Factors:
     """One projection of all experts of a layer; read() -> (a [E, r, in], b [E, out, r])."""
 
-    num_experts: int
-    rank: int
+    num_experts: int  # E
+    rank: int  # r
     d_in: int
     d_out: int
-    scaling: float
-    dtype: torch.dtype
-    read: Callable[[], Pair]
+    scaling: float  # of b @ a
+    dtype: torch.dtype  # of the file
+    read: Callable[[], Pair]  # raises CheckpointError where orientation or packing is undecidable
 
 
 @dataclass
