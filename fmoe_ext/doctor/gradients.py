@@ -296,19 +296,6 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     yield verdict("balance-in-loss", "", wrong_size or dead, numbers)
     if wrong_size or dead is not False:
         return
-    own = _balance_of_each(case)
-    for layer in case.layers:
-        size = norm([own[n] for n in layer.routers if n in own])
-        text = f"its gradient of this layer's router {size:.1e}"
-        if any(p.requires_grad for p in layer.routers.values()):
-            dead = size <= TINY * max(norm([g]) for g in own.values())
-            yield verdict("balance-in-loss", next(iter(layer.routers)), dead, text)
-
-
-def _balance_of_each(case: Case) -> dict[str, torch.Tensor]:
-    """Gradients of the balance loss where no layer gets one through the output of an earlier layer."""
-    model = case.copy()
-    assert case.subject.parts is not None
 
     def cut(module: torch.nn.Module, args: object, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
@@ -317,11 +304,19 @@ def _balance_of_each(case: Case) -> dict[str, torch.Tensor]:
             return (output[0].detach(), *output[1:])
         return None
 
+    # Each layer's own part: behind a cut no layer gets a gradient through the output of an earlier one.
+    model = case.copy()
     for layer in layers_of(model):
         layer.module.register_forward_hook(cut)
     torch.manual_seed(0)
-    case.subject.parts(model, case.subject.batch)[1].backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    s.parts(model, s.batch)[1].backward()
+    own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for layer in case.layers:
+        size = norm([own[n] for n in layer.routers if n in own])
+        text = f"its gradient of this layer's router {size:.1e}"
+        if any(p.requires_grad for p in layer.routers.values()):
+            dead = size <= TINY * max(norm([g]) for g in own.values())
+            yield verdict("balance-in-loss", next(iter(layer.routers)), dead, text)
 
 
 def balance_cost(case: Case) -> Iterator[Finding]:
