@@ -34,6 +34,11 @@ class DeferredBatchNorm(nn.Module):
         self.expected = chunks
         self._begin()
 
+    def _begin(self) -> None:
+        self._sum: Tensor | float = 0.0
+        self._sum_squares: Tensor | float = 0.0
+        self._num_rows = self._num_counted = 0
+
     def forward(self, x: Tensor) -> Tensor:
         """x [B, C, *] -> [B, C, *]; ValueError for another number of channels.
 
@@ -66,11 +71,6 @@ class DeferredBatchNorm(nn.Module):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(var.to(self.running_var.dtype), factor)
         self._begin()
-
-    def _begin(self) -> None:
-        self._sum: Tensor | float = 0.0
-        self._sum_squares: Tensor | float = 0.0
-        self._num_rows = self._num_counted = 0
 
 
 def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:

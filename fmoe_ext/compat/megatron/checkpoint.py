@@ -105,7 +105,7 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
             )
         # not weights_only: Megatron's files hold its options and scheduler
         saved_by.append(torch.load(file, map_location="cpu", weights_only=False))
-    state = merge_state_dict(*saved_by, args.fp16)
+    state = merge_state_dict(saved_by[0], saved_by[1], args.fp16)
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
     fresh = release or args.finetune
