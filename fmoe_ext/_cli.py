@@ -40,14 +40,14 @@ def not_negative_float(text: str) -> float:
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error on one line; a file that is missing always reads alike."""
+    """Return the text of an error on one line; a file that is missing always reads alike."""
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{os.fspath(error.filename)} does not exist"
     return " ".join(str(error).split())
 
 
 def as_json(facts: Any) -> str:
-    """Facts as the text that --json prints."""
+    """Write facts as --json prints them."""
     return json.dumps(facts, indent=1, default=str)
 
 

@@ -26,7 +26,7 @@ class OnLattice(Lora):
 
 
 def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * b @ a of one expert, a [rank, in] and b [out, rank], at least in float32, to the bit everywhere."""
+    """Compute scale * b @ a of one expert, a [rank, in], b [out, rank], at least in float32, to the bit everywhere."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return b.to(wide).contiguous() @ a.to(wide).contiguous() * scale
 
@@ -40,13 +40,13 @@ def take(module: nn.Module) -> Mapping[str, Lora]:
 
 
 def _thread() -> int:
-    """Number of the calling thread; a compiled graph is the same for all."""
+    """Return the number of the calling thread; a compiled graph is the same for all."""
     return 0 if torch.compiler.is_compiling() else get_ident()
 
 
 @contextmanager
 def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
-    """Gives a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
+    """Give a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
     left: dict[str, Lora] = module.__dict__.setdefault(_KEY, {}).setdefault(_thread(), {})
     left[name] = adapter
     try:

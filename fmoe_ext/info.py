@@ -24,7 +24,7 @@ from fmoe_ext.ops.processor import refused_cpu_isa
 
 
 def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
-    """(what, value) pairs: FMOE_GPU_KERNELS and, for each CUDA device, what has been proved on it."""
+    """List (what, value): FMOE_GPU_KERNELS and, for each CUDA device, what has been proved on it."""
     lines = [("GPU kernels", f"FMOE_GPU_KERNELS={_env.get('FMOE_GPU_KERNELS')}")]
     for device, key in enumerate(keys):
         proof = gpu_proof.load(key, gpu_kernels.sources())
@@ -34,7 +34,7 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
 
 
 def _facts() -> list[tuple[str, str]]:
-    """(what, value) pairs of this installation and machine."""
+    """List (what, value) of this installation and machine."""
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
     refused = refused_cpu_isa()  # an instruction set that the system keeps from this process
     devices = [("CUDA devices", "none")]
@@ -146,7 +146,7 @@ def of_model(
 
 
 def _as_text(found: dict[str, Any]) -> str:
-    """The facts of of_model() as lines."""
+    """Write the facts of of_model() as lines."""
     by_size = sorted(found["formats"].items(), key=lambda item: -item[1])
     formats = ", ".join(f"{name} {num_bytes:,} bytes" for name, num_bytes in by_size)
     fits = {

@@ -55,7 +55,7 @@ LAYOUTS = (Layout(), Layout(dp=2), Layout(ep=2), Layout(dp=2, ep=2))
 
 
 def parse_layout(text: str) -> Layout:
-    """ "1", "dp2", "ep2", "dp2xep2" -> Layout."""
+    """Read a layout: "1", "dp2", "ep2", "dp2xep2", ..."""
     if text == "1":
         return Layout()
     match = re.fullmatch(r"dp([1-9]\d*)(?:x?ep([1-9]\d*))?|ep([1-9]\d*)", text)
@@ -79,7 +79,7 @@ class Case:
         return ", ".join([str(self.layout), *settings, self.dtype])
 
     def unusual(self) -> dict[str, str]:
-        """{axis: value} of what differs from one whole batch that is neither recomputed nor padded."""
+        """Return {axis: value} of what differs from one whole batch that is neither recomputed nor padded."""
         axes = {name: getattr(self, name) for name in ("accumulation", "recomputation", "padding")}
         return {name: value for name, value in axes.items() if value not in ("1", "none")}
 

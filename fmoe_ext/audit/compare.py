@@ -52,7 +52,7 @@ class Difference:
 
 
 def check_finite(history: Sequence[Truth]) -> None:
-    """AuditError for the first tensor of one process with NaN or infinity: nothing can be compared with that."""
+    """Raise AuditError for the first tensor of one process with NaN or infinity: nothing can be compared with that."""
     for number, step in enumerate(history):
         for quantity in QUANTITIES:
             for name, x in step.get(quantity, {}).items():
@@ -65,7 +65,7 @@ def check_finite(history: Sequence[Truth]) -> None:
 
 
 def compare(number: int, ours: Step, truth: Truth, rank: int, share: tuple[int, int]) -> list[Difference]:
-    """The distance of every tensor of a step from the truth, in the order of the step.
+    """Return the distance of every tensor of a step from the truth, in the order of the step.
 
     share: (index, number) of this rank's part of the batch, of which its outputs are. Gradients come in the order of
     the backward.
@@ -141,7 +141,7 @@ def _factor(x: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def _rows(whole: torch.Tensor, share: tuple[int, int]) -> torch.Tensor:
-    """The rows of a share of the batch."""
+    """Return the rows of a share of the batch."""
     index, number = share
     if number == 1 or not whole.dim():
         return whole
@@ -150,7 +150,7 @@ def _rows(whole: torch.Tensor, share: tuple[int, int]) -> torch.Tensor:
 
 
 def _largest_error(x: torch.Tensor, expected: torch.Tensor) -> float | None:
-    """The largest absolute difference, infinite for NaN; None for tensors of different shapes."""
+    """Return the largest absolute difference, infinite for NaN; None for tensors of different shapes."""
     if x.shape != expected.shape:
         return None
     if not x.numel():

@@ -107,19 +107,19 @@ class _InLayout(Parallel):
         self.optimizer = self.recipe.optimizer(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank under the names of the whole model."""
+        """Return the parameters of this rank under the names of the whole model."""
         return {name: x for name, x in self.state.tensors.items() if isinstance(x, nn.Parameter)}
 
     def modules(self) -> dict[str, nn.Module]:
-        """The model's blocks."""
+        """Return the model's blocks."""
         return self.blocks
 
     def value(self, name: str, x: torch.Tensor) -> Value:
-        """x in the order of the experts, with the rows of the whole tensor that it has."""
+        """Put x in the order of the experts, with the rows of the whole tensor that it has."""
         return Value(self.state.in_order(name, x).clone(), self.state.local_rows(name))
 
     def output(self, out: Any) -> Value | None:
-        """The samples of the microbatch without padding, which has no equal in the whole batch."""
+        """Return the samples of the microbatch without padding, which has no equal in the whole batch."""
         x = out[0] if isinstance(out, tuple) and out else out
         first, end = self._rows
         if not is_counted():
@@ -199,5 +199,5 @@ class _InLayout(Parallel):
         self.optimizer.step()
 
     def extra(self) -> Step:
-        """The norm before clipping, and the gradients after it."""
+        """Return the norm before clipping, and the gradients after it."""
         return self._extra

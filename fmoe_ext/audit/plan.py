@@ -57,11 +57,11 @@ class Parallel:
         self.optimizer.step()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank under the names of the model that was given."""
+        """Return the parameters of this rank under the names of the model that was given."""
         return {self.plain_name(name): p for name, p in self.model.named_parameters()}
 
     def modules(self) -> dict[str, nn.Module]:
-        """Modules of this rank under the names of the model that was given."""
+        """Return the modules of this rank under the names of the model that was given."""
         return {self.plain_name(name): module for name, module in self.model.named_modules()}
 
     def plain_name(self, name: str) -> str:
@@ -83,7 +83,7 @@ class Parallel:
         return Value(x) if x is not None and x.is_floating_point() else None
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
-        """Gradient of a parameter, as it is on this rank."""
+        """Return the gradient of a parameter, as it is on this rank."""
         grad = p.grad if p.grad is not None else getattr(p, "main_grad", None)
         return None if grad is None else grad.detach()
 
@@ -132,11 +132,11 @@ class Plan(Protocol):
         ...
 
     def alone(self, initial: Mapping[str, torch.Tensor] | None) -> Start:
-        """The training in one process; initial: None to make it."""
+        """Start the training in one process; initial: None to make it."""
         ...
 
     def on_rank(self, initial: Mapping[str, torch.Tensor], rank: int, world: int) -> Start:
-        """The training on one rank, where torch.distributed is initialized."""
+        """Start the training on one rank, where torch.distributed is initialized."""
         ...
 
 
@@ -169,7 +169,7 @@ class PlanRecipe:
                 raise AuditError(f"{name} must be a positive number, but got {getattr(self, name)!r}")
 
     def alone(self, initial: Mapping[str, torch.Tensor] | None = None) -> Start:
-        """The training in one process."""
+        """Start the training in one process."""
         torch.manual_seed(SEED)
         model: Any = self.model()
         if not isinstance(model, nn.Module):
@@ -198,7 +198,7 @@ class PlanRecipe:
         return Start(Parallel(model), model, batch, bound, model.state_dict())
 
     def on_rank(self, initial: Mapping[str, torch.Tensor], rank: int, world: int) -> Start:
-        """The training under the plan."""
+        """Start the training under the plan."""
         start = self.alone(initial)  # its batches are made from the configuration, which a plan may wrap
         made = self.parallelize(start.model, rank, world)
         parallel = Parallel(made) if isinstance(made, nn.Module) else made
@@ -210,7 +210,7 @@ class PlanRecipe:
 
 
 def share_of(batch: Batch, share: tuple[int, int]) -> Batch:
-    """The samples of one of equal parts of a batch; AuditError if it does not divide."""
+    """Return the samples of one of equal parts of a batch; raise AuditError if it does not divide."""
     index, number = share
     if number == 1:
         return batch
@@ -223,7 +223,7 @@ def share_of(batch: Batch, share: tuple[int, int]) -> Batch:
 
 
 def recipe_of(module: ModuleType) -> PlanRecipe:
-    """The recipe that a file's functions make."""
+    """Return the recipe that a file's functions make."""
     known = {f.name for f in fields(PlanRecipe)}
     parts = {
         name: value

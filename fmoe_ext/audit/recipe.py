@@ -64,7 +64,7 @@ def _weight_by_samples(part: Part) -> float:
 
 
 def _data_parallel(model: nn.Module, layout: Layout) -> nn.Module:
-    """DistributedGroupedDataParallel over the groups of the layout; the model itself in one process."""
+    """Wrap in DistributedGroupedDataParallel over the groups of the layout; not in one process."""
     if layout.groups is None:
         return model
     return DistributedGroupedDataParallel(model, **layout.groups.data_parallel_kwargs())
@@ -101,7 +101,7 @@ def spread_experts(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def _reduce_gradients(model: nn.Module) -> None:
-    """allreduce_params() of a DistributedGroupedDataParallel; nothing for other models."""
+    """Call allreduce_params() of a DistributedGroupedDataParallel; nothing for other models."""
     if isinstance(model, DistributedGroupedDataParallel):
         model.allreduce_params()
 
@@ -114,12 +114,12 @@ def _clip_gradients(model: nn.Module, max_norm: float = 0.1) -> torch.Tensor:
 
 
 def make_optimizer(model: nn.Module) -> Optimizer:
-    """SGD with momentum: linear, so that rounding stays rounding."""
+    """Make SGD with momentum: linear, so that rounding stays rounding."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def _recompute_blocks(model: Any, kind: str) -> None:
-    """torch.utils.checkpoint around every block of blocks_of(model), or a Transformers model's own."""
+    """Put torch.utils.checkpoint around every block of blocks_of(model), or use a Transformers model's own."""
     reentrant = kind == "reentrant"
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -135,7 +135,7 @@ def _recompute_blocks(model: Any, kind: str) -> None:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """{name: module} of the modules in the outermost nn.ModuleLists: the layers of most models."""
+    """Find {name: module} of the modules in the outermost nn.ModuleLists: the layers of most models."""
     blocks: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
@@ -146,7 +146,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _pad(batch: Batch, side: str) -> Batch:
-    """NUM_PADDED columns to the left or right of every tensor [B, S, ...], which the batch's mask excludes."""
+    """Add NUM_PADDED columns to the left or right of every tensor [B, S, ...], which the batch's mask excludes."""
     mask = next((batch[name] for name in MASKS if name in batch), None)
     if mask is None:
         raise AuditError(
@@ -213,5 +213,5 @@ def num_samples(batch: Batch) -> int:
 
 
 def take(batch: Batch, first: int, end: int) -> Batch:
-    """The samples [first, end) of a batch."""
+    """Return the samples [first, end) of a batch."""
     return {name: x[first:end] for name, x in batch.items()}

@@ -42,7 +42,7 @@ class Result(Outcome):
         return "equal" if self.ok else "DIFFERENT" if self.error is None else "FAILED"
 
     def why(self) -> str:
-        """The first difference, or the error, as text."""
+        """Return the first difference, or the error, as text."""
         return str(self.first) if self.error is None else self.error.strip()
 
 
@@ -56,7 +56,7 @@ class PlanReport(Outcome):
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON's types."""
+        """Return the report as JSON's types."""
         return {
             "ok": self.ok,
             "world": self.world,
@@ -117,7 +117,7 @@ class AuditReport:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON's types."""
+        """Return the report as JSON's types."""
         return {
             "ok": self.ok,
             "steps": self.steps,

@@ -20,7 +20,7 @@ from fmoe_ext.audit.recipe import count_tokens
 
 
 def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step]:
-    """Yields what each step computes on this rank; first the parameters before the first step.
+    """Yield what each step computes on this rank; first the parameters before the first step.
 
     truth: a step of one process, whose names and order count, so that all ranks make tensors whole in one order.
     """

@@ -25,19 +25,19 @@ policy_fn = None
 
 
 def float_from_env(key: str, default: Any = -1) -> float:
-    """The value of an environment variable as a float; default if it is not set."""
+    """Return the value of an environment variable as a float; default if it is not set."""
     text = _env.unlisted(key)
     return default if text is None else float(text)
 
 
 def switch_from_env(key: str, default: Any = False) -> bool:
-    """True if an environment variable is "1" or "ON"; default if it is not set."""
+    """Return True if an environment variable is "1" or "ON"; default if it is not set."""
     text = _env.unlisted(key)
     return default if text is None else text in ("1", "ON")
 
 
 def get_expert_param_size(e: Sequence[nn.Module], idx: int) -> int:
-    """Number of elements of all parameters of an expert."""
+    """Return the number of elements of all parameters of an expert."""
     return sum(parameter.numel() for parameter in e[idx].parameters())
 
 
@@ -111,7 +111,7 @@ def global_policy(
     *,
     d_model: int = 2048,
 ) -> torch.Tensor:
-    """The experts whose copies save more communication than they cost; none on one rank.
+    """Return the experts whose copies save more communication than they cost; none on one rank.
 
     By ep.shadowing.choose_shadows, from FMOE_FASTER_GLBPLC_NETBW (bytes a second), _GPUTP (FLOP a second), _ALPHA
     (hidden width / d_model) and _DMODEL, which goes before d_model.

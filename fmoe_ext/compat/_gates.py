@@ -89,7 +89,7 @@ class FasterGate(NaiveGate, gates.FasterGate):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """A gate for FMoE(gate=...): FasterGate on node number rank."""
+    """Make a gate for FMoE(gate=...): FasterGate on node number rank."""
     return functools.partial(make_faster_gate, FasterGate, rank)
 
 

@@ -65,7 +65,7 @@ def from_experts(
 
 
 def sum_over_ranks(x: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The sum of x over the ranks."""
+    """Return the sum of x over the ranks."""
     return torch.stack(all_gather(x[None], world_size, _State.group)).sum(0).squeeze(0)
 
 

@@ -20,7 +20,7 @@ def ensure_comm(t: torch.Tensor, comm: Group) -> None:
 
 
 def get_moe_group() -> Group:
-    """The group of the last ensure_comm()."""
+    """Return the group of the last ensure_comm()."""
     return _ranks.get_group()
 
 

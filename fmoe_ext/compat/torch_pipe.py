@@ -21,7 +21,7 @@ class LocalResult:
     value: Any
 
     def local_value(self) -> Any:
-        """The tensor or tuple itself."""
+        """Return the tensor or tuple itself."""
         return self.value
 
     def to_here(self, timeout: float = -1.0) -> Any:

@@ -274,7 +274,7 @@ def probe_of(case: Case, layer: Layer) -> Probe:
 
 
 def declared_capacity(layer: Layer) -> bool:
-    """True if an option speaks of a capacity or of drops."""
+    """Return True if an option speaks of a capacity or of drops."""
     return any(
         any(word in name.lower() for word in ("capacity", "drop")) and "dropout" not in name
         for name, value in options_of(layer).items()
@@ -283,7 +283,7 @@ def declared_capacity(layer: Layer) -> bool:
 
 
 def options_of(layer: Layer) -> dict[str, Any]:
-    """Attributes of a layer's modules and of their configurations."""
+    """Collect the attributes of a layer's modules and of their configurations."""
     found: dict[str, Any] = {}
     for module in layer.module.modules():
         found |= getattr(getattr(module, "config", None), "__dict__", {})
@@ -293,7 +293,7 @@ def options_of(layer: Layer) -> dict[str, Any]:
 
 
 def has_capacity(case: Case, layer: Layer) -> bool:
-    """True if the experts of a layer have a capacity, declared or measured, so that tokens may be dropped."""
+    """Return True if the experts of a layer have a capacity, declared or measured, so that tokens may be dropped."""
     return declared_capacity(layer) or probe_of(case, layer).capacity is not None
 
 

@@ -57,7 +57,7 @@ class Layer:
         return any(not expert for expert in self.separate)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of all experts by name."""
+        """Return the parameters of all experts by name."""
         return self.stacked | {n: p for part in (*self.separate, *self.shards) for n, p in part.items()}
 
     def place(self, number: int) -> int:
@@ -146,7 +146,7 @@ def repeated(model: nn.Module) -> dict[str, int]:
 
 
 def _inside(other: str, layer: Layer) -> bool:
-    """True if the layer of this name is a part of an expert, or of a layer."""
+    """Return True if the layer of this name is a part of an expert, or of a layer."""
     first = next(expert for expert in layer.separate if expert)
     return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in first) or (
         other.startswith(f"{layer.name}.") if layer.name else False
@@ -255,7 +255,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def _is_of_router(self, args: Any, kwargs: Any, result: Any) -> bool:
-        """True for the product with a router's weight, cast and transposed as it may be."""
+        """Return True for the product with a router's weight, cast and transposed as it may be."""
         layer = self._inside[-1]
         if not isinstance(result, torch.Tensor) or result.ndim < 2 or result.shape[-1] != layer.num_scores:
             return False

@@ -17,7 +17,7 @@ _PATIENCE = 600.0  # seconds until another process may try again
 
 
 def race(device: int, key: Key) -> None:
-    """Starts `fmoe gpu prove --missing`, once for a model of GPU and machine; later processes use what it finds.
+    """Start `fmoe gpu prove --missing`, once for a model of GPU and machine; later processes use what it finds.
 
     This process goes on with the kernels that are right on the other model, and shares the GPU for about a minute.
     """

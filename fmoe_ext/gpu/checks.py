@@ -30,7 +30,7 @@ class Checker:
         self.portable = cache(self._portable)
 
     def verdict(self, kernel: str) -> Verdict:
-        """proved, failed with what is wrong, or untested with why. RuntimeError where the device gave up."""
+        """Judge a kernel: proved, failed with what is wrong, or untested with why; RuntimeError if the device fails."""
         on = () if kernel == PORTABLE else (kernel,)
         gpu_kernels.switch_on(on)
         before = gpu_kernels.runs()
@@ -57,7 +57,7 @@ class Checker:
         return results(case, inputs) | (main_gradients(case, inputs) if case.T else {})
 
     def _expected(self, case: Case, dtype: torch.dtype) -> tuple[Results, Results]:
-        """(float64, plain PyTorch in the dtype)"""
+        """Compute (float64, plain PyTorch in the dtype)."""
         inputs = self._inputs(case, dtype)
         truth = results(case, inputs.to(torch.float64), *_REFERENCES)
         plain = results(case, inputs, *_REFERENCES)

@@ -11,7 +11,7 @@ from fmoe_ext.gpu.target import Target, Unavailable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """-> 0: none failed; 1: a kernel failed; 2: the GPU cannot be used, or the result not be kept."""
+    """Prove -> 0: none failed; 1: a kernel failed; 2: the GPU cannot be used, or the result not be kept."""
     parser = argparse.ArgumentParser(prog="fmoe gpu")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(

@@ -22,27 +22,27 @@ _NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
 
 
 def names() -> tuple[str, ...]:
-    """The kernels of cuda/select.h, in its order; the portable ones, that are always there, are not among them."""
+    """Name the kernels of cuda/select.h, in its order, without the portable ones, which are always there."""
     return tuple(torch.ops.fmoe_ext._gpu_kernels())
 
 
 def switch_on(kernels: Iterable[str]) -> None:
-    """These kernels on, all others off; RuntimeError for a name that does not exist."""
+    """Turn these kernels on, all others off; raise RuntimeError for a name that does not exist."""
     torch.ops.fmoe_ext._set_gpu_kernels(list(kernels))
 
 
 def runs() -> dict[str, int]:
-    """Times that this process has chosen each kernel."""
+    """Count how often this process has chosen each kernel."""
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
 
 
 def sources() -> dict[str, str]:
-    """{kernel, PORTABLE among them: digest of what it was built from} (cuda/sources_digest.py)."""
+    """Return {kernel, PORTABLE among them: digest of what it was built from} (cuda/sources_digest.py)."""
     return dict(zip((PORTABLE, *names()), torch.ops.fmoe_ext._gpu_kernel_sources(), strict=True))
 
 
 def let_torch_compute(classes: Iterable[str]) -> None:
-    """Torch's grouped_mm computes these classes of products (TorchWin.where), and no others."""
+    """Let torch's grouped_mm compute these classes of products (TorchWin.where), and no others."""
     torch.ops.fmoe_ext._set_gpu_torch_wins(list(classes))
 
 
@@ -72,7 +72,7 @@ class _SmMargin:
         return give_back
 
     def give_back_done(self) -> None:
-        """Gives back the SMs of what is done."""
+        """Give back the SMs of what is done."""
         if self._asked:
             with self._lock:
                 for number, (_, is_done) in [*self._asked.items()]:
@@ -194,7 +194,7 @@ class Selection:
 
 
 def key_of(device: int) -> gpu_proof.Key:
-    """Key of a proof for a CUDA device; asks the driver, allocates nothing."""
+    """Return the key of a proof for a CUDA device; asks the driver, allocates nothing."""
     found = torch.cuda.get_device_properties(device)
     return gpu_proof.Key(found.name, 10 * found.major + found.minor)
 

@@ -40,11 +40,11 @@ class Key:
     capability: int  # 90 is 9.0
 
     def name(self) -> str:
-        """The name of its proof's file."""
+        """Return the name of its proof's file."""
         return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-") + ".json"
 
     def path(self) -> Path:
-        """The file in the cache folder, which need not exist."""
+        """Return the file in the cache folder, which need not exist."""
         return cache_folder() / self.name()
 
 
@@ -86,7 +86,7 @@ class TorchWin:
 
 
 def rows_class(num_rows: int, num_experts: int) -> str:
-    """Class of ROWS; what the host knows without reading a device value."""
+    """Return the class of ROWS; what the host knows without reading a device value."""
     return next(name for name, first in ROWS if num_rows >= first * num_experts)
 
 
@@ -119,7 +119,7 @@ class Proof:
         )
 
     def named(self, state: str) -> dict[str, str]:
-        """{kernel: reason} of one state, in the order of cuda/select.h."""
+        """Return {kernel: reason} of one state, in the order of cuda/select.h."""
         return {name: v.reason for name, v in self.verdicts.items() if v.state == state}
 
     def save(self) -> Path:
@@ -179,7 +179,7 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
 
 
 def cache_folder() -> Path:
-    """Folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
     home = _env.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fmoe_ext" / "gpu"
 
@@ -190,7 +190,7 @@ def taken_with() -> str:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The NVIDIA driver's version, "unknown" where Linux does not say it."""
+    """Return the NVIDIA driver's version, "unknown" where Linux does not say it."""
     try:
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text())
     except OSError:

@@ -32,7 +32,7 @@ def prove(
     start_limit: float = _START_LIMIT,
     missing: bool = False,
 ) -> Proof:
-    """Checks and races every kernel of cuda/select.h on a target.
+    """Check and race every kernel of cuda/select.h on a target.
 
     A kernel that takes longer than limit seconds, ends its process or gives wrong numbers has failed, and the others
     are proved all the same. budget seconds after the GPU has answered, the rest stays untested. say gets a line for
@@ -49,11 +49,11 @@ class _Child:
     connection: Connection
 
     def receive(self, seconds: float) -> Message | None:
-        """The next message, None if there is none in time; EOFError if the process has ended."""
+        """Return the next message, None if there is none in time; EOFError if the process has ended."""
         return self.connection.recv() if self.connection.poll(max(0.0, seconds)) else None
 
     def end(self) -> int | None:
-        """Ends the process -> its exit code; None where even SIGKILL does not end it, as in a driver that hangs."""
+        """End the process -> its exit code; None where even SIGKILL does not end it, as in a driver that hangs."""
         self.handle.join(0.5)
         self.handle.kill()
         self.handle.join(_END_LIMIT)
@@ -152,7 +152,7 @@ class _Prover:
         self.say(f"  {kernel}: {verdict.state}{verdict.reason and ': '}{verdict.reason}")
 
     def _blame(self, under_way: Start | None, verdict: Verdict) -> None:
-        """The verdict is on the kernels that ran; if those were torch's, there are no more races."""
+        """Give the verdict to the kernels that ran; if those were torch's, there are no more races."""
         if under_way is None:
             raise Unavailable(verdict.reason)
         if not under_way.kernels:

@@ -58,7 +58,7 @@ Event = Start | Judged | Race | TorchWin
 
 
 def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """{each of OPERATIONS: a call of it}"""
+    """Make {each of OPERATIONS: a call of it}."""
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, ops.expert_mlp)
     # Of one product each: what needs no gradient is no leaf.
@@ -121,7 +121,7 @@ class Course:
         return self.classes[0] if len(self.classes) == 1 else None
 
     def is_of(self, product: str) -> bool:
-        """True if it is a race of this product, into main gradients as well."""
+        """Return True if it is a race of this product, into main gradients as well."""
         found = [name.split("/")[0].replace("main_grad", "grad_weight") for name in self.classes]
         return found == [product]
 

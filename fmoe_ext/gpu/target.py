@@ -22,7 +22,7 @@ class Unavailable(RuntimeError):
 
 
 def captured(function: Callable[[], Results]) -> Callable[[], Results]:
-    """function as a CUDA graph: a call replays it on what its inputs hold then."""
+    """Capture function as a CUDA graph: a call replays it on what its inputs hold then."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -58,7 +58,7 @@ class Target:
         return torch.device("cuda", self.index)
 
     def connect(self) -> Key:
-        """Starts CUDA -> what the proof holds for. Raises Unavailable."""
+        """Start CUDA -> what the proof holds for. Raises Unavailable."""
         count = torch.cuda.device_count()
         if self.index >= count:
             raise Unavailable(f"there is no CUDA device {self.index}: torch sees {count}")
@@ -70,7 +70,7 @@ class Target:
             raise Unavailable(f"CUDA device {self.index} cannot be used: {error}") from error
 
     def synchronize(self) -> None:
-        """Waits for the device; a kernel's fault is raised here."""
+        """Wait for the device; a kernel's fault is raised here."""
         torch.cuda.synchronize()
 
     def milliseconds(self, function: Callable[[], object]) -> float:
@@ -96,7 +96,7 @@ class Target:
         return sorted(begin.elapsed_time(end) for begin, end in events)[_REPETITIONS // 2]
 
     def captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """captured(function)."""
+        """Capture function, as captured() does."""
         return captured(function)
 
     def side_by_side(self, functions: Sequence[Callable[[], Results]]) -> list[Results]:

@@ -46,7 +46,7 @@ class Engine(Parallel):
                 x.copy_(source[self.plain_name(name)])
 
     def prepare(self, recipe: PlanRecipe) -> None:
-        """deepspeed.initialize() with the recipe's optimizer, its experts in groups of their own."""
+        """Call deepspeed.initialize() with the recipe's optimizer, its experts in groups of their own."""
         optimizer = recipe.optimizer(self.model)
         if has_moe_layers(self.model)[0]:
             for group in optimizer.param_groups:
@@ -76,7 +76,7 @@ class Engine(Parallel):
         return {} if self.config.get("gradient_accumulation_steps", 1) > 1 else super().modules()
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
-        """The reduced gradient, whole."""
+        """Return the reduced gradient, whole."""
         return safe_get_full_grad(p)
 
     def plain_name(self, name: str) -> str:

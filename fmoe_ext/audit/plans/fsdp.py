@@ -15,7 +15,7 @@ from fmoe_ext.audit.recipe import blocks_of
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> Parallel:
-    """fully_shard(block, mesh=mesh, **options) of every module in an nn.ModuleList, then of the model.
+    """Apply fully_shard(block, mesh=mesh, **options) to every module in an nn.ModuleList, then to the model.
 
     mesh: of one dimension, or (replicate, shard); all ranks by default. Each of its ranks gets its part of the batch.
     Raises AuditError for a mesh that leaves ranks out.
@@ -28,7 +28,7 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None, **options: An
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> Parallel:
-    """A model to which fully_shard() was applied; mesh: the ranks that have parts of the batch, all by default."""
+    """Take a model to which fully_shard() was applied; mesh: the ranks that have parts of the batch, all by default."""
     size = dist.get_world_size()
     if mesh is not None and mesh.size() != size:
         raise AuditError(f"the mesh has {mesh.size()} ranks of {size}: some would train nothing")

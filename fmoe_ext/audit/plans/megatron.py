@@ -72,7 +72,7 @@ class DataAndExpertParallel(Parallel):
             self.ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**ddp), model)
 
     def backward(self, recipe: PlanRecipe, batch: Batch) -> torch.Tensor:
-        """Forward, backward and finalize_model_grads()."""
+        """Run forward, backward and finalize_model_grads()."""
         self.ddp.zero_grad_buffer()
         with self.on_cpu():
             loss = recipe.loss(self.ddp, batch)

@@ -36,11 +36,11 @@ class Staged(Parallel):
         self.inputs, self.target = inputs, target
 
     def prepare(self, recipe: PlanRecipe) -> None:
-        """One optimizer over all stages of this rank."""
+        """Make one optimizer over all stages of this rank."""
         self.optimizer = recipe.optimizer(nn.ModuleList(self.parts))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of all stages of this rank."""
+        """Return the parameters of all stages of this rank."""
         found: dict[str, nn.Parameter] = {}
         for part in self.parts:
             found |= dict(part.named_parameters())
@@ -51,7 +51,7 @@ class Staged(Parallel):
         return {}
 
     def backward(self, recipe: PlanRecipe, batch: Batch) -> torch.Tensor | None:
-        """A step of the schedule -> mean loss on the rank of the last stage."""
+        """Run a step of the schedule -> mean loss on the rank of the last stage."""
         self.optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         inputs = self.inputs(batch).contiguous()  # torch 2.11 takes no other strides

@@ -55,7 +55,7 @@ class _Divided(Parallel):
     """A model whose parameters are DTensors, or in Transformers before 5.15 the parts of this rank."""
 
     def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The whole tensor; parts that are no DTensors are gathered as for saving."""
+        """Return the whole tensor; parts that are no DTensors are gathered as for saving."""
         if isinstance(x, DTensor):
             return x.full_tensor()
         size = getattr(self.model, "_tp_size", None)

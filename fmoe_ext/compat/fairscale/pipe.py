@@ -283,7 +283,7 @@ class _Work:
         self.pop_keys: list[SkipKey] = [key for layer in layers for key in layer.pop_keys()]
 
     def run(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
-        """The layers' result, what they stashed, and their gates' losses; the gates forget theirs."""
+        """Return the layers' result, what they stashed, and their gates' losses; the gates forget theirs."""
         skips = dict(skips)
         kept = [gate.get_loss() for gate in self.gates]  # of a forward before this batch, not of a microbatch
         try:
@@ -316,7 +316,7 @@ def check_layers(module: object) -> None:
 
 
 def _needs_several(layer: nn.Module, values: Values) -> bool:
-    """True if a layer takes the values of a tuple one by one, and not as one argument."""
+    """Return True if a layer takes the values of a tuple one by one, and not as one argument."""
     while isinstance(layer, nn.Sequential) and len(layer):
         layer = layer[0]
     takes = inspect.signature(layer.forward)

@@ -73,7 +73,7 @@ class Skippable(nn.Module):
         return self
 
     def key(self, name: str) -> SkipKey:
-        """A name with the namespace that isolate() gave it."""
+        """Return a name with the namespace that isolate() gave it."""
         return self._namespaces.get(name), name
 
     def stash_keys(self) -> list[SkipKey]:
@@ -149,7 +149,7 @@ def skippable(
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """TypeError unless every name is stashed by one layer and popped by one later layer."""
+    """Raise TypeError unless every name is stashed by one layer and popped by one later layer."""
     stashed: set[SkipKey] = set()
     popped: set[SkipKey] = set()
     faults = []

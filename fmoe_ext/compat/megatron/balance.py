@@ -86,7 +86,7 @@ def get_balance_profile() -> dict[str, list]:
 
 
 def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[..., None]:
-    """The gate_hook that keeps the profile of a layer; it does nothing before reset_gate_hook()."""
+    """Return the gate_hook that keeps the profile of a layer; it does nothing before reset_gate_hook()."""
 
     def gate_hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
         if layer_idx < _PROFILE.num_layers:

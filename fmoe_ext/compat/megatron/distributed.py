@@ -55,17 +55,17 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
         super().__init__(module, **(data_parallel_groups() if _groups is None else _groups))
 
     def set_input_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, which Megatron's schedules call."""
+        """Call the wrapped module's, as Megatron's schedules do."""
         return self.module.set_input_tensor(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, without a prefix."""
+        """Call the wrapped module's, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, which Megatron's checkpoints call."""
+        """Call the wrapped module's, as Megatron's checkpoints do."""
         return self.module.state_dict_for_save_checkpoint(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, without a prefix."""
+        """Call the wrapped module's, without a prefix."""
         return self.module.load_state_dict(*args, **kwargs)

@@ -24,7 +24,7 @@ EXPERTS_TAG = "experts"  # param.dp_comm of experts that tensor-parallel ranks h
 
 
 def get_args() -> Any:
-    """Megatron's parsed options; RuntimeError where no Megatron-LM has been imported."""
+    """Return Megatron's parsed options; RuntimeError where no Megatron-LM has been imported."""
     for name in ("megatron", "megatron.training"):
         module: Any = sys.modules.get(name)
         if hasattr(module, "get_args"):
@@ -33,7 +33,7 @@ def get_args() -> Any:
 
 
 def get_mpu() -> Any:
-    """Megatron's module of process groups; RuntimeError where no Megatron-LM has been imported."""
+    """Return Megatron's module of process groups; RuntimeError where no Megatron-LM has been imported."""
     megatron = sys.modules.get("megatron")
     mpu = sys.modules.get("megatron.mpu", getattr(megatron, "mpu", None))
     mpu = sys.modules.get("megatron.core.parallel_state") if mpu is None else mpu
@@ -43,7 +43,7 @@ def get_mpu() -> Any:
 
 
 def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
-    """(name, layers) of the stacks of transformer layers of a model of this version; of any version for None."""
+    """Find (name, layers) of the stacks of transformer layers of a model of this version; of any version for None."""
     names = dict(_STACKS_OF_VERSION)
     if version not in names:
         known = ", ".join(map(repr, names))
@@ -79,7 +79,7 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
 
 
 def _stage_group(args: Any) -> dist.ProcessGroup:
-    """A new group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
+    """Make a group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
     world_size = dist.get_world_size()
     stage_size = world_size // getattr(args, "pipeline_model_parallel_size", 1)
     # new_group() is collective: every rank makes the groups of all stages, and keeps its own

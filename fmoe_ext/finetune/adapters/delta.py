@@ -22,7 +22,7 @@ _Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
 
 
 def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
-    """True where the model has gate and up in turn; None if nothing says it."""
+    """Return True where the model has gate and up in turn; None if nothing says it."""
     if of_base is not None:
         found = [experts for layer in adapter.layers if (experts := of_base.at(layer))]
         return any(experts.in_turn for experts in found) if found else None
@@ -31,7 +31,7 @@ def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
 
 
 def lacks_gate(adapter: Adapter, of_base: BaseExperts | None) -> bool:
-    """True where the experts are known to have no gate, as Nemotron-H's."""
+    """Return True where the experts are known to have no gate, as Nemotron-H's."""
     if of_base is not None:
         return any(e and not e.has_gate for e in map(of_base.at, adapter.layers))
     return adapter.form == "flat" and any("up" in parts for parts in adapter.layers.values())
@@ -70,12 +70,12 @@ def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
 
 
 def module_of(key: str) -> str:
-    """The module that a plain adapter, named by its lora_A, changes."""
+    """Return the module that a plain adapter, named by its lora_A, changes."""
     return key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
 
 
 def weight_shape(of_base: BaseExperts, key: str) -> tuple[int, ...] | None:
-    """Shape of the weight that a plain adapter changes, as the model has it; None if the base lacks it."""
+    """Return the shape of the weight that a plain adapter changes, as the model has it; None if the base lacks it."""
     if found := of_base.converted(module_of(key)):
         return found[1].parameters.get(f"{module_of(key)}.weight")
     name = of_base.weight(module_of(key))

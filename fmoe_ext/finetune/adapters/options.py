@@ -31,7 +31,7 @@ _NAME = 64  # characters of such a name
 
 
 def is_quick(pattern: str) -> bool:
-    """True for a pattern whose search ends soon: its alternatives and repetitions allow few ways through a name."""
+    """Return True if a pattern's search ends soon: alternatives and repetitions allow few ways through a name."""
     if len(pattern) > 500 or not _PATTERN.fullmatch(pattern):
         return False
     ways, alternatives = 1.0, [1]

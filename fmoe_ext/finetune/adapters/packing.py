@@ -21,14 +21,14 @@ _MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for
 
 
 def unpacked(b: torch.Tensor, num_experts: int, rank: int, packing: str) -> torch.Tensor:
-    """lora_B [out, E * r] -> [E, out, r]."""
+    """Unpack lora_B [out, E * r] -> [E, out, r]."""
     if packing == EXPERT_MAJOR:
         return b.reshape(b.shape[0], num_experts, rank).permute(1, 0, 2)
     return b.reshape(b.shape[0], rank, num_experts).permute(2, 0, 1)
 
 
 def packed(b: torch.Tensor, packing: str) -> torch.Tensor:
-    """[E, out, r] -> lora_B [out, E * r]."""
+    """Pack [E, out, r] -> lora_B [out, E * r]."""
     return b.permute((1, 0, 2) if packing == EXPERT_MAJOR else (1, 2, 0)).flatten(1)
 
 
@@ -68,7 +68,7 @@ class Evidence:
         return {p: s / math.sqrt(max(1, self.num_tensors)) for p, s in self.scores.items()}
 
     def verdict(self) -> str:
-        """RANK_MAJOR, EXPERT_MAJOR or "undecidable"; RANK_MAJOR where both are the same."""
+        """Return RANK_MAJOR, EXPERT_MAJOR or "undecidable"; RANK_MAJOR where both are the same."""
         if self.alike:
             return RANK_MAJOR
         scores = self.standard_scores()

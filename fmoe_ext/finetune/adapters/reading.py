@@ -211,13 +211,13 @@ def _from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
 
 
 def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """The factor of b @ a for a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    """Return the factor of b @ a for a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     alpha = _from_pattern(config, "alpha", module)
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
 def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTensor]]]:
-    """{form: {module of experts: {key in it: tensor}}}; the other tensors go to adapter.others."""
+    """Sort by {form: {module of experts: {key in it: tensor}}}; the other tensors go to adapter.others."""
     forms: dict[str, dict[str, dict[Any, StoredTensor]]] = {"flat": {}, "numbered": {}, "stacked": {}}
     for key, tensor in adapter.tensors.items():
         name = key.removeprefix(PREFIX)
@@ -241,7 +241,7 @@ def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTen
 
 
 def _both(adapter: Adapter, where: str, found: Mapping[Any, StoredTensor], key: tuple[Any, ...]) -> Any:
-    """lora_A and lora_B of one place."""
+    """Return lora_A and lora_B of one place."""
     a, b = found.get((*key, "A")), found.get((*key, "B"))
     if a is None or b is None:
         raise CheckpointError(f"{adapter.folder}: {where} lacks lora_{'A' if a is None else 'B'}")
@@ -279,7 +279,7 @@ def _read_flat(
 
 
 def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor]) -> dict[str, Any]:
-    """{projection: (lora_A, lora_B, rank)} of a layer."""
+    """Find {projection: (lora_A, lora_B, rank)} of a layer."""
     depths = {depth for depth, _ in parts}
     names = [str(n).rpartition(".")[2] for n in adapter.config.get("target_parameters") or ()]
     known = [n for n in PARAMETERS.values() if n in names]
@@ -312,7 +312,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
 
 
 def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
-    """out_in where lora_A reads the input of the projection, in_out where it is the other way round."""
+    """Return out_in where lora_A reads the input of the projection, in_out where it is the other way round."""
     widths = {role: (a.shape[1], b.shape[0]) for role, (a, b, _) in pairs.items()}
     if widths.keys() == {"gate_up", "down"}:
         (a1, b1), (a2, b2) = widths["gate_up"], widths["down"]
@@ -402,7 +402,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
 
 
 def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:
-    """a [E or 1, r, in] and b [E or 1, out, r]: 1 is one for all experts."""
+    """Read a [E or 1, r, in] and b [E or 1, out, r]: 1 is one for all experts."""
     num_experts = max(tensor.shape[0] for tensor in found.values())
     for role in sorted({role for role, _ in found}):
         a, b = _both(adapter, f"{layer} ({role})", found, (role,))

@@ -31,7 +31,7 @@ def process_groups(pg_collection: Any = None) -> Any:
 
 
 def layer_arguments(config: Any, groups: Any, num_experts: int | None = None) -> dict[str, Any]:
-    """Arguments of FMoETransformerMLP for a layer in this layout of ranks, with what config says about MoE.
+    """Make the arguments of FMoETransformerMLP for a layer in this layout of ranks, with what config says about MoE.
 
     Raises ValueError for experts that cannot be spread evenly.
     """

@@ -57,7 +57,7 @@ class WidthShardedMLP(FMoETransformerMLP):
         return super().expert_kind if self.width is None else FusedByWidth(self, self.width)
 
     def place_experts(self, order: Iterable[int]) -> None:
-        """RuntimeError where experts have parts on other ranks, which would not move with them."""
+        """Raise RuntimeError where experts have parts on other ranks, which would not move with them."""
         if self.width is not None:
             raise RuntimeError(
                 "experts over expert-tensor-parallel ranks cannot be moved: they have parts elsewhere"

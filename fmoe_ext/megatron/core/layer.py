@@ -147,7 +147,7 @@ class MegatronCoreMLP(nn.Module):
         return output + self.shared_experts(x)
 
     def _recomputes(self, module: str) -> bool:
-        """True if recompute_modules names the module and this forward keeps anything for a backward."""
+        """Return True if recompute_modules names the module and this forward keeps anything for a backward."""
         config = self.config
         selective = config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
         return selective and self.training and torch.is_grad_enabled()
@@ -222,7 +222,7 @@ class MegatronCoreMLP(nn.Module):
 
 
 def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Megatron's checkpoint: function(x) is computed again in the backward pass, with the same random numbers."""
+    """Call Megatron's checkpoint: the backward computes function(x) again, with the same random numbers."""
     from megatron.core.tensor_parallel import checkpoint
 
     return checkpoint(function, False, x)

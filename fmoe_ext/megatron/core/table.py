@@ -49,7 +49,7 @@ class Option:
         return self.refused if is_refused else None
 
     def is_set(self, config: Any) -> bool:
-        """True if config has another value than the default."""
+        """Return True if config has another value than the default."""
         return not is_default(getattr(config, self.name, self.default), self.default)
 
     @property
@@ -58,7 +58,7 @@ class Option:
 
 
 def is_default(value: Any, default: Any) -> bool:
-    """True if value is the default; None, False and an empty list are the same."""
+    """Return True if value is the default; None, False and an empty list are the same."""
     nothing = [x is None or x is False or (isinstance(x, (list, tuple)) and not x) for x in (value, default)]
     return value == default or all(nothing)
 
@@ -147,7 +147,7 @@ def _offloads_experts(config: Any) -> bool:
 
 
 def _captures_this_layer(config: Any) -> bool:
-    """True if a CUDA graph captures more than attention and Mamba layers; no names stand for the whole layer."""
+    """Return True if a CUDA graph captures more than attention and Mamba layers; no names stand for the whole layer."""
     graphs = getattr(config, "cuda_graph_impl", "none") not in (None, "none")
     graphs = (
         graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False)
@@ -512,7 +512,7 @@ def check_options(config: Any, own_gate: bool = False, fills_dense: bool = False
 
 
 def table() -> str:
-    """OPTIONS as docs/megatron.md shows them: options without effect share a row with their reason."""
+    """Write OPTIONS as docs/megatron.md shows them: options without effect share a row with their reason."""
     rows, reasons = ["| option | default | honoured by | refused |", "|---|---|---|---|"], []
     for option in OPTIONS:
         if option.has_no_effect and not option.refused:
