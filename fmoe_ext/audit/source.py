@@ -103,7 +103,8 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
     elif isinstance(what, nn.Module) and is_of_transformers(what):
         small = shrunk_config(what.config)
         with_positions = "position_ids" in inspect.signature(what.forward).parameters
-        defaults = {
+        defaults: dict[str, Any] = {
+            "build": FromConfig(type(what), small),
             "batch": RandomTokens(smallest_vocabulary(small), with_positions),
             "loss": loss_of_transformers,
             "leave_out": {
@@ -111,7 +112,7 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
                 "left": "in float64 their eager attention has no number for a row that is masked whole",
             },
         }
-        recipe = Recipe(**({"build": FromConfig(type(what), small)} | defaults | parts))
+        recipe = Recipe(**(defaults | parts))
     elif isinstance(what, nn.Module):
         try:
             copies = _Copies(pickle.dumps(what))

@@ -169,7 +169,7 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
         return Subject(model, batch, build=build)
     batch["output_router_logits"] = True
     fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    padded = {n: torch.nn.functional.pad(batch[n], (0, 4), value=v) for n, v in fill.items()}
+    padded: dict[str, Any] = {n: torch.nn.functional.pad(batch[n], (0, 4), value=v) for n, v in fill.items()}
     padded["output_router_logits"] = True
 
     def parts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

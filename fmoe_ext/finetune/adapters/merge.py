@@ -69,10 +69,14 @@ class _Merge:
             for name in group.names:
                 self._claim(name, group.names[0])
                 self.changes[name] = name, partial(group.change, name)
+
+        def product(a: StoredTensor, b: StoredTensor, scaling: float) -> torch.Tensor:
+            return change_of(a.read(), b.read(), scaling)
+
         for key, (a, b, scaling) in plain.items():
             name = str(self.of_base.weight(module_of(key)))
             self._claim(name, key)
-            self.changes[name] = name, lambda a=a, b=b, s=scaling: change_of(a.read(), b.read(), s)
+            self.changes[name] = name, partial(product, a, b, scaling)
         leaves = ("gate_up_proj", "up_proj", "down_proj")
         for parameter in (
             *(f"{module_of(key)}.weight" for key in plain),
