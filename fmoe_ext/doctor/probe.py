@@ -102,9 +102,8 @@ class Probe:
             chosen.scatter_(1, torch.where(self.choices < 0, nobody, self.choices), 1.0)
             chosen = chosen[:, : layer.num_experts]
             both = chosen.t() @ used
-            alike = both / (chosen.sum(0)[:, None] + used.sum(0) - both).clamp(
-                min=1
-            )  # of the tokens of either
+            either = chosen.sum(0)[:, None] + used.sum(0) - both  # tokens [E, places]
+            alike = both / either.clamp(min=1)
             order = [-1] * layer.num_experts
             for pair in alike.flatten().argsort(descending=True).tolist():
                 number, place = divmod(pair, layer.num_experts)

@@ -80,9 +80,8 @@ class Subject:
     balance_weight: float = 1.0  # factor of the balance loss in the loss
     padded: Batch | None = None  # the batch with padding
     with_top_k: Callable[[int], nn.Module] | None = None  # the model with other K, the same weights
-    options: Mapping[str, Callable[[], nn.Module]] = field(
-        default_factory=dict
-    )  # {name: model with it changed}
+    # {name: the model with this option changed}
+    options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     adapted: Sequence[str] = ()  # parts of names that adapters shall cover
     merge: Callable[[Any], nn.Module] | None = None  # the model with its adapters merged into the weights
     clip: Callable[[nn.Module, float], Any] | None = (
