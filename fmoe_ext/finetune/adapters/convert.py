@@ -9,6 +9,8 @@ unless they share lora_A, with zeros in the blocks of lora_B that belong to the 
 import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +26,7 @@ from fmoe_ext.checkpoint.files import write_json
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import new_folder
-from fmoe_ext.finetune.adapters.delta import interleaves, lacks_gate, model_type
+from fmoe_ext.finetune.adapters.delta import half_rows, interleaves, lacks_gate, model_type
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
 from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGHTS, Adapter, Factors, Pair
 
@@ -118,6 +120,11 @@ def _all_fitted(
     if lacks_gate(adapter, of_base):
         return adapter.layers
     in_turn = interleaves(adapter, of_base)
+
+    def half(whole: Factors, role: str) -> Pair:
+        a, b = whole.read()
+        return a, b[:, half_rows(role, whole.d_out // 2, bool(in_turn))]
+
     fitted = {}
     for layer, parts in adapter.layers.items():
         joins = layout.form == "flat" and bool(parts.keys() & set(_HALVES))
@@ -135,22 +142,15 @@ def _all_fitted(
             rest = {role: factors for role, factors in parts.items() if role not in _HALVES}
             fitted[layer] = {"gate_up": whole, **rest}
         elif splits:
-            halves = {role: _half(parts["gate_up"], i, bool(in_turn)) for i, role in enumerate(_HALVES)}
+            whole = parts["gate_up"]
+            halves = {
+                role: replace(whole, d_out=whole.d_out // 2, read=partial(half, whole, role))
+                for role in _HALVES
+            }
             fitted[layer] = halves | {role: factors for role, factors in parts.items() if role != "gate_up"}
         else:
             fitted[layer] = parts
     return fitted
-
-
-def _half(whole: Factors, index: int, in_turn: bool) -> Factors:
-    h = whole.d_out // 2
-    rows = slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)
-
-    def read() -> Pair:
-        a, b = whole.read()
-        return a, b[:, rows]
-
-    return whole.__class__(whole.num_experts, whole.rank, whole.d_in, h, whole.scaling, whole.dtype, read)
 
 
 def _joined(adapter: Adapter, layer: str, gate: Factors, up: Factors, in_turn: bool) -> Factors:
@@ -169,13 +169,8 @@ def _joined(adapter: Adapter, layer: str, gate: Factors, up: Factors, in_turn: b
     def read() -> Pair:
         (a1, b1), (a2, b2) = gate.read(), up.read()
         b = b1.new_zeros(gate.num_experts, 2 * gate.d_out, rank)
-        rows = (
-            (slice(0, None, 2), slice(1, None, 2))
-            if in_turn
-            else (slice(0, gate.d_out), slice(gate.d_out, None))
-        )
-        b[:, rows[0], : gate.rank] = b1
-        b[:, rows[1], rank - up.rank :] = b2
+        b[:, half_rows("gate", gate.d_out, in_turn), : gate.rank] = b1
+        b[:, half_rows("up", gate.d_out, in_turn), rank - up.rank :] = b2
         return (a1 if shared else torch.cat([a1, a2], 1)), b
 
     return Factors(gate.num_experts, rank, gate.d_in, 2 * gate.d_out, gate.scaling, gate.dtype, read)

@@ -157,12 +157,13 @@ def _rows(name: str, role: str, experts: Experts) -> tuple[_Rows, _Rows, int] | 
             put = halves.argsort()
         return whole, put, {"gate_up": 2 * h, "gate": h, "up": h, "down": experts.d_model}[role]
     if name == "gate_up" and role in ("gate", "up"):
-        return _half(role, h, experts.in_turn), whole, h
+        return half_rows(role, h, experts.in_turn), whole, h
     if role == "gate_up" and name in ("gate", "up"):
-        return whole, _half(name, h, experts.interleaved), 2 * h
+        return whole, half_rows(name, h, experts.interleaved), 2 * h
     return None
 
 
-def _half(role: str, h: int, in_turn: bool) -> slice:
+def half_rows(role: str, h: int, in_turn: bool) -> slice:
+    """Return the rows of gate or up, h each, in a parameter of both: in turn, or one behind the other."""
     index = ("gate", "up").index(role)
     return slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)
