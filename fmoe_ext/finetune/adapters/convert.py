@@ -68,8 +68,7 @@ def convert(
     adapter.require_whole()
     if not adapter.layers:
         raise CheckpointError(f"{adapter.folder} has no adapters of experts to convert")
-    if adapter.undecided:
-        next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
+    adapter.require_decided()
     of_base = None if base is None else BaseExperts(base)
     layers = _all_fitted(adapter, layout, of_base)
     config = _config(adapter, layers, layout, to, of_base)

@@ -38,8 +38,7 @@ class _Merge:
         self.of_base = BaseExperts(base)
         if wrong := compare(adapter, self.of_base):
             raise CheckpointError(f"{adapter.folder} does not fit {base.folder}: {'; '.join(wrong[:3])}")
-        if adapter.undecided:
-            next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
+        adapter.require_decided()
         self.adapter, self.base = adapter, base
         self.usual = usual_dtype(base.tensors.values()) or FLOATS[0]
         self.dtype = dtype or self.usual

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.model_folder import ModelFolder
-from fmoe_ext.finetune.adapters.delta import plain_pairs
+from fmoe_ext.finetune.adapters.delta import module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors
 
 _Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
@@ -103,8 +103,10 @@ def _expected(adapter: Adapter, layers: _Layers, found: Mapping[str, Tensor]) ->
             yield _known(f"{layer}.{PARAMETERS[role]}", found), delta
     for key, (first, second, scaling) in plain_pairs(adapter, whole_modules=True).items():
         a, b = first.read().double(), second.read().double()
-        name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        yield _known(f"{name}.weight", found), _picked(b, 0, _ROWS) @ _picked(a, 1, _COLUMNS) * scaling
+        yield (
+            _known(f"{module_of(key)}.weight", found),
+            _picked(b, 0, _ROWS) @ _picked(a, 1, _COLUMNS) * scaling,
+        )
 
 
 def _known(name: str, found: Mapping[str, Tensor]) -> str:

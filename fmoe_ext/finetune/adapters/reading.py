@@ -94,6 +94,18 @@ class Adapter:
         if self.refused:
             raise CheckpointError(f"{self.folder}: {self.refused[0]}")
 
+    def require_decided(self) -> None:
+        """Raise CheckpointError, with what to say, if the file does not show how its factors are read."""
+        ways = {
+            "orientation": "--orientation out_in or in_out",
+            "packing": "--packing rank_major (PEFT) or expert_major (early unsloth)",
+        }
+        if asked := [name for name in ways if getattr(self, name) == "undecidable"]:
+            raise CheckpointError(
+                f"{self.folder} does not show its {' and '.join(asked)}: say it by "
+                + " and ".join(ways[name] for name in asked)
+            )
+
     @property
     def undecided(self) -> bool:
         """True if the factors cannot be read before the user has said more."""
@@ -345,16 +357,7 @@ def _flat_factors(
     num_experts = a.shape[0] // rank
 
     def read() -> Pair:
-        if adapter.undecided:
-            ways = {
-                "orientation": "--orientation out_in or in_out",
-                "packing": "--packing rank_major (PEFT) or expert_major (early unsloth)",
-            }
-            asked = [name for name in ways if getattr(adapter, name) == "undecidable"]
-            raise CheckpointError(
-                f"{adapter.folder} does not show its {' and '.join(asked)}: say it by "
-                + " and ".join(ways[name] for name in asked)
-            )
+        adapter.require_decided()
         first = a.read().reshape(num_experts, rank, -1)
         second = unpacked(b.read(), num_experts, rank, EXPERT_MAJOR if by_expert else RANK_MAJOR)
         return (second.transpose(1, 2), first.transpose(1, 2)) if swapped else (first, second)

@@ -67,8 +67,7 @@ def repack(
     out = Path(out).absolute()
     check_is_free(out)
     adapter.require_whole()
-    if adapter.undecided:
-        next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
+    adapter.require_decided()
     plan = _Repack(adapter, open_model(source), memory, say)
     if tokens is not None:
         plan.take_text(tokens, seq_len, held_out)
