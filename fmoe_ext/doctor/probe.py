@@ -22,7 +22,7 @@ from torch import nn
 
 from fmoe_ext.doctor.case import Case, ChangeScores, rows_of
 from fmoe_ext.doctor.structure import Layer, Watch
-from fmoe_ext.doctor.subject import copied
+from fmoe_ext.doctor.subject import copied, drawn_numbers
 
 Prepare: TypeAlias = Callable[[Layer, dict[str, nn.Parameter]], None]
 _MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
@@ -257,8 +257,7 @@ class Probe:
                 rows = value.view(-1, value.shape[-1])
                 if len(rows) != len(self.rows):
                     return None
-                generator = torch.Generator("cpu").manual_seed(row if isinstance(row, int) else 0)
-                noise = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64, device="cpu")
+                noise = drawn_numbers(rows.shape[-1:], row if isinstance(row, int) else 0)
                 rows[row] += amount * noise.to(rows)
                 return args, kwargs
         return None

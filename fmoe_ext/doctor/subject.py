@@ -41,11 +41,15 @@ def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     value = next(floating, None)
     if value is None:
         raise ValueError("the model returns no floating-point tensor")
-    generator = torch.Generator("cpu").manual_seed(5)
-    shape = value.shape[1:]
-    weights = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
+    weights = drawn_numbers(value.shape[1:], 5).to(value.device)
     # linear and square parts, so that neither a sign nor a permutation of the columns goes unseen
     return (value.double().square() * (1 + weights.abs()) + value.double() * weights).mean()
+
+
+def drawn_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Draw from N(0, 1) in float64 on the CPU, so that every device sees the same numbers."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def train_step(

@@ -14,6 +14,7 @@ from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, o
 from fmoe_ext.doctor.probe import probe_of, stacks
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Layer, layers_of
+from fmoe_ext.doctor.subject import drawn_numbers
 
 _SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
 
@@ -102,8 +103,7 @@ def input_gradient(case: Case) -> Iterator[Finding]:
             continue
         (grad,) = torch.autograd.grad(value, seen, allow_unused=True)
         size = 0.0 if grad is None else float(grad.norm())
-        generator = torch.Generator("cpu").manual_seed(5)
-        random = torch.randn(seen[0].shape, generator=generator, dtype=torch.float64, device="cpu")
+        random = drawn_numbers(seen[0].shape, 5)
         along = random.to(seen[0]) * (seen[0].detach().norm() / random.norm())
         expected = 0.0 if grad is None else float((grad * along).sum())
         move = partial(along_input, layer=layer, along=along)
@@ -194,10 +194,8 @@ def choice_bias(case: Case) -> Iterator[Finding]:
             model = case.copy()
             (twin,) = [other for other in layers_of(model) if other.name == layer.name]
             value = _biases(twin)[name]
-            generator = torch.Generator("cpu").manual_seed(3)
             with torch.no_grad():
-                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu")
-                value += _SHIFT * noise.to(value)
+                value += _SHIFT * drawn_numbers(value.shape, 3).to(value)
             moved, other = case.run(model, case.subject.batch, case.subject.task)
             same = layer.name in watch.choices and all(
                 other.choices[n].equal(c) for n, c in watch.choices.items() if n in other.choices
