@@ -82,12 +82,8 @@ class Probe:
             self.choices = None
         self.measured = list(range(layer.num_experts))
         if layer.num_experts > _MOST_MEASURED:
-            chosen = (
-                torch.arange(layer.num_experts, device=self.rows.device)
-                if self.choices is None
-                else self.choices[(self.choices >= 0) & (self.choices < layer.num_experts)]
-            )
-            counts = chosen.flatten().bincount(minlength=layer.num_experts)
+            every = torch.arange(layer.num_experts, device=self.rows.device)
+            counts = layer.load(every if self.choices is None else self.choices)
             self.measured = counts.topk(_MANY).indices.sort().values.tolist()
         if layer.shards and not layer.order:
             if self.choices is None or len(self.measured) < layer.num_experts:
@@ -195,8 +191,7 @@ class Probe:
         if self.cannot is not None or self.choices is None:
             return None
         counts, most = self.used.sum(0), []
-        valid = self.choices[(self.choices >= 0) & (self.choices < self.layer.num_experts)]
-        chosen = valid.bincount(minlength=self.layer.num_experts)[self.measured]
+        chosen = self.layer.load(self.choices)[self.measured]
         if not bool((counts < chosen).any()):
             return None
         args, kwargs = copy.deepcopy(self._inputs)

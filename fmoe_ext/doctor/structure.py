@@ -60,6 +60,11 @@ class Layer:
         """Return the parameters of all experts by name."""
         return self.stacked | {n: p for part in (*self.separate, *self.shards) for n, p in part.items()}
 
+    def load(self, choices: torch.Tensor) -> torch.Tensor:
+        """Count how often each expert was chosen [E]; choices of nobody are left out."""
+        valid = choices[(choices >= 0) & (choices < self.num_experts)]
+        return valid.bincount(minlength=self.num_experts)
+
     def place(self, number: int) -> int:
         """Return the place of an expert in the shards, one behind the other."""
         return self.order[number] if self.order else number

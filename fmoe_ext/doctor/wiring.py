@@ -147,8 +147,7 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
         ):
             continue
         # of a stack one expert's row is moved: all together count with the sum of a token's weights, which may be 1
-        valid = chosen[(chosen >= 0) & (chosen < layer.num_experts)]
-        busiest = int(valid.bincount(minlength=layer.num_experts).argmax())
+        busiest = int(layer.load(chosen).argmax())
         of_stacks = stacks(layer, dict(case.model.named_parameters()))
         biases: list[tuple[str, torch.Tensor, int | None]] = [
             (n, p, None) for n, p in experts.items() if p.ndim == 1
@@ -226,11 +225,8 @@ def bias_direction(case: Case) -> Iterator[Finding]:
             if acts == 0:
                 yield verdict("bias-direction", name, True, "it moves in a step and changes no choice")
                 continue
-            chosen = case.choices[layer.name].flatten()
-            counts = chosen[(chosen >= 0) & (chosen < layer.num_experts)].bincount(
-                minlength=layer.num_experts
-            )
-            load = counts.double() - counts.double().mean()
+            counts = layer.load(case.choices[layer.name]).double()
+            load = counts - counts.mean()
             if not move.any() or not load.any():
                 yield verdict("bias-direction", name, None, "it does not move, or the load is even")
                 continue
