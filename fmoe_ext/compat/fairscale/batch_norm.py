@@ -1,5 +1,7 @@
 """Batch normalisation under microbatches: running statistics of the whole batch, each batch counted once."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,8 +37,8 @@ class DeferredBatchNorm(nn.Module):
         self._begin()
 
     def _begin(self) -> None:
-        self._sum: Tensor | float = 0.0
-        self._sum_squares: Tensor | float = 0.0
+        self._sum: Any = 0.0  # of each channel; tensors after the first microbatch
+        self._sum_squares: Any = 0.0
         self._num_rows = self._num_counted = 0
 
     def forward(self, x: Tensor) -> Tensor:
