@@ -41,7 +41,7 @@ def frozen_mlp_borrowing(
     bias1: Tensor | None,
     bias2: Tensor | None,
 ) -> Tensor:
-    """Rows [R, D] of experts, each times its weight [R, 1]: frozen_mlp(combine=False) for rows in the experts' order.
+    """Compute experts' rows [R, D] times their weights [R, 1]: frozen_mlp(combine=False) of rows in the experts' order.
 
     a1, b1, a2, b2: of the adapters. Raises RuntimeError for biases that require a gradient.
     """
@@ -91,6 +91,6 @@ class _Rows(torch.autograd.Function):
 
 
 def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
-    """row_idx and inverse of rows that are in the experts' order already, with one choice each: the identity."""
+    """Make row_idx and inverse for rows that are in the experts' order already, with one choice each: the identity."""
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     return rows, rows[:, None]

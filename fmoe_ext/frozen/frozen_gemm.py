@@ -36,7 +36,7 @@ def frozen_gemm(
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """grouped_gemm with a packed weight, which is frozen: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
+    """Multiply by a packed weight, which is frozen: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
     x [R, in], weight Quantized [E, out, in], offs [E] int32, bias [E, out] of the dtype of x -> y [R, out]. Without
     offs the weight is of one expert, which has all rows. Differentiable in x and bias; keeps the packed weight for
@@ -76,7 +76,7 @@ def frozen_gemm_ref(
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The oracle of frozen_gemm: grouped_gemm_ref with the decoded weight."""
+    """Compute frozen_gemm by grouped_gemm_ref, its oracle, with the decoded weight."""
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
     return grouped_gemm_ref(x, weight.dequantize(x.dtype), _offs_of(offs, x), bias)
@@ -142,7 +142,7 @@ def packed_product(
     *,
     keep: bool = False,
 ) -> torch.Tensor:
-    """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
+    """Compute rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, where frozen_gemm has no kernel.
 
     One pass decodes the weight in memory, to the dtype of rows.
     keep: a backward will follow, whose product is the transposed one (kept.py).
@@ -163,7 +163,7 @@ def composed(
     weight_interleaved: bool,
     transposed: bool,
 ) -> torch.Tensor:
-    """frozen_gemm on CUDA."""
+    """Compute frozen_gemm on CUDA."""
     packing = weight_scale, weight_zero, weight_format, weight_interleaved
     ends = _offs_of(offs, x)
     return packed_product(x, weight, ends, bias, transposed, *packing, keep=_has_backward.get())

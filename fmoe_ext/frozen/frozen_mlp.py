@@ -47,7 +47,7 @@ def frozen_mlp(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see expert_mlp for the rest.
+    """Compute expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see there for the rest.
 
     w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
     lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
@@ -126,7 +126,7 @@ def frozen_mlp_ref(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the decoded weights."""
+    """Compute frozen_mlp by expert_mlp_ref, its oracle, with the adapters added to the decoded weights."""
     if isinstance(w1, Quantized):
         _, _, b1, lb1 = operands(w1, b1, None if lora1 is None else lora1.b)
         lora1 = None if lora1 is None else lora1._replace(b=lb1)
@@ -264,7 +264,7 @@ def _linears(a: FrozenMlp | FrozenMlpBackward, keep: bool) -> tuple[_Linear, _Li
 
 
 def _weights_of_rows(topk_weights: torch.Tensor, row_idx: torch.Tensor) -> torch.Tensor:
-    """topk_weights [R, 1] in the experts' order; zero for rows of no choice."""
+    """Put topk_weights in the experts' order, [R, 1]; zero for rows of no choice."""
     found = topk_weights.reshape(-1)[row_idx.clamp(min=0).long()]
     return found.masked_fill(row_idx < 0, 0)[:, None]
 
@@ -272,13 +272,13 @@ def _weights_of_rows(topk_weights: torch.Tensor, row_idx: torch.Tensor) -> torch
 def _outer(
     left: torch.Tensor, right: torch.Tensor, like: torch.Tensor | None, offs: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over each expert's rows of left[r].T @ right[r] -> [E, M, N], the shape of like."""
+    """Sum left[r].T @ right[r] over each expert's rows -> [E, M, N], the shape of like."""
     wanted = [False, True, False]
     return torch.ops.fmoe_ext.grouped_gemm_backward(left, right, like, offs, wanted)[1]
 
 
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """frozen_mlp on CUDA."""
+    """Compute frozen_mlp on CUDA."""
     a = FrozenMlp(*arguments)
     w1, w2 = _linears(a, keep=a.save)
     x_RD = permute(a.x, a.row_idx, a.inverse)
@@ -294,7 +294,7 @@ def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """frozen_mlp_backward on CUDA."""
+    """Compute frozen_mlp_backward on CUDA."""
     if torch.is_grad_enabled():  # as csrc/checks.h
         raise RuntimeError(
             "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "

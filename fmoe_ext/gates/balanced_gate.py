@@ -98,7 +98,7 @@ class BalancedGate(GateOverRanks):
 
     @property
     def balance_loss(self) -> str | Mapping[str, float] | None:
-        """The argument; it may be changed between steps."""
+        """Return the argument; it may be changed between steps."""
         return self._balance_loss
 
     @balance_loss.setter

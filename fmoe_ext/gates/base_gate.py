@@ -108,17 +108,17 @@ class BaseGate(nn.Module):
 
     @property
     def weight_sum(self) -> float:
-        """The sum of every token's topk_weights, unless weights_vary."""
+        """Return the sum of every token's topk_weights, unless weights_vary."""
         return 1.0
 
     @property
     def weights_vary(self) -> str | None:
-        """Why the sum of a token's topk_weights is not weight_sum for every token; None where it is."""
+        """Say why a token's topk_weights may have another sum than weight_sum; None where they cannot."""
         return "its weights are not known; if they always have one sum, give it the attribute total_weight"
 
     @property
     def depends_on_batch(self) -> str | None:
-        """Why a token's choices or weights depend on the other tokens, and what to do; None where they do not."""
+        """Say why a token's choices or weights depend on the other tokens, and what to do; None where they do not."""
         return None
 
     num_expert, tot_expert = Alias("num_local_experts"), Alias("num_experts")
@@ -185,14 +185,14 @@ class BaseGate(nn.Module):
 
     @property
     def _loss_of_thread(self) -> _Loss | None:
-        """The loss that this thread reads; None for that of a compiled program."""
+        """Return the loss that this thread reads; None for that of a compiled program."""
         own = self._losses.last or self._last_loss
         is_newer = self.graph_loss is not None and (own is None or own.of_graph is not self.graph_loss)
         return None if is_newer else own
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The balance loss of this thread's last forward, None without one."""
+        """Return the balance loss of this thread's last forward, None without one."""
         if torch.compiler.is_compiling():
             return self.graph_loss
         own = self._loss_of_thread
@@ -204,7 +204,7 @@ class BaseGate(nn.Module):
 
     @property
     def loss_is_read(self) -> bool:
-        """True if total_loss() has read it, which then takes it for that of an earlier forward."""
+        """Return whether total_loss() has read it, which then takes it for an earlier forward's."""
         own = None if torch.compiler.is_compiling() else self._loss_of_thread
         return self.graph_loss_is_read if own is None else own.is_read
 
@@ -247,17 +247,17 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """True if get_loss() has one."""
+        """Return whether get_loss() has one."""
         return self.loss is not None
 
     @property
     def balances(self) -> bool:
-        """False for gates of which nothing evens out the load of the experts: no loss, bias or construction."""
+        """Return whether a loss, a bias or the construction evens out the load of the experts."""
         return True
 
     @property
     def moves_bias(self) -> bool:
-        """True if a bias of the choices moves by the load that this rank's gate has counted."""
+        """Return whether a bias of the choices moves by the load that this rank's gate has counted."""
         return False
 
     def warn_of_copies(self, num_copies: int, consequence: str, name: str = "gate") -> None:
@@ -278,7 +278,7 @@ class BaseGate(nn.Module):
 
     @property
     def tape(self) -> Any:
-        """Tape of this thread: of RoutingReplay while it records or plays, of FMoE while it repeats a forward.
+        """Return this thread's tape: of RoutingReplay while it records or plays, of FMoE while it repeats a forward.
 
         None where nobody does.
         """
@@ -290,7 +290,7 @@ class BaseGate(nn.Module):
 
     @property
     def weighs_while_choosing(self) -> bool:
-        """True if topk() is one operator: no choices are replayed to it."""
+        """Return whether topk() is one operator: no choices are replayed to it."""
         tape = self.tape if self._tapes else None
         return tape is None or getattr(tape, "only_listens", False)
 

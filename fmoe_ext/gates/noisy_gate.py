@@ -74,7 +74,7 @@ class NoisyGate(BaseGate):
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
 
     def _gates_to_load(self, gates: torch.Tensor) -> torch.Tensor:
-        """Number of tokens with a weight above zero, for each expert: gates [T, E] -> [E]."""
+        """Count tokens with a weight above zero for each expert: gates [T, E] -> [E]."""
         return (gates > 0).sum(0)
 
     def _prob_in_top_k(
@@ -97,5 +97,5 @@ class NoisyGate(BaseGate):
         return torch.where(decided, (clean_values > others).to(drawn.dtype), drawn)
 
     def cv_squared(self, x: torch.Tensor) -> torch.Tensor:
-        """losses.cv_squared, under FastMoE's name."""
+        """Compute losses.cv_squared, under FastMoE's name."""
         return cv_squared(x)

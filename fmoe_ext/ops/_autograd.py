@@ -162,7 +162,7 @@ def register_autograd(
     *,
     places: Sequence[int] | None = None,
 ) -> None:
-    """torch.library.register_autograd, but forward-mode differentiation raises, where that would give zeros.
+    """Register a gradient as torch.library.register_autograd; forward mode raises, where that would give zeros.
 
     places: of the arguments that a tangent may come with, those of a floating dtype; None: all tensors.
     """
@@ -176,7 +176,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
-    """torch.library.custom_op without mutated arguments, but register_autograd() refuses its forward mode.
+    """Define an operator as torch.library.custom_op; register_autograd() refuses its forward mode.
 
     torch's has an autograd kernel of its own, which drops tangents without a word and which nobody can replace.
     """
@@ -193,7 +193,7 @@ def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
 def register_fake(
     op_name: str, arguments: type[Any] | None = None, /, **ranks: int
 ) -> Callable[[Kernel], Kernel]:
-    """torch.library.register_fake, for a kernel that is called with tensors of one device only.
+    """Register a fake kernel as torch.library.register_fake, which is called with tensors of one device only.
 
     arguments: the kernel takes one argument, of this NamedTuple; None: it takes those of the operator.
     ranks: how many dimensions arguments must have, by name; the kernel may then read their sizes.

@@ -36,28 +36,28 @@ class _Product(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the operator in errors."""
+        """Return the name of the operator in errors."""
 
     @property
     def once_differentiable(self) -> bool:
-        """True if backward has effects that a second differentiation would not see."""
+        """Return whether backward has effects that a second differentiation would not see."""
 
     def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
-        """Shape of y."""
+        """Return the shape of y."""
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """y, and what backward reads."""
+        """Return y, and what backward reads."""
 
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        """The gradients of the inputs and of the weights."""
+        """Return the gradients of the inputs and of the weights."""
 
     def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        """The gradients of the inputs, and what backward_weights reads besides."""
+        """Return the gradients of the inputs, and what backward_weights reads besides."""
 
     def backward_weights(
         self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
     ) -> Tensors:
-        """The gradients of the weights."""
+        """Return the gradients of the weights."""
 
 
 class _InMode:

@@ -45,7 +45,7 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
 def apply_capacity_ref(
     topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
 ) -> torch.Tensor:
-    """The oracle of apply_capacity: the same in plain PyTorch."""
+    """Compute apply_capacity in plain PyTorch: its oracle."""
     by_choice = topk_idx.t().flatten().long()
     chosen = torch.nn.functional.one_hot(by_choice + 1, num_experts + 1)[:, 1:]
     rank = ((chosen.cumsum(0) - 1) * chosen).sum(1)
@@ -105,7 +105,7 @@ def drop_choices_ref(
     topk_weights: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle of drop_choices: the same in plain PyTorch."""
+    """Compute drop_choices in plain PyTorch: its oracle."""
     kept = apply_capacity_ref(topk_idx, num_experts, capacity)
     if topk_weights is not None and uniform is not None:
         goes = 2 * topk_weights < uniform[:, None]

@@ -54,7 +54,7 @@ def clamped_glu_ref(
     interleaved: bool = False,
     clamps_activated: bool = False,
 ) -> torch.Tensor:
-    """The oracle of clamped_glu: the same in plain PyTorch."""
+    """Compute clamped_glu in plain PyTorch: its oracle."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     gate, up = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     if not clamps_activated:

@@ -1,3 +1,14 @@
+"""expert_mlp: dispatch, both layers of every expert and combine, as one operator.
+
+The rows of expert e are offs[e - 1]:offs[e] of the sorted choices (sort_tokens). The kernels read them from x through
+row_idx, so no permuted copy of x is made, and none is kept. For the backward the operator keeps h, the pre-activation
+[R, H or 2H]: the activated rows are computed again from it, and so is <grad_y, y>, the gradient of topk_weights.
+
+A call gets its gradients in one of four ways: where weights learn, from an autograd.Function (_split.py); where they
+are frozen, and in a compiled graph, from the dispatcher's registration; under torch.func, from call_functional(); with
+main gradients, outside of graphs, from three nodes, so that a gradient of the inputs alone adds nothing.
+"""
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +114,7 @@ def expert_mlp_ref(
     activation: str = "gelu",
     combine: bool = True,
 ) -> torch.Tensor:
-    """The oracle of expert_mlp: the same in plain PyTorch, without main gradients."""
+    """Compute expert_mlp in plain PyTorch: its oracle, without main gradients."""
     T, K = inverse.shape
     rows_of_experts, begin = [], 0
     for e, end in enumerate(offs.tolist()):

@@ -1,3 +1,9 @@
+"""grouped_gemm: one product for each expert's rows, with weights as nn.Linear or, transposed, as GPT-OSS stores them.
+
+Of y = x W^T the three products are y, dx = dy W and dW = dy^T x. With the weight transposed they are the same three in
+other roles, so the transposed form needs no kernel and no copy of the weight. Gradients come as in expert_mlp.py.
+"""
+
 import contextlib
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -77,7 +83,7 @@ def grouped_gemm_ref(
     bias: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """The oracle of grouped_gemm: the same in plain PyTorch, without main gradients."""
+    """Compute grouped_gemm in plain PyTorch: its oracle, without main gradients."""
     weight = weight.mT if transposed else weight
     y, begin = [], 0
     for e, end in enumerate(offs.tolist()):

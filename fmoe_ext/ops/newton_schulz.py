@@ -42,7 +42,7 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
 
 
 def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
-    """The oracle of newton_schulz: the same in plain PyTorch."""
+    """Compute newton_schulz in plain PyTorch: its oracle."""
     a, b, c = coefficients
     for _ in range(steps):
         gram = x @ x.mT
