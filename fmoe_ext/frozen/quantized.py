@@ -86,6 +86,7 @@ class Quantized:
 
     def rows(self) -> torch.Tensor:
         """View data as bytes, uint8 [E, out, bytes of a row], without a copy."""
+        # the view of a copy must not be kept: data may be written to later
         return self._rows if self.data.is_contiguous() else _rows_of(self.data)
 
     @cached_property

@@ -1,3 +1,14 @@
+"""BaseGate: what every gate has besides its choices, and the scores that gates share.
+
+* Its balance loss is state of the module: the forward sets it, and a training loop that knows nothing of the layers
+  between reads it once a step. Each thread has that of its own last forward; a compiled program, which cannot tell
+  threads apart, has one for all of them.
+* Its choices can be replayed: where activation checkpointing repeats a forward, logits that differ in their last bit
+  must not send a token to another expert, whose gradient would then lack it. A tape of the thread that runs the forward
+  records choices and plays them back (choose(), topk()); balance.RoutingReplay has one too.
+* Its counts, losses and capacities are over the tokens of all ranks that share its experts (Ranks).
+"""
+
 import threading
 import warnings
 from collections.abc import Callable
@@ -144,11 +155,11 @@ class BaseGate(nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks whose tokens count together, of a gate that has some; in gates.accumulation's blocks their sums."""
+        """Return the ranks whose tokens count together; in gates.accumulation's blocks, their sums."""
         ranks = self._ranks
         if type(ranks) is OneRank:
             return ranks
-        # What stands in the place of the ranks for the thread of a block. Other threads compute as without it.
+        # gates.accumulation puts its sums here for one thread; other threads compute as without them
         of_thread = getattr(ranks, "of_thread", None)
         return ranks if of_thread is None else of_thread()
 
@@ -393,6 +404,7 @@ def weights_of(
         return (scores_of(logits, score).gather(1, chosen) * scale).masked_fill(dropped, 0)
     log_scores = _log_scores(logits, score)
     log_chosen = log_scores.gather(1, chosen)
+    # not -inf: the softmax of a token whose choices are all dropped would be NaN
     log_chosen = log_chosen.masked_fill(dropped, torch.finfo(log_chosen.dtype).min)
     return (log_chosen.softmax(-1) * scale).masked_fill(dropped, 0)
 
@@ -400,6 +412,7 @@ def weights_of(
 def _log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
     if not ops.is_batch_invariant():
         return F.logsigmoid(logits)
+    # a softmax of two, whose bits do not depend on where an element stands (ops.sigmoid)
     return torch.stack((logits, torch.zeros_like(logits)), -1).log_softmax(-1)[..., 0]
 
 
