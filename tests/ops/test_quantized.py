@@ -139,8 +139,16 @@ def pre_activation(weight, x):
     w2 = torch.zeros(2, x.shape[1], out, dtype=x.dtype)
     scale, zero, number, _ = weight.packing()
     arguments = frozen_arguments.forward(
-        **{"x": x, **sorted_tokens._asdict(), "w1": weight.rows(), "w2": w2, "activation": 2},
-        **{"w1_scale": scale, "w1_zero": zero, "w1_format": number},
+        x=x,
+        row_idx=sorted_tokens.row_idx,
+        inverse=sorted_tokens.inverse,
+        offs=sorted_tokens.offs,
+        w1=weight.rows(),
+        w2=w2,
+        activation=2,
+        w1_scale=scale,
+        w1_zero=zero,
+        w1_format=number,
     )
     _, h, _, _ = torch.ops.fmoe_ext.frozen_mlp(*arguments)
     return h
