@@ -85,7 +85,7 @@ def expert_mlp(
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     weights_learn = learns(weights)
     save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
-    if save_h and is_transformed(*inputs[:2], *weights):  # by torch.func, which wants all gradients
+    if save_h and is_transformed(*inputs[:2], *weights):  # torch.func wants all gradients returned
         if any(main_grads):
             raise RuntimeError(TRANSFORMED_MAIN_GRAD)
         x, *cast = cast_for_autocast(x, *weights)

@@ -55,9 +55,8 @@ def grouped_gemm(
         (torch.Size([5, 4]), tensor(8.))
     """
     chooser.before(x)
-    if torch.is_grad_enabled() and is_transformed(
-        x, weight, bias
-    ):  # by torch.func, which wants all gradients
+    # torch.func wants all gradients returned
+    if torch.is_grad_enabled() and is_transformed(x, weight, bias):
         if main_grad is not None:
             raise RuntimeError(TRANSFORMED_MAIN_GRAD)
         x, weight, bias = cast_for_autocast(x, weight.mT if transposed else weight, bias)
