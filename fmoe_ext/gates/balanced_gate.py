@@ -69,9 +69,8 @@ class BalancedGate(GateOverRanks):
     score = "softmax"
 
     running_load: torch.Tensor  # [E] int64: choices since the optimizer's last step, for "running"
-    balance_values: dict[
-        str, torch.Tensor
-    ]  # if there are several, each loss of the last forward without its weight
+    # if there are several, each loss of the last forward without its weight
+    balance_values: dict[str, torch.Tensor]
 
     def __init__(
         self,
