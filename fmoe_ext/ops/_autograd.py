@@ -7,7 +7,7 @@ is written by hand (_split.py, topk_gate.py), at half of the host time.
 
 Forward mode is refused everywhere: without a rule, torch takes an operator's result for a constant, and a tangent
 becomes zero without a word. Operators of backwards know no gradient in the dispatcher, which would cost each call time:
-their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where somebody asks.
+their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for.
 """
 
 import inspect
