@@ -45,7 +45,7 @@ Tensor like(const Tensor& x, bool needed, std::initializer_list<int64_t> shape) 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward(
     Tensor, Tensor x, Tensor, Tensor inverse, Tensor, Tensor w1, Tensor w2, Optional, Optional topk_weights, Tensor,
-    int64_t, bool, std::vector<bool> needs) {
+    int64_t, bool, std::vector<bool> needs, Optional, Optional) {
   const Tensor& weights = topk_weights ? *topk_weights : x;
   return {like(x, needs[0], {x.size(0), x.size(1)}),
           like(w1, needs[1], {w1.size(0), w1.size(1), w1.size(2)}),

@@ -111,6 +111,14 @@ inline void check_hidden_rows(const Tensor& rows, const Tensor& x, const Tensor&
   check_size(rows, 1, width, name, shape);
 }
 
+// What the half of the backward for the weights reads of the other half, where it needs them.
+inline void check_rows_of_inputs_half(const Tensor& dh, const Tensor& scaled_a, const Tensor& x,
+                                      const Tensor& inverse, const Tensor& w1, const Tensor& w2,
+                                      const ExpertMlpNeeds& needs) {
+  if (needs.dw1 || needs.db1) check_hidden_rows(dh, x, inverse, w1.size(1), "dh", "[R, F]");
+  if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, w2.size(2), "scaled_a", "[R, H]");
+}
+
 inline void check_expert_main_grads(const Tensor& w1, const Tensor& w2, const std::optional<Tensor>& main_dw1,
                                     const std::optional<Tensor>& main_dw2) {
   if (main_dw1) check_main_grad(*main_dw1, w1, "main_dw1", "w1");

@@ -23,11 +23,11 @@ void check_main_grads_cpu(const Tensor& w1, const Tensor& w2, const std::optiona
   check_expert_main_grads(w1, w2, main_dw1, main_dw2);
 }
 
-Gradients expert_mlp_backward_accumulate_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
-                                             Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                             std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
-                                             bool combine, std::vector<bool> needs,
-                                             std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
+Gradients expert_mlp_backward_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
+                                  Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                  std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
+                                  bool combine, std::vector<bool> needs, std::optional<Tensor> main_dw1,
+                                  std::optional<Tensor> main_dw2) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
   check_cpu(grad_y, "grad_y");
   check_cpu(h, "h");
@@ -39,14 +39,6 @@ Gradients expert_mlp_backward_accumulate_cpu(Tensor grad_y, Tensor x, Tensor row
                           {}, main_dw1, main_dw2);
   backward.run();
   return {backward.dx(), backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights()};
-}
-
-Gradients expert_mlp_backward_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
-                                  Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                  std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
-                                  bool combine, std::vector<bool> needs) {
-  return expert_mlp_backward_accumulate_cpu(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h,
-                                            activation, combine, needs, std::nullopt, std::nullopt);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cpu(
@@ -81,8 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cpu(
   check_cpu(scaled_a, "scaled_a");
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   const ExpertMlpNeeds needs(needs_, topk_weights);
-  if (needs.dw1 || needs.db1) check_hidden_rows(dh, x, inverse, args.F, "dh", "[R, F]");
-  if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, args.H, "scaled_a", "[R, H]");
+  check_rows_of_inputs_half(dh, scaled_a, x, inverse, w1, w2, needs);
   check_main_grads_cpu(w1, w2, main_dw1, main_dw2);
   const Tensor grad = as_contiguous(grad_y), none = torch::stable::new_empty(x, {0});
   ExpertBackward backward(args, grad, none, combine, needs, BackwardHalf::weights,
@@ -95,7 +86,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cpu(
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cpu));
-  m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cpu));
   m.impl("expert_mlp_backward_inputs", TORCH_BOX(&expert_mlp_backward_inputs_cpu));
   m.impl("expert_mlp_backward_weights", TORCH_BOX(&expert_mlp_backward_weights_cpu));
 }

@@ -104,16 +104,20 @@ class Forward {
   Tensor h;       // [R, F], or empty
 };
 
+using Optional = std::optional<Tensor>;
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> frozen_mlp_cpu(
-    Tensor x, std::vector<Tensor> routing, OptionalTensors weights_, OptionalTensors packing,
-    std::optional<Tensor> lora_a1, std::optional<Tensor> lora_b1, std::optional<Tensor> lora_a2,
-    std::optional<Tensor> lora_b2, std::vector<double> lora_scales, std::optional<Tensor> topk_weights,
-    std::vector<int64_t> options) {
-  const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
-  const ExpertRows args = weights.rows(x, routing, topk_weights);
-  const Adapters adapters(x, weights, lora_a1, lora_b1, lora_a2, lora_b2, lora_scales);
-  const Forward forward(args, weights, adapters, weights.save);
-  return {weights.combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
+    Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Optional b1, Tensor w2, Optional b2,
+    Optional topk_weights, int64_t activation, bool combine, bool save, Optional w1_scale, Optional w1_zero,
+    int64_t w1_format, bool w1_interleaved, Optional w2_scale, Optional w2_zero, int64_t w2_format,
+    Optional lora_a1, Optional lora_b1, double lora_scale1, Optional lora_a2, Optional lora_b2,
+    double lora_scale2) {
+  const FrozenWeights weights{FrozenWeight(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, "w1"),
+                              FrozenWeight(w2, {w2_scale, w2_zero, w2_format, false}, "w2")};
+  const ExpertRows args(x, row_idx, inverse, offs, weights.w1, b1, weights.w2, b2, topk_weights, activation);
+  const Adapters adapters(x, weights, lora_a1, lora_b1, lora_scale1, lora_a2, lora_b2, lora_scale2);
+  const Forward forward(args, weights, adapters, save);
+  return {combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 
-#include "entries.h"
 #include "expert_rows.h"
 
 namespace fmoe_ext::gemm {
@@ -258,52 +257,19 @@ class FrozenProducts {
 
 constexpr int64_t kFrozenWorkspace = 16 << 20;  // bytes, about, of the rows of one chunk
 
-using OptionalTensors = std::vector<std::optional<Tensor>>;
-
-// Both weights of the experts, contiguous, and what the operators take beside them; csrc/ops.cpp has the
-// lists.
+// Both weights of the experts, contiguous.
 struct FrozenWeights {
   FrozenWeight w1, w2;
-  std::optional<Tensor> b1, b2;
-  int64_t activation;
-  bool combine, save;
-
-  static FrozenWeights of(const OptionalTensors& weights, const OptionalTensors& packing,
-                          const std::vector<int64_t>& options) {
-    check_entries(weights, 4, "weights", "w1, b1, w2, b2");
-    check_entries(packing, 4, "packing", "w1_scale, w1_zero, w2_scale, w2_zero");
-    check_entries(options, 6, "options", "activation, combine, save, w1_format, w1_interleaved, w2_format");
-    STD_TORCH_CHECK(weights[0], "w1 must be a tensor, but is None");
-    STD_TORCH_CHECK(weights[2], "w2 must be a tensor, but is None");
-    const Packing first{packing[0], packing[1], options[3], options[4] != 0};
-    const Packing second{packing[2], packing[3], options[5], false};
-    return {.w1 = FrozenWeight(*weights[0], first, "w1"),
-            .w2 = FrozenWeight(*weights[2], second, "w2"),
-            .b1 = weights[1],
-            .b2 = weights[3],
-            .activation = options[0],
-            .combine = options[1] != 0,
-            .save = options[2] != 0};
-  }
-
-  // routing: row_idx, inverse, offs
-  ExpertRows rows(const Tensor& x, const std::vector<Tensor>& routing,
-                  const std::optional<Tensor>& topk_weights) const {
-    check_entries(routing, 3, "routing", "row_idx, inverse, offs");
-    return ExpertRows(x, routing[0], routing[1], routing[2], w1, b1, w2, b2, topk_weights, activation);
-  }
 };
 
 struct Adapters {
-  std::optional<Adapter> first, second;
+  std::optional<Adapter> first, second;  // of w1 and of w2
 
   Adapters(const Tensor& x, const FrozenWeights& weights, const std::optional<Tensor>& a1,
-           const std::optional<Tensor>& b1, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2,
-           const std::vector<double>& scales) {
-    check_entries(scales, 2, "lora_scales", "of the adapters of w1 and w2");
-    first = Adapter::of(a1, b1, scales[0], weights.w1, x, "lora_a1", "lora_b1");
-    second = Adapter::of(a2, b2, scales[1], weights.w2, x, "lora_a2", "lora_b2");
-  }
+           const std::optional<Tensor>& b1, double scale1, const std::optional<Tensor>& a2,
+           const std::optional<Tensor>& b2, double scale2)
+      : first(Adapter::of(a1, b1, scale1, weights.w1, x, "lora_a1", "lora_b1")),
+        second(Adapter::of(a2, b2, scale2, weights.w2, x, "lora_a2", "lora_b2")) {}
 };
 
 inline const Adapter* pointer_to(const std::optional<Adapter>& adapter) {

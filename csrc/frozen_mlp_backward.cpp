@@ -227,27 +227,30 @@ Tensor weighted(const ExpertRows& args, const Tensor& u2) {
   return out;
 }
 
+using Optional = std::optional<Tensor>;
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> frozen_mlp_backward_cpu(
-    Tensor grad_y, Tensor x, std::vector<Tensor> routing, OptionalTensors weights_, OptionalTensors packing,
-    std::optional<Tensor> lora_a1, std::optional<Tensor> lora_b1, std::optional<Tensor> lora_a2,
-    std::optional<Tensor> lora_b2, std::vector<double> lora_scales, std::optional<Tensor> topk_weights,
-    std::vector<Tensor> kept, std::vector<int64_t> options, std::vector<bool> needs) {
-  check_entries(kept, 3, "kept", "h, u1, u2");
-  const Tensor &h = kept[0], &u1 = kept[1], &u2 = kept[2];
-  const FrozenWeights weights = FrozenWeights::of(weights_, packing, options);
-  const ExpertRows args = weights.rows(x, routing, topk_weights);
-  const Adapters adapters(x, weights, lora_a1, lora_b1, lora_a2, lora_b2, lora_scales);
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Optional b2,
+    Optional topk_weights, Tensor h, Tensor u1, Tensor u2, int64_t activation, bool combine,
+    std::vector<bool> needs, Optional w1_scale, Optional w1_zero, int64_t w1_format, bool w1_interleaved,
+    Optional w2_scale, Optional w2_zero, int64_t w2_format, Optional lora_a1, Optional lora_b1,
+    double lora_scale1, Optional lora_a2, Optional lora_b2, double lora_scale2) {
+  const FrozenWeights weights{FrozenWeight(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, "w1"),
+                              FrozenWeight(w2, {w2_scale, w2_zero, w2_format, false}, "w2")};
+  const ExpertRows args(x, row_idx, inverse, offs, weights.w1, std::nullopt, weights.w2, b2, topk_weights,
+                        activation);
+  const Adapters adapters(x, weights, lora_a1, lora_b1, lora_scale1, lora_a2, lora_b2, lora_scale2);
   check_cpu(grad_y, "grad_y");
-  check_expert_mlp_grad(grad_y, x, routing[1], weights.combine);
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_cpu(h, "h");
-  check_hidden_rows(h, x, routing[1], args.F, "h", "[R, F]");
+  check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
   check_cpu(u1, "u1");
-  check_hidden_rows(u1, x, routing[1], rank_of(adapters.first), "u1", "[R, rank]");
+  check_hidden_rows(u1, x, inverse, rank_of(adapters.first), "u1", "[R, rank]");
   check_cpu(u2, "u2");
-  check_hidden_rows(u2, x, routing[1], rank_of(adapters.second), "u2", "[R, rank]");
+  check_hidden_rows(u2, x, inverse, rank_of(adapters.second), "u2", "[R, rank]");
   const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h), thin1 = as_contiguous(u1);
   const Tensor thin2 = weighted(args, as_contiguous(u2));
-  const Backward backward(args, weights, adapters, grad, rows, thin1, thin2, weights.combine,
+  const Backward backward(args, weights, adapters, grad, rows, thin1, thin2, combine,
                           Needs(needs, adapters, topk_weights));
   const auto& g = backward.grads;
   return {backward.dx(), g[0], g[1], g[2], g[3], backward.dtopk_weights()};

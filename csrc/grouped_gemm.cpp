@@ -218,9 +218,9 @@ class Backward {
   BiasGradient dbias_sums_;
 };
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
-                                            const Tensor& offs, const std::vector<bool>& needs,
-                                            const std::optional<Tensor>& main_dweight) {
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y, Tensor x, Tensor weight,
+                                                             Tensor offs, std::vector<bool> needs,
+                                                             std::optional<Tensor> main_dweight) {
   check_cpu(grad_y, "grad_y");
   check_cpu(x, "x");
   check_cpu(weight, "weight");
@@ -236,72 +236,44 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
   return {backward.dx, backward.dweight, backward.dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y, Tensor x, Tensor weight,
-                                                             Tensor offs, std::vector<bool> needs) {
-  return backward(grad_y, x, weight, offs, needs, std::nullopt);
-}
-
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cpu(Tensor grad_y, Tensor x,
-                                                                        Tensor weight, Tensor offs,
-                                                                        std::vector<bool> needs,
-                                                                        Tensor main_dweight) {
-  return backward(grad_y, x, weight, offs, needs, main_dweight);
-}
-
-FrozenWeight packed_weight(const Tensor& weight, const std::optional<Tensor>& scale,
-                           const std::optional<Tensor>& zero, int64_t format, bool interleaved) {
-  const FrozenWeight packed(weight, {scale, zero, format, interleaved}, "weight");
-  STD_TORCH_CHECK(packed.is_packed(),
-                  "weight_format must be of a packed format, not 0: grouped_gemm "
-                  "multiplies with weights that are not packed");
-  return packed;
-}
-
-// Without offs a single expert has all rows.
-std::vector<int64_t> bounds_of(const std::optional<Tensor>& offs, int64_t num_rows) {
-  if (offs) return read_offs(as_contiguous(*offs), num_rows);
-  return {0, num_rows};
-}
-
-Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Tensor> offs,
-                                std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
-                                int64_t weight_format, bool weight_interleaved) {
-  const FrozenWeight weight =
-      packed_weight(weight_, weight_scale, weight_zero, weight_format, weight_interleaved);
-  check_cpu(grad_y, "grad_y");
-  if (offs) check_cpu(*offs, "offs");
-  check_float(grad_y, "grad_y");
-  check_dim(grad_y, 2, "grad_y", "[R, N]");
-  check_size(grad_y, 1, weight.size(1), "grad_y", "[R, N]");
-  check_offs(offs, grad_y, weight, "grad_y");
-  const Tensor dy = as_contiguous(grad_y);
-  const auto bounds = bounds_of(offs, dy.size(0));
-  Backward backward(dy, dy, weight, bounds, GroupedGemmNeeds({true, false, false}), std::nullopt);
-  backward.run();
-  return backward.dx;
-}
-
 Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
                        std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
-                       int64_t weight_format, bool weight_interleaved) {
-  const FrozenWeight weight =
-      packed_weight(weight_, weight_scale, weight_zero, weight_format, weight_interleaved);
+                       int64_t weight_format, bool weight_interleaved, bool transposed) {
+  const FrozenWeight weight(weight_, {weight_scale, weight_zero, weight_format, weight_interleaved},
+                            "weight");
+  STD_TORCH_CHECK(weight.is_packed(),
+                  "weight_format must be of a packed format, not 0: grouped_gemm "
+                  "multiplies with weights that are not packed");
   check_cpu(x, "x");
   if (offs) check_cpu(*offs, "offs");
   if (bias) check_cpu(*bias, "bias");
-  check_grouped_gemm(x, weight, offs, bias);
-  if (bias) bias = as_contiguous(*bias);
-  return multiply(as_contiguous(x), weight, bounds_of(offs, x.size(0)), bias);
+  if (transposed) {
+    STD_TORCH_CHECK(!bias, "bias must be None with transposed=True");
+    check_float(x, "x");
+    check_dim(x, 2, "x", "[R, N]");
+    check_size(x, 1, weight.size(1), "x", "[R, N]");
+    check_offs(offs, x, weight, "x");
+  } else {
+    check_grouped_gemm(x, weight, offs, bias);
+  }
+  const Tensor rows = as_contiguous(x);
+  const std::vector<int64_t> bounds =
+      offs ? read_offs(as_contiguous(*offs), rows.size(0)) : std::vector<int64_t>{0, rows.size(0)};
+  if (!transposed) {
+    if (bias) bias = as_contiguous(*bias);
+    return multiply(rows, weight, bounds, bias);
+  }
+  Backward backward(rows, rows, weight, bounds, GroupedGemmNeeds({true, false, false}), std::nullopt);
+  backward.run();
+  return backward.dx;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));
-  m.impl("frozen_gemm_backward", TORCH_BOX(&frozen_gemm_backward_cpu));
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cpu));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cpu));
-  m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cpu));
 }
 
 }  // namespace fmoe_ext

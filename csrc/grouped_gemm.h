@@ -56,12 +56,12 @@ struct GroupedGemmNeeds {
 
 inline void check_grouped_gemm_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
                                         const Tensor& offs, const std::optional<Tensor>& main_dweight) {
+  check_gradient_mode("grouped_gemm_backward", "ops.grouped_gemm");
   check_grouped_gemm(x, weight, offs, std::nullopt);
   check_same_dtype(grad_y, x, "grad_y", "x");
   check_dim(grad_y, 2, "grad_y", "[R, N]");
   check_size(grad_y, 0, x.size(0), "grad_y", "[R, N]");
   check_size(grad_y, 1, weight.size(1), "grad_y", "[R, N]");
-  if (main_dweight) check_gradient_mode("grouped_gemm_backward_accumulate", "ops.grouped_gemm");
   if (main_dweight) check_main_grad(*main_dweight, weight, "main_dweight", "weight");
 }
 

@@ -65,10 +65,9 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("balance_loss_backward(Tensor grad, Tensor logits, Tensor counts, int score) -> Tensor");
 
   m.def("grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias=None) -> Tensor");
-  // needs: dx, dweight, dbias; an output that is not needed is empty.
-  m.def("grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs) -> (Tensor, Tensor, Tensor)");
-  // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty itself.
-  m.def("grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
+  // needs: dx, dweight, dbias; an output that is not needed is empty. A dweight that is needed is added to
+  // main_dweight, if given (float32, or float64), and is empty itself.
+  m.def("grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!)? main_dweight=None) -> (Tensor, Tensor, Tensor)");
 
   // h [R, 2 H] -> [R, H]; see experts.GatedActivation.
   m.def("clamped_glu(Tensor h, float alpha, float limit, float offset, bool interleaved, bool clamps_activated) -> Tensor");
@@ -78,9 +77,8 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("newton_schulz(Tensor x, float a, float b, float c, int steps) -> Tensor");
 
   // grouped_gemm with a frozen weight, packed as in frozen_mlp; without offs its one expert has all rows.
-  m.def("frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
-  // -> dx
-  m.def("frozen_gemm_backward(Tensor grad_y, Tensor weight, Tensor? offs, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
+  // transposed: x [R, N] times weight[e] -> [R, D], the gradient of the product and without a bias.
+  m.def("frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved, bool transposed) -> Tensor");
   // A weight that is packed as in frozen_mlp -> [E, out, in], gates before ups
   m.def("_decode_packed(Tensor weight, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved, ScalarType dtype) -> Tensor");
   // torch.nn.functional.grouped_mm for the CUDA kernels, in Python (gpu/torch_path.py): a b of each group's rows,
@@ -91,34 +89,23 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // activation: a place in kActivations (activation.h), which is one in ops.ACTIVATIONS.
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.
   m.def("expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation, bool combine, bool save_h) -> (Tensor, Tensor)");
-  // needs: dx, dw1, db1, dw2, db2, dtopk_weights, in the order of the results.
-  m.def("expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  // The same, but a dw1 or dw2 that is needed is added to its main gradient, if given, and is empty itself.
-  m.def("expert_mlp_backward_accumulate(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1, Tensor(b!)? main_dw2) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  // The two halves of expert_mlp_backward_accumulate, of the same bits: the gradients of the inputs,
+  // needs: dx, dw1, db1, dw2, db2, dtopk_weights, in the order of the results. A dw1 or dw2 that is needed is added
+  // to its main gradient, if given, and is empty itself.
+  m.def("expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1=None, Tensor(b!)? main_dw2=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The two halves of expert_mlp_backward, of the same bits: the gradients of the inputs,
   // -> dx, dtopk_weights, and for the other half dh [R, H or 2H] if dw1 or db1 is needed, and scaled_a [R, H], the
   // weighted activated rows, if dw2 is; and, from those two, the gradients of the weights -> dw1, db1, dw2, db2.
   m.def("expert_mlp_backward_inputs(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("expert_mlp_backward_weights(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? topk_weights, Tensor dh, Tensor scaled_a, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1, Tensor(b!)? main_dw2) -> (Tensor, Tensor, Tensor, Tensor)");
 
-  // expert_mlp with frozen weights and, of one or both of them, an adapter: w + scale * lora_b lora_a.
-  // A packed weight is uint8 [E, out, bytes of a row], with the scales and zero points of its format (packed.h).
-  // The lists of both operators:
-  //   routing: row_idx, inverse, offs; weights: w1, b1, w2, b2; packing: scale and zero point of w1, then those of w2
-  //   lora_scales: of the adapters of w1 and w2
-  //   options: activation, combine, save, w1_format, w1_interleaved, w2_format; formats are numbers in frozen.FORMATS
-  //   kept: h [R, H or 2H]; u1 = scale1 x lora_a1^T and u2 = scale2 a lora_a2^T [R, rank]
-  // -> y and the three that the backward keeps; h is empty unless save.
-  m.def("frozen_mlp(Tensor x, Tensor[] routing, Tensor?[] weights, Tensor?[] packing, Tensor? lora_a1, Tensor? lora_b1, Tensor? lora_a2, Tensor? lora_b2, float[] lora_scales, Tensor? topk_weights, int[] options) -> (Tensor, Tensor, Tensor, Tensor)");
+  // expert_mlp with frozen weights and an adapter on one or both of them: w + lora_scale * lora_b lora_a.
+  // A packed weight is uint8 [E, out, bytes of a row], with the scales and zero points of its format (packed.h); formats
+  // are numbers in frozen.FORMATS, 0 for a weight that is not packed.
+  // -> y, and what the backward keeps: h [R, H or 2H], empty unless save, and u = lora_scale * rows lora_a^T [R, rank]
+  // of each weight.
+  m.def("frozen_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation, bool combine, bool save, Tensor? w1_scale, Tensor? w1_zero, int w1_format, bool w1_interleaved, Tensor? w2_scale, Tensor? w2_zero, int w2_format, Tensor? lora_a1, Tensor? lora_b1, float lora_scale1, Tensor? lora_a2, Tensor? lora_b2, float lora_scale2) -> (Tensor, Tensor, Tensor, Tensor)");
   // needs: dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights, in the order of the results.
-  m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor[] routing, Tensor?[] weights, Tensor?[] packing, Tensor? lora_a1, Tensor? lora_b1, Tensor? lora_a2, Tensor? lora_b2, float[] lora_scales, Tensor? topk_weights, Tensor[] kept, int[] options, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-
-  // The checks of the operators above, and nothing else: they raise or return.
-  m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
-  m.def("_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor? main_dweight) -> ()");
-  m.def("_check_expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation) -> ()");
-  // Of the backward and its halves. rows: h, dh, scaled_a, each None where a half has another one; main_dweights: of w1, w2.
-  m.def("_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor?[] rows, int activation, bool combine, bool[] needs, Tensor?[] main_dweights) -> ()");
+  m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, Tensor u1, Tensor u2, int activation, bool combine, bool[] needs, Tensor? w1_scale, Tensor? w1_zero, int w1_format, bool w1_interleaved, Tensor? w2_scale, Tensor? w2_zero, int w2_format, Tensor? lora_a1, Tensor? lora_b1, float lora_scale1, Tensor? lora_a2, Tensor? lora_b2, float lora_scale2) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 // clang-format on
 

@@ -20,9 +20,9 @@ Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Ten
   return Products(ends, rows.size(0), {rows, w, shift}, device).rows_by_weight(rows, w, shift, RowScale{});
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
-                                            const Tensor& offs, const std::vector<bool>& needs_,
-                                            const std::optional<Tensor>& main_dweight) {
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Tensor x, Tensor weight,
+                                                              Tensor offs, std::vector<bool> needs_,
+                                                              std::optional<Tensor> main_dweight) {
   const GroupedGemmNeeds needs(needs_);
   check_same_device(
       {{x, "x"}, {weight, "weight"}, {offs, "offs"}, {grad_y, "grad_y"}, {main_dweight, "main_dweight"}});
@@ -41,18 +41,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
     products.grad_bias(plain_rows(dy), RowScale{}, dbias);
   }
   return {dx, dweight, dbias};
-}
-
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Tensor x, Tensor weight,
-                                                              Tensor offs, std::vector<bool> needs) {
-  return backward(grad_y, x, weight, offs, needs, std::nullopt);
-}
-
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cuda(Tensor grad_y, Tensor x,
-                                                                         Tensor weight, Tensor offs,
-                                                                         std::vector<bool> needs,
-                                                                         Tensor main_dweight) {
-  return backward(grad_y, x, weight, offs, needs, main_dweight);
 }
 
 Tensor decode_packed_cuda(Tensor weight, std::optional<Tensor> scale, std::optional<Tensor> zero,
@@ -203,12 +191,11 @@ class Backward {
   Products products_;
 };
 
-Gradients expert_mlp_backward_accumulate_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
-                                              Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                              std::optional<Tensor> topk_weights, Tensor h,
-                                              int64_t activation, bool combine, std::vector<bool> needs,
-                                              std::optional<Tensor> main_dw1,
-                                              std::optional<Tensor> main_dw2) {
+Gradients expert_mlp_backward_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
+                                   Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                   std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
+                                   bool combine, std::vector<bool> needs, std::optional<Tensor> main_dw1,
+                                   std::optional<Tensor> main_dw2) {
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
   check_same_device({{x, "x"}, {grad_y, "grad_y"}, {h, "h"}, {main_dw1, "main_dw1"}, {main_dw2, "main_dw2"}});
   check_expert_mlp_grad(grad_y, x, inverse, combine);
@@ -219,14 +206,6 @@ Gradients expert_mlp_backward_accumulate_cuda(Tensor grad_y, Tensor x, Tensor ro
   backward.inputs(topk_weights);
   backward.weights(main_dw1, main_dw2);
   return {backward.dx, backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights};
-}
-
-Gradients expert_mlp_backward_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
-                                   Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                   std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
-                                   bool combine, std::vector<bool> needs) {
-  return expert_mlp_backward_accumulate_cuda(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h,
-                                             activation, combine, needs, std::nullopt, std::nullopt);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cuda(
@@ -260,8 +239,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cuda(
                      {main_dw2, "main_dw2"}});
   const ExpertMlpNeeds needs(needs_, topk_weights);
   check_expert_mlp_grad(grad_y, x, inverse, combine);
-  if (needs.dw1 || needs.db1) check_hidden_rows(dh, x, inverse, w1.size(1), "dh", "[R, F]");
-  if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, w2.size(2), "scaled_a", "[R, H]");
+  check_rows_of_inputs_half(dh, scaled_a, x, inverse, w1, w2, needs);
   check_expert_main_grads(w1, w2, main_dw1, main_dw2);
   const OnDeviceOf device(x);
   Backward backward(mlp, grad_y, dh, combine, needs, device);
@@ -276,11 +254,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cuda(
 FMOE_CUDA_LIBRARY(m) {
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cuda));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
-  m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cuda));
   m.impl("_decode_packed", TORCH_BOX(&decode_packed_cuda));
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
-  m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cuda));
   m.impl("expert_mlp_backward_inputs", TORCH_BOX(&expert_mlp_backward_inputs_cuda));
   m.impl("expert_mlp_backward_weights", TORCH_BOX(&expert_mlp_backward_weights_cuda));
 }

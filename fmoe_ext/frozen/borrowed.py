@@ -6,7 +6,7 @@ and what the operator keeps (the pre-activation, the adapters' rank rows), and a
 backward: two reads of a weight for memory that does not grow with the layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ def frozen_mlp_borrowing(
     bias1: Tensor | None,
     bias2: Tensor | None,
 ) -> Tensor:
-    """Rows [R, D] of experts, each times its weight [R, 1]: frozen_mlp(combine=False) for rows in the experts' order.
+    """Compute experts' rows [R, D] times their weights [R, 1]: frozen_mlp(combine=False) of rows in the experts' order.
 
     a1, b1, a2, b2: of the adapters. Raises RuntimeError for biases that require a gradient.
     """
@@ -55,45 +55,42 @@ def frozen_mlp_borrowing(
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Borrowed, save: bool, *tensors: Any) -> Tensor:
-        x, row_weights, *adapters, b1, b2 = tensors
-        given = weights.forward(), x, adapters, b1, b2, save
-        routing, both, packing, low, options = _arguments(weights, *given)
-        out = torch.ops.fmoe_ext.frozen_mlp(
-            x, routing, both, packing, *low, list(weights.scales), row_weights, options
-        )
+        x, row_weights, a1, lb1, a2, lb2, b1, b2 = tensors
+        w1, w2 = weights.forward()
+        w1, packing1, b1, lb1 = operands(w1, b1, lb1)
+        w2, packing2 = operands(w2)
+        y, *kept = torch.ops.fmoe_ext.frozen_mlp(
+            x, *_in_order(x), weights.offs, w1, b1, w2, b2, row_weights,
+            activation_number(weights.activation), False, save, *packing1, *packing2[:3],
+            a1, lb1, weights.scales[0], a2, lb2, weights.scales[1],
+        )  # fmt: skip
         ctx.weights, ctx.is_batch_invariant = weights, is_batch_invariant()
-        ctx.save_for_backward(*tensors, *out[1:])
-        return out[0]
+        ctx.save_for_backward(*tensors, *kept)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        x, row_weights, a1, lb1, a2, lb2, b1, b2, *kept = ctx.saved_tensors
+        x, row_weights, a1, lb1, a2, lb2, _, b2, h, u1, u2 = ctx.saved_tensors
         weights = ctx.weights
-        given = weights.backward(), x, (a1, lb1, a2, lb2), b1, b2, True
-        routing, both, packing, low, options = _arguments(weights, *given)
+        w1, w2 = weights.backward()
+        w1, packing1, lb1 = operands(w1, lb1)
+        w2, packing2 = operands(w2)
         of_x, of_weights, *of_adapters = wanted = ctx.needs_input_grad[2:8]
-        needs = [of_x, *of_adapters, of_weights]
-        arguments = grads[0], x, routing, both, packing, *low, list(weights.scales), row_weights, kept
         with batch_invariant() if ctx.is_batch_invariant else nullcontext():
-            dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(*arguments, options, needs)
-        is_interleaved = options[4]
-        if (
-            is_interleaved and of_adapters[1]
-        ):  # b of w1 went in with gates first: back to gate, up, gate, up, ...
+            dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(
+                grads[0], x, *_in_order(x), weights.offs, w1, w2, b2, row_weights, h, u1, u2,
+                activation_number(weights.activation), False, [of_x, *of_adapters, of_weights],
+                *packing1, *packing2[:3], a1, lb1, weights.scales[0], a2, lb2, weights.scales[1],
+            )  # fmt: skip
+        is_interleaved = packing1[3]
+        if is_interleaved and of_adapters[1]:
+            # b of w1 went in with gates first: back to gate, up, gate, up, ...
             found[1] = torch.stack(found[1].chunk(2, 1), 2).flatten(1, 2)
         results = (g if w else None for g, w in zip((dx, dweights, *found), wanted, strict=True))
         return None, None, *results, None, None
 
 
-def _arguments(
-    call: Borrowed, weights: Any, x: Tensor, adapters: Sequence[Any], b1: Any, b2: Any, save: bool
-) -> tuple[Any, ...]:
-    """Routing, weights, packing, adapters and options of the operator."""
-    (w1, w2), (a1, lb1, a2, lb2) = weights, adapters
-    data1, (scale1, zero1, format1, interleaved), b1, lb1 = operands(w1, b1, lb1)
-    data2, (scale2, zero2, format2, _) = operands(w2)
-    # rows are in the experts' order already: the operator's permutation is the identity, with one choice a row
+def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Make row_idx and inverse for rows that are in the experts' order already, with one choice each: the identity."""
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    routing = [rows, rows[:, None], call.offs]
-    options = [activation_number(call.activation), 0, int(save), format1, int(interleaved), format2]
-    return routing, [data1, b1, data2, b2], [scale1, zero1, scale2, zero2], [a1, lb1, a2, lb2], options
+    return rows, rows[:, None]

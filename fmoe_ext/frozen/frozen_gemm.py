@@ -1,11 +1,13 @@
 """frozen_gemm, and the product with a packed weight that frozen_mlp shares.
 
-The CPU's kernels decode a packed weight in registers, tile by tile (csrc/gemm/decode.h). On CUDA a kernel does that for
-MXFP4 alone; any other weight is decoded in memory and multiplied by grouped_gemm. kept.py keeps that copy for a while.
+The CPU's kernels decode a packed weight in registers, tile by tile (csrc/gemm/decode.h). On CUDA one pass decodes it in
+memory, and grouped_gemm multiplies. kept.py keeps that copy for a while.
+
+The operator has the product and, with transposed=True, the product with the transposed weight. Each is the gradient of
+the other, so one rule serves for derivatives of every order.
 """
 
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,19 +23,11 @@ from fmoe_ext.ops._autograd import (
     register_autocast,
     register_autograd,
     register_fake,
-    register_not_differentiable,
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 
 # Set around the operator, whose arguments do not say whether gradients are recorded.
 _has_backward = ContextVar("a backward of this product will follow", default=False)
-
-_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
-_library.impl(
-    "_decode_packed",
-    lambda *packing: Quantized.of_rows(*packing[:5]).dequantize(packing[5]),
-    "CompositeExplicitAutograd",
-)
 
 
 def frozen_gemm(
@@ -42,7 +36,7 @@ def frozen_gemm(
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """grouped_gemm with a packed weight, which is frozen: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
+    """Multiply by a packed weight, which is frozen: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
     x [R, in], weight Quantized [E, out, in], offs [E] int32, bias [E, out] of the dtype of x -> y [R, out]. Without
     offs the weight is of one expert, which has all rows. Differentiable in x and bias; keeps the packed weight for
@@ -63,13 +57,15 @@ def frozen_gemm(
     packing = weight.packing()
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)
-        y: torch.Tensor = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing)
+        y: torch.Tensor = call_functional(
+            "fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing, False
+        )
         return y
     if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
+        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing, False)
     token = _has_backward.set(True)  # the kernel for CUDA below may then keep the decoded weight
     try:
-        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
+        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing, False)
     finally:
         _has_backward.reset(token)
 
@@ -80,7 +76,7 @@ def frozen_gemm_ref(
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The oracle of frozen_gemm: grouped_gemm_ref with the decoded weight."""
+    """Compute frozen_gemm by grouped_gemm_ref, its oracle, with the decoded weight."""
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
     return grouped_gemm_ref(x, weight.dequantize(x.dtype), _offs_of(offs, x), bias)
@@ -91,13 +87,7 @@ def _offs_of(offs: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs
 
 
-# Dimensions of the arguments.
-_RANKS = MappingProxyType(
-    {"x": 2, "grad_y": 2, "weight": 3, "offs": 1, "bias": 2, "weight_scale": 3, "weight_zero": 3}
-)
-
-
-@register_fake("fmoe_ext::frozen_gemm", **_RANKS)
+@register_fake("fmoe_ext::frozen_gemm", x=2, weight=3, offs=1, bias=2, weight_scale=3, weight_zero=3)
 def _(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -106,27 +96,15 @@ def _(
     weight_scale: torch.Tensor | None,
     weight_zero: torch.Tensor | None,
     weight_format: int,
-    weight_interleaved: bool = False,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
-
-
-@register_fake("fmoe_ext::frozen_gemm_backward", **_RANKS)
-def _(
-    grad_y: torch.Tensor,
-    weight: torch.Tensor,
-    offs: torch.Tensor | None,
-    weight_scale: torch.Tensor | None,
-    weight_zero: torch.Tensor | None,
-    weight_format: int,
-    weight_interleaved: bool = False,
+    weight_interleaved: bool,
+    transposed: bool,
 ) -> torch.Tensor:
     packed = Quantized.of_rows(weight, weight_scale, weight_zero, weight_format, weight_interleaved)
-    return grad_y.new_empty((grad_y.shape[0], packed.shape[2]))
+    return x.new_empty((x.shape[0], packed.shape[2 if transposed else 1]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, weight, offs, _, scale, zero, *ctx.packing = inputs
+    _, weight, offs, _, scale, zero, *ctx.format, ctx.transposed = inputs
     ctx.save_for_backward(weight, offs, scale, zero)
 
 
@@ -134,8 +112,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     weight, offs, scale, zero = ctx.saved_tensors
     grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     if ctx.needs_input_grad[0]:
-        packing = scale, zero, *ctx.packing
-        grads[0] = call("fmoe_ext::frozen_gemm_backward", grad_y, weight, offs, *packing)
+        arguments = weight, offs, None, scale, zero, *ctx.format, not ctx.transposed
+        grads[0] = call("fmoe_ext::frozen_gemm", grad_y, *arguments)
     if ctx.needs_input_grad[3]:
         # a grouped_gemm without columns is its bias alone: the gradient sums each expert's rows of grad_y
         no_columns = grad_y.new_empty((grad_y.shape[0], 0)), grad_y.new_empty((*weight.shape[:2], 0))
@@ -146,7 +124,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
 
 
 register_autograd("fmoe_ext::frozen_gemm", _backward, _setup_context, places=(0, 3))
-register_not_differentiable("fmoe_ext::frozen_gemm_backward")
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 
 
@@ -163,7 +142,7 @@ def packed_product(
     *,
     keep: bool = False,
 ) -> torch.Tensor:
-    """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
+    """Compute rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, where frozen_gemm has no kernel.
 
     One pass decodes the weight in memory, to the dtype of rows.
     keep: a backward will follow, whose product is the transposed one (kept.py).
@@ -178,18 +157,21 @@ def composed(
     weight: torch.Tensor,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *packing: Any,
+    weight_scale: torch.Tensor | None,
+    weight_zero: torch.Tensor | None,
+    weight_format: int,
+    weight_interleaved: bool,
+    transposed: bool,
 ) -> torch.Tensor:
-    """frozen_gemm on CUDA."""
-    return packed_product(x, weight, _offs_of(offs, x), bias, False, *packing, keep=_has_backward.get())
-
-
-def composed_backward(
-    grad_y: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None, *packing: Any
-) -> torch.Tensor:
-    """frozen_gemm_backward on CUDA."""
-    return packed_product(grad_y, weight, _offs_of(offs, grad_y), None, True, *packing)
+    """Compute frozen_gemm on CUDA."""
+    packing = weight_scale, weight_zero, weight_format, weight_interleaved
+    ends = _offs_of(offs, x)
+    return packed_product(x, weight, ends, bias, transposed, *packing, keep=_has_backward.get())
 
 
 _library.impl("frozen_gemm", composed, "CUDA")
-_library.impl("frozen_gemm_backward", composed_backward, "CUDA")
+_library.impl(
+    "_decode_packed",
+    lambda *packing: Quantized.of_rows(*packing[:5]).dequantize(packing[5]),
+    "CompositeExplicitAutograd",
+)

@@ -1,4 +1,12 @@
-from types import MappingProxyType, SimpleNamespace
+"""frozen_mlp: the experts' MLP with weights that are not trained, and low-rank adapters beside them.
+
+Adapters are two thin products beside the frozen one, x W^T + scale (x A^T) B^T: adding scale B A to the weights instead
+would write all experts' weights anew in each step, and round the sum. The forward keeps the rows of rank width (u1 and
+u2) for the gradients of A and B. On the CPU one operator computes a chunk of rows through both layers
+(csrc/frozen_mlp.cpp); elsewhere composed() and composed_backward() below do, by grouped_gemm.
+"""
+
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +26,7 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops.activations import FUNCTIONS, activation_number
-from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward, by_name
+from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
@@ -39,7 +47,7 @@ def frozen_mlp(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see expert_mlp for the rest.
+    """Compute expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see there for the rest.
 
     w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
     lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
@@ -74,17 +82,16 @@ def frozen_mlp(
                 f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
                 f"{name}.requires_grad_(False), or train it with expert_mlp"
             )
-    tensors = (x, data1, b1, data2, b2, a1, lb1, a2, lb2)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
     transformed = torch.is_grad_enabled() and is_transformed(*learned)
     if transformed:
-        tensors = cast_for_autocast(*tensors)
+        x, data1, b1, data2, b2, a1, lb1, a2, lb2 = cast_for_autocast(
+            x, data1, b1, data2, b2, a1, lb1, a2, lb2
+        )
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
-    x, *weights = tensors[:5]
-    options = [number, int(combine), int(save or transformed), *packing1[2:], packing2[2]]
     arguments = (
-        x, [row_idx, inverse, offs], weights, [*packing1[:2], *packing2[:2]],
-        *tensors[5:], [scale1, scale2], topk_weights, options,
+        x, row_idx, inverse, offs, data1, b1, data2, b2, topk_weights, number, combine, save or transformed,
+        *packing1, *packing2[:3], a1, lb1, scale1, a2, lb2, scale2,
     )  # fmt: skip
     if transformed:
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
@@ -119,7 +126,7 @@ def frozen_mlp_ref(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the decoded weights."""
+    """Compute frozen_mlp by expert_mlp_ref, its oracle, with the adapters added to the decoded weights."""
     if isinstance(w1, Quantized):
         _, _, b1, lb1 = operands(w1, b1, None if lora1 is None else lora1.b)
         lora1 = None if lora1 is None else lora1._replace(b=lb1)
@@ -133,8 +140,7 @@ def frozen_mlp_ref(
     return expert_mlp_ref(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine)
 
 
-# Dimensions of the arguments and of the entries of their lists.
-_RANKS = MappingProxyType(
+_RANKS = MappingProxyType(  # dimensions of the arguments
     {
         **dict.fromkeys(("row_idx", "offs"), 1),
         **dict.fromkeys(("grad_y", "x", "inverse", "b1", "b2", "topk_weights", "h", "u1", "u2"), 2),
@@ -144,14 +150,8 @@ _RANKS = MappingProxyType(
 )
 
 
-def _named(arguments: FrozenMlp | FrozenMlpBackward) -> SimpleNamespace:
-    """Name the arguments and the entries of their lists (ops/arguments.py)."""
-    return SimpleNamespace(**by_name(arguments._asdict()))
-
-
 @register_fake("fmoe_ext::frozen_mlp", FrozenMlp, **_RANKS)
-def _(arguments: FrozenMlp) -> tuple[torch.Tensor, ...]:
-    a = _named(arguments)
+def _(a: FrozenMlp) -> tuple[torch.Tensor, ...]:
     R, D = a.row_idx.shape[0], a.x.shape[1]
     y = a.x.new_empty((a.x.shape[0] if a.combine else R, D))
     h = a.x.new_empty((R, a.w1.shape[1]) if a.save else (0,))
@@ -159,8 +159,7 @@ def _(arguments: FrozenMlp) -> tuple[torch.Tensor, ...]:
 
 
 @register_fake("fmoe_ext::frozen_mlp_backward", FrozenMlpBackward, **_RANKS)
-def _(arguments: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
-    a = _named(arguments)
+def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
     like = (a.x, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2, a.topk_weights)
     shapes = (a.x.shape, *(None if t is None else t.shape for t in like[1:5]), a.inverse.shape)
     return tuple(
@@ -169,49 +168,59 @@ def _(arguments: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
     )
 
 
-PLACES = (0, 4, 5, 6, 7, 9)  # x, lora_a1, lora_b1, lora_a2, lora_b2, topk_weights among the arguments
+def _places(*names: str) -> tuple[int, ...]:
+    return tuple(FrozenMlp._fields.index(name) for name in names)
+
+
+_WEIGHTS = _places("w1", "b1", "w2", "b2")
+_LORA = _places("lora_a1", "lora_b1", "lora_a2", "lora_b2")
+_LEARNED = (*_places("x"), *_LORA, *_places("topk_weights"))  # in the order of the backward's results
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     a = FrozenMlp(*inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    lora = (a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2)
-    ctx.save_for_backward(a.x, *a.routing, *a.weights, *a.packing, *lora, a.topk_weights, *output[1:])
-    ctx.lora_scales, ctx.options = a.lora_scales, a.options
+    ctx.save_for_backward(
+        a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2, a.topk_weights, *output[1:],
+        a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2,
+    )  # fmt: skip
+    ctx.activation, ctx.combine, ctx.save = a.activation, a.combine, a.save
+    ctx.formats, ctx.lora_scales = (
+        (a.w1_format, a.w1_interleaved, a.w2_format),
+        (a.lora_scale1, a.lora_scale2),
+    )
 
 
-def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
-    # A list of tensors gets a list of gradients.
-    grads: list[Any] = [[None] * len(n) if isinstance(n, list) else None for n in ctx.needs_input_grad]
+def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    grads: list[torch.Tensor | None] = [None] * len(FrozenMlp._fields)
     if grad_y is None:
         return tuple(grads)
-    frozen = ctx.needs_input_grad[2]  # of a list; of torch.func one bool, which is False
-    if isinstance(frozen, list) and any(frozen):
+    if any(ctx.needs_input_grad[place] for place in _WEIGHTS):
         raise RuntimeError("frozen_mlp cannot be differentiated in its weights and biases, which are frozen")
-    if not ctx.options[2]:
+    if not ctx.save:
         raise RuntimeError(
             "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
         )
-    x, *saved = ctx.saved_tensors
-    routing, weights, packing = saved[:3], saved[3:7], saved[7:11]
-    lora, topk_weights, kept = saved[11:15], saved[15], saved[16:]
-    needs = [ctx.needs_input_grad[place] for place in PLACES]
+    needs = [ctx.needs_input_grad[place] for place in _LEARNED]
+    *read, w1_scale, w1_zero, w2_scale, w2_zero, a1, b1, a2, b2 = ctx.saved_tensors
+    w1_format, w1_interleaved, w2_format = ctx.formats
     computed = call(
         "fmoe_ext::frozen_mlp_backward",
-        grad_y, x, routing, weights, packing, *lora, ctx.lora_scales, topk_weights,
-        kept, ctx.options, needs,
+        grad_y, *read, ctx.activation, ctx.combine, needs,
+        w1_scale, w1_zero, w1_format, w1_interleaved, w2_scale, w2_zero, w2_format,
+        a1, b1, ctx.lora_scales[0], a2, b2, ctx.lora_scales[1],
     )  # fmt: skip
-    for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
+    for place, wanted, grad in zip(_LEARNED, needs, computed, strict=True):
         grads[place] = grad if wanted else None
     return tuple(grads)
 
 
-register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=(2, *PLACES))
+register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=(*_WEIGHTS, *_LEARNED))
 register_not_differentiable_twice("fmoe_ext::frozen_mlp_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
-register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 2, 4, 5, 6, 7))
+register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(*_places("x"), *_WEIGHTS, *_LORA))
 
 
 # What follows computes both operators by grouped_gemm, one product after another, for devices without a kernel of their
@@ -245,53 +254,54 @@ class _Linear(NamedTuple):
         return out.add_(grouped_gemm(thin, second, self.offs, transposed=transposed)), thin
 
 
-def _linears(a: SimpleNamespace) -> tuple[_Linear, _Linear]:
-    packing1 = a.w1_scale, a.w1_zero, a.w1_format, bool(a.w1_interleaved)
+def _linears(a: FrozenMlp | FrozenMlpBackward, keep: bool) -> tuple[_Linear, _Linear]:
+    packing1 = a.w1_scale, a.w1_zero, a.w1_format, a.w1_interleaved
     packing2 = a.w2_scale, a.w2_zero, a.w2_format, False
-    shared = a.offs, bool(a.save)
     return (
-        _Linear(a.w1, packing1, a.lora_a1, a.lora_b1, a.scale1, *shared),
-        _Linear(a.w2, packing2, a.lora_a2, a.lora_b2, a.scale2, *shared),
+        _Linear(a.w1, packing1, a.lora_a1, a.lora_b1, a.lora_scale1, a.offs, keep),
+        _Linear(a.w2, packing2, a.lora_a2, a.lora_b2, a.lora_scale2, a.offs, keep),
     )
 
 
-def _weights_of_rows(a: SimpleNamespace) -> torch.Tensor:
-    """topk_weights [R, 1] in the experts' order; zero for rows of no choice."""
-    found: torch.Tensor = a.topk_weights.reshape(-1)[a.row_idx.clamp(min=0).long()]
-    return found.masked_fill(a.row_idx < 0, 0)[:, None]
+def _weights_of_rows(topk_weights: torch.Tensor, row_idx: torch.Tensor) -> torch.Tensor:
+    """Put topk_weights in the experts' order, [R, 1]; zero for rows of no choice."""
+    found = topk_weights.reshape(-1)[row_idx.clamp(min=0).long()]
+    return found.masked_fill(row_idx < 0, 0)[:, None]
 
 
 def _outer(
     left: torch.Tensor, right: torch.Tensor, like: torch.Tensor | None, offs: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over each expert's rows of left[r].T @ right[r] -> [E, M, N], the shape of like."""
+    """Sum left[r].T @ right[r] over each expert's rows -> [E, M, N], the shape of like."""
     wanted = [False, True, False]
     return torch.ops.fmoe_ext.grouped_gemm_backward(left, right, like, offs, wanted)[1]
 
 
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """frozen_mlp on CUDA."""
-    a = _named(FrozenMlp(*arguments))
-    w1, w2 = _linears(a)
+    """Compute frozen_mlp on CUDA."""
+    a = FrozenMlp(*arguments)
+    w1, w2 = _linears(a, keep=a.save)
     x_RD = permute(a.x, a.row_idx, a.inverse)
     h_RH, u1 = w1.product(x_RD, a.b1)  # of a gated activation [R, 2H]
     rows_RD, u2 = w2.product(FUNCTIONS[a.activation](h_RH), a.b2)
     if a.combine:
         y = unpermute(rows_RD, a.row_idx, a.inverse, a.topk_weights)
     else:
-        y = rows_RD if a.topk_weights is None else (rows_RD * _weights_of_rows(a)).to(rows_RD.dtype)
+        y = rows_RD
+        if a.topk_weights is not None:
+            y = (y * _weights_of_rows(a.topk_weights, a.row_idx)).to(y.dtype)
     return y, h_RH if a.save else h_RH.new_empty(0), u1, u2
 
 
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """frozen_mlp_backward on CUDA."""
+    """Compute frozen_mlp_backward on CUDA."""
     if torch.is_grad_enabled():  # as csrc/checks.h
         raise RuntimeError(
             "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "
             "fmoe_ext.frozen.frozen_mlp"
         )
-    a = _named(FrozenMlpBackward(*arguments))
-    w1, w2 = _linears(a)
+    a = FrozenMlpBackward(*arguments)
+    w1, w2 = _linears(a, keep=False)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
 
     def none() -> torch.Tensor:  # a new one each time: an operator must not return a tensor twice
@@ -305,7 +315,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     hidden_RH, u2 = hidden.detach(), a.u2
 
     dtopk_weights = none()
-    if needs_weights:
+    if needs_weights and a.topk_weights is not None:
         # <grad_y, y> of a row without its weight. It equals <dhidden, hidden> + <grad_y, b2>, so y is not kept.
         grad_R = (dhidden_RH * hidden_RH).sum(-1, dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         if a.b2 is not None:
@@ -317,7 +327,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
     # y is linear in w2, so a row's weight may scale dhidden and what the adapter's gradients need instead of dout
     if a.topk_weights is not None:
-        weights = _weights_of_rows(a)
+        weights = _weights_of_rows(a.topk_weights, a.row_idx)
         dhidden_RH, hidden_RH, u2 = ((t * weights).to(t.dtype) for t in (dhidden_RH, hidden_RH, u2))
     (dh_RH,) = torch.autograd.grad(hidden, h, dhidden_RH)
     da2 = _outer(t2, hidden_RH, a.lora_a2, a.offs) if needs_a2 else none()

@@ -45,22 +45,22 @@ class Quantized:
 
     @property
     def kind(self) -> Format:
-        """The record of the format."""
+        """Return the record of the format."""
         return FORMATS[self.format]
 
     @property
     def shape(self) -> Shape:
-        """(E, out, in) of the decoded weight."""
+        """Return (E, out, in) of the decoded weight."""
         return self._shape  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors."""
+        """Return the device of the tensors."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Count the bytes of the tensors."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.zero) if t is not None)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Quantized":
@@ -72,7 +72,7 @@ class Quantized:
 
     @cached_property
     def in_int8(self) -> "Quantized":
-        """The same weight with int8_activations; itself if its format has no such products."""
+        """Return the weight with int8_activations; itself if its format has no such products."""
         return replace(self, int8_activations=True) if self.kind.has_integers else self
 
     @staticmethod
@@ -86,6 +86,7 @@ class Quantized:
 
     def rows(self) -> torch.Tensor:
         """View data as bytes, uint8 [E, out, bytes of a row], without a copy."""
+        # the view of a copy must not be kept: data may be written to later
         return self._rows if self.data.is_contiguous() else _rows_of(self.data)
 
     @cached_property
@@ -94,7 +95,7 @@ class Quantized:
             return _rows_of(self.data)  # views cost as much time as a short product
 
     def packing(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
-        """scale, zero, number of the format, interleaved: what operators take beside rows()."""
+        """Return scale, zero, number of the format, interleaved: what operators take beside rows()."""
         scale = self.scale
         # kPackedLayouts (csrc/gemm/packed.h) has both as bytes
         if scale is not None and scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):

@@ -1,3 +1,9 @@
+"""BalancedGate: which balance losses a gate has, and over which tokens.
+
+losses.py has the formulas. Here is what a gate remembers between forwards (running_load, until the optimizer steps) and
+how one forward's losses are weighted and added up.
+"""
+
 import functools
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -63,9 +69,8 @@ class BalancedGate(GateOverRanks):
     score = "softmax"
 
     running_load: torch.Tensor  # [E] int64: choices since the optimizer's last step, for "running"
-    balance_values: dict[
-        str, torch.Tensor
-    ]  # each loss of the last forward, without weight, if there are several
+    # if there are several, each loss of the last forward without its weight
+    balance_values: dict[str, torch.Tensor]
 
     def __init__(
         self,
@@ -98,7 +103,7 @@ class BalancedGate(GateOverRanks):
 
     @property
     def balance_loss(self) -> str | Mapping[str, float] | None:
-        """The argument; it may be changed between steps."""
+        """Return the argument; it may be changed between steps."""
         return self._balance_loss
 
     @balance_loss.setter

@@ -1,3 +1,14 @@
+"""BaseGate: what every gate has besides its choices, and the scores that gates share.
+
+* Its balance loss is state of the module: the forward sets it, and a training loop that knows nothing of the layers
+  between reads it once a step. Each thread has that of its own last forward; a compiled program, which cannot tell
+  threads apart, has one for all of them.
+* Its choices can be replayed: where activation checkpointing repeats a forward, logits that differ in their last bit
+  must not send a token to another expert, whose gradient would then lack it. A tape of the thread that runs the forward
+  records choices and plays them back (choose(), topk()); balance.RoutingReplay has one too.
+* Its counts, losses and capacities are over the tokens of all ranks that share its experts (Ranks).
+"""
+
 import threading
 import warnings
 from collections.abc import Callable
@@ -108,17 +119,17 @@ class BaseGate(nn.Module):
 
     @property
     def weight_sum(self) -> float:
-        """The sum of every token's topk_weights, unless weights_vary."""
+        """Return the sum of every token's topk_weights, unless weights_vary."""
         return 1.0
 
     @property
     def weights_vary(self) -> str | None:
-        """Why the sum of a token's topk_weights is not weight_sum for every token; None where it is."""
+        """Say why a token's topk_weights may have another sum than weight_sum; None where they cannot."""
         return "its weights are not known; if they always have one sum, give it the attribute total_weight"
 
     @property
     def depends_on_batch(self) -> str | None:
-        """Why a token's choices or weights depend on the other tokens, and what to do; None where they do not."""
+        """Say why a token's choices or weights depend on the other tokens, and what to do; None where they do not."""
         return None
 
     num_expert, tot_expert = Alias("num_local_experts"), Alias("num_experts")
@@ -144,11 +155,11 @@ class BaseGate(nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks whose tokens count together, of a gate that has some; in gates.accumulation's blocks their sums."""
+        """Return the ranks whose tokens count together; in gates.accumulation's blocks, their sums."""
         ranks = self._ranks
         if type(ranks) is OneRank:
             return ranks
-        # What stands in the place of the ranks for the thread of a block. Other threads compute as without it.
+        # gates.accumulation puts its sums here for one thread; other threads compute as without them
         of_thread = getattr(ranks, "of_thread", None)
         return ranks if of_thread is None else of_thread()
 
@@ -185,14 +196,14 @@ class BaseGate(nn.Module):
 
     @property
     def _loss_of_thread(self) -> _Loss | None:
-        """The loss that this thread reads; None for that of a compiled program."""
+        """Return the loss that this thread reads; None for that of a compiled program."""
         own = self._losses.last or self._last_loss
         is_newer = self.graph_loss is not None and (own is None or own.of_graph is not self.graph_loss)
         return None if is_newer else own
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The balance loss of this thread's last forward, None without one."""
+        """Return the balance loss of this thread's last forward, None without one."""
         if torch.compiler.is_compiling():
             return self.graph_loss
         own = self._loss_of_thread
@@ -204,7 +215,7 @@ class BaseGate(nn.Module):
 
     @property
     def loss_is_read(self) -> bool:
-        """True if total_loss() has read it, which then takes it for that of an earlier forward."""
+        """Return whether total_loss() has read it, which then takes it for an earlier forward's."""
         own = None if torch.compiler.is_compiling() else self._loss_of_thread
         return self.graph_loss_is_read if own is None else own.is_read
 
@@ -247,17 +258,17 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """True if get_loss() has one."""
+        """Return whether get_loss() has one."""
         return self.loss is not None
 
     @property
     def balances(self) -> bool:
-        """False for gates of which nothing evens out the load of the experts: no loss, bias or construction."""
+        """Return whether a loss, a bias or the construction evens out the load of the experts."""
         return True
 
     @property
     def moves_bias(self) -> bool:
-        """True if a bias of the choices moves by the load that this rank's gate has counted."""
+        """Return whether a bias of the choices moves by the load that this rank's gate has counted."""
         return False
 
     def warn_of_copies(self, num_copies: int, consequence: str, name: str = "gate") -> None:
@@ -278,7 +289,7 @@ class BaseGate(nn.Module):
 
     @property
     def tape(self) -> Any:
-        """Tape of this thread: of RoutingReplay while it records or plays, of FMoE while it repeats a forward.
+        """Return this thread's tape: of RoutingReplay while it records or plays, of FMoE while it repeats a forward.
 
         None where nobody does.
         """
@@ -290,7 +301,7 @@ class BaseGate(nn.Module):
 
     @property
     def weighs_while_choosing(self) -> bool:
-        """True if topk() is one operator: no choices are replayed to it."""
+        """Return whether topk() is one operator: no choices are replayed to it."""
         tape = self.tape if self._tapes else None
         return tape is None or getattr(tape, "only_listens", False)
 
@@ -393,6 +404,7 @@ def weights_of(
         return (scores_of(logits, score).gather(1, chosen) * scale).masked_fill(dropped, 0)
     log_scores = _log_scores(logits, score)
     log_chosen = log_scores.gather(1, chosen)
+    # not -inf: the softmax of a token whose choices are all dropped would be NaN
     log_chosen = log_chosen.masked_fill(dropped, torch.finfo(log_chosen.dtype).min)
     return (log_chosen.softmax(-1) * scale).masked_fill(dropped, 0)
 
@@ -400,6 +412,7 @@ def weights_of(
 def _log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
     if not ops.is_batch_invariant():
         return F.logsigmoid(logits)
+    # a softmax of two, whose bits do not depend on where an element stands (ops.sigmoid)
     return torch.stack((logits, torch.zeros_like(logits)), -1).log_softmax(-1)[..., 0]
 
 

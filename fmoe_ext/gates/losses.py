@@ -24,7 +24,7 @@ ONE_RANK = OneRank()
 
 
 def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
-    """E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
+    """Compute E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
 
     scores [T, E], topk_idx [T, K] (-1 counts for nobody) -> scalar of the dtype of scores, 1 when balanced.
     Shazeer et al. 2017 and the Switch Transformer (2021), with K > 1 as in Qwen3; over the global batch instead of each
@@ -94,7 +94,7 @@ def sequence_balance_loss(
     """Average each sequence's own balance_loss over sequences (DeepSeek-V2 and V3, with weight 1).
 
     scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar. Where lengths
-    differ: sequences [T] int64, the number of each token's sequence, in the place of seq_len; a number without tokens
+    differ: sequences [T] int64, the number of each token's sequence instead of seq_len; a number without tokens
     counts for nothing. parts: the ranks that have parts of the same sequences, in one order; seq_len is then the length
     of a part.
     Raises ValueError if seq_len does not divide T.

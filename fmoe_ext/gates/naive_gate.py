@@ -1,3 +1,9 @@
+"""NaiveGate, the base of gates that are a linear layer; GateOverRanks, of those that count over ranks; ZeroGate.
+
+The linear layer, the choice and the balance loss are one node of autograd where that has the same bits: in a small
+layer the host's time is that of its nodes and operators (choose_in_one_node).
+"""
+
 import torch
 from torch import nn
 

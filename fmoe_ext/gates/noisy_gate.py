@@ -64,7 +64,8 @@ class NoisyGate(BaseGate):
         stddev = F.softplus(wide_linear(inp, self.w_noise.t())) + _NOISE_FLOOR
         noisy = clean + torch.randn_like(clean) * stddev if self.training else clean
         topk_idx, topk_weights = self.topk(noisy, self.top_k)
-        gates = torch.zeros_like(noisy).scatter(1, topk_idx, topk_weights)
+        gates = torch.zeros_like(noisy).scatter(1, topk_idx, topk_weights)  # [T, E]
+        # counts of choices have no gradient; the probability of being chosen again, with other noise, has one
         if self.training and self.top_k < self.num_experts:
             load = self._prob_in_top_k(clean, noisy, stddev, noisy.topk(self.top_k + 1, dim=1).values).sum(0)
         else:
@@ -74,7 +75,7 @@ class NoisyGate(BaseGate):
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
 
     def _gates_to_load(self, gates: torch.Tensor) -> torch.Tensor:
-        """Number of tokens with a weight above zero, for each expert: gates [T, E] -> [E]."""
+        """Count tokens with a weight above zero for each expert: gates [T, E] -> [E]."""
         return (gates > 0).sum(0)
 
     def _prob_in_top_k(
@@ -97,5 +98,5 @@ class NoisyGate(BaseGate):
         return torch.where(decided, (clean_values > others).to(drawn.dtype), drawn)
 
     def cv_squared(self, x: torch.Tensor) -> torch.Tensor:
-        """losses.cv_squared, under FastMoE's name."""
+        """Compute losses.cv_squared, under FastMoE's name."""
         return cv_squared(x)

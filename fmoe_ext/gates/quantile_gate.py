@@ -114,9 +114,8 @@ class QuantileGate(ScoredGate):
         ranks_more = self.training and self.top_k < self.num_experts  # in a repeated forward too
         ranked = ops.topk_gate(biased, self.top_k + ranks_more)[0]
         if ranks_more and is_counted():
-            lead = scores - biased.gather(
-                1, ranked[:, self.top_k :]
-            )  # [T, E], over the best that is not chosen
+            best_left = biased.gather(1, ranked[:, self.top_k :])  # [T, 1], the best that is not chosen
+            lead = scores - best_left  # [T, E]
             found = even_quantile(lead, self.top_k, self.ranks)
             if found is not None:
                 add_counts(self.quantile_sum, found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))

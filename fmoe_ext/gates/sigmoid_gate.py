@@ -106,7 +106,7 @@ class SigmoidGate(ScoredGate):
 
     @property
     def local_tokens_per_expert(self) -> torch.Tensor:
-        """pending_load, under the name by which Megatron sums it over the ranks and empties it."""
+        """Return pending_load, under the name by which Megatron sums it over the ranks and empties it."""
         return self.pending_load
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,8 @@ class SwipeGate(GateOverRanks):
             raise RuntimeError(
                 f"SwipeGate moves tokens between {self.world_size} ranks, but its ranks= knows {len(sizes)}"
             )
-        capacity = torch.tensor(sizes, device=topk_idx.device) * self.top_k  # [ranks]
+        # [ranks]: choices that each rank takes
+        capacity = torch.tensor(sizes, device=topk_idx.device) * self.top_k
         columns = []
         for k in range(self.top_k):
             column, capacity = self.swipe_once(topk_idx[:, k], capacity, k % self.num_local_experts)

@@ -24,9 +24,6 @@ from torch import Tensor
 from fmoe_ext.ops.activations import CLAMPED, CURVES, KINDS
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 
-aten = torch.ops.aten
-native = torch.ops.fmoe_ext
-
 
 def tf32_allowed() -> bool:
     """True if torch allows TF32 in products of float32 on CUDA, at this moment."""
@@ -51,10 +48,8 @@ def install(dispatch_key: str) -> torch.library.Library:
     for kernel in (
         grouped_gemm,
         grouped_gemm_backward,
-        grouped_gemm_backward_accumulate,
         expert_mlp,
         expert_mlp_backward,
-        expert_mlp_backward_accumulate,
         expert_mlp_backward_inputs,
         expert_mlp_backward_weights,
     ):
@@ -169,7 +164,7 @@ class _Groups:
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
-    native._check_grouped_gemm(x, weight, offs, bias)
+    _check_grouped_gemm(x, weight, offs, bias)
     return _linear(_Groups(offs, x.shape[0]), x, weight, bias)
 
 
@@ -183,15 +178,18 @@ def _linear(groups: _Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def grouped_gemm_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool]
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    needs: list[bool],
+    main_dweight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return grouped_gemm_backward_accumulate(grad_y, x, weight, offs, needs, None)
-
-
-def grouped_gemm_backward_accumulate(
-    grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool], main_dweight: Tensor | None
-) -> tuple[Tensor, ...]:
-    native._check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight)
+    _check_gradient_mode("grouped_gemm_backward", "ops.grouped_gemm")
+    _check_grouped_gemm(x, weight, offs, None, grad_y)
+    if main_dweight is not None:
+        _check_main_grad(main_dweight, weight, "main_dweight", "weight")
+    _check_needs(needs, "dx, dweight, dbias")
     groups = _Groups(offs, x.shape[0])
     computed = (
         lambda: groups.rows_by_weight(grad_y, weight, transposed=True),
@@ -282,7 +280,7 @@ ACTIVATIONS = tuple(_Activation(*CURVES[kind.curve], kind.gated, kind.curve == C
 
 def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = ExpertMlp(*arguments)
-    native._check_expert_mlp(*a[:10])
+    _check_expert_mlp(a)
     groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
     h = _linear(groups, choices.in_rows(a.x), a.w1, a.b1)
     activated = ACTIVATIONS[a.activation](h.to(_compute_dtype(h))).to(a.x.dtype)
@@ -296,10 +294,6 @@ def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def expert_mlp_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    return expert_mlp_backward_accumulate(*arguments)
-
-
-def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
     dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(*arguments[:13])
     dweights = expert_mlp_backward_weights(
@@ -310,8 +304,8 @@ def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
 
 def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
-    rows, options = [a.h, None, None], (a.activation, a.combine, a.needs)
-    native._check_expert_mlp_backward(*a[:9], rows, *options, [None, None])
+    _check_expert_mlp(a)
+    _check_hidden_rows(a.h, a, a.w1.shape[1], "h", "[R, F]")
     groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
     dtype, act = _compute_dtype(a.x), ACTIVATIONS[a.activation]
     grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
@@ -339,8 +333,14 @@ def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
 
 def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackwardWeights(*arguments)
-    rows, options = [None, a.dh, a.scaled_a], (a.activation, a.combine, a.needs)
-    native._check_expert_mlp_backward(*a[:7], None, a.topk_weights, rows, *options, [a.main_dw1, a.main_dw2])
+    _check_expert_mlp(a)
+    if a.needs[1] or a.needs[2]:
+        _check_hidden_rows(a.dh, a, a.w1.shape[1], "dh", "[R, F]")
+    if a.needs[3]:
+        _check_hidden_rows(a.scaled_a, a, a.w2.shape[2], "scaled_a", "[R, H]")
+    for name, weight, main in (("w1", a.w1, a.main_dw1), ("w2", a.w2, a.main_dw2)):
+        if main is not None:
+            _check_main_grad(main, weight, f"main_d{name}", name)
     groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
     grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
     factors = None if a.topk_weights is None else choices.factors(a.topk_weights, _compute_dtype(a.x))
@@ -354,3 +354,155 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
         gradient() if needed else a.x.new_empty(0)
         for gradient, needed in zip(computed, a.needs[1:5], strict=True)
     )
+
+
+# Checks of the arguments, in the words of those of csrc (checks.h, grouped_gemm.h, expert_mlp.h).
+
+
+def _check_grouped_gemm(
+    x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, grad_y: Tensor | None = None
+) -> None:
+    _check_devices({"x": x, "weight": weight, "offs": offs}, {"bias": bias, "grad_y": grad_y})
+    _check_float(x, "x")
+    _check_shape(x, "x", "[R, D]", None, None)
+    _check_like(weight, x, "weight", "x")
+    _check_shape(weight, "weight", "[E, N, D]", None, None, x.shape[1])
+    _check_int32(offs, "offs")
+    E, N, _ = weight.shape
+    _check_shape(offs, "offs", "[E]", E)
+    if bias is not None:
+        _check_like(bias, x, "bias", "x")
+        _check_shape(bias, "bias", "[E, N]", E, N)
+    if grad_y is not None:
+        _check_like(grad_y, x, "grad_y", "x")
+        _check_shape(grad_y, "grad_y", "[R, N]", x.shape[0], N)
+
+
+def _check_expert_mlp(a: ExpertMlp | ExpertMlpBackward | ExpertMlpBackwardWeights) -> None:
+    """Check what a forward and both halves of a backward have in common."""
+    needed = ("x", "row_idx", "inverse", "offs", "w1", "w2", "grad_y", "h", "dh", "scaled_a")
+    optional = ("b1", "b2", "topk_weights", "main_dw1", "main_dw2")
+    given = a._asdict()
+    _check_devices(*({name: given[name] for name in names if name in given} for names in (needed, optional)))
+    if not 0 <= a.activation < len(KINDS):
+        raise RuntimeError(
+            f"activation must be in [0, {len(KINDS)}), a place in ops.ACTIVATIONS, but got {a.activation}"
+        )
+    gated = KINDS[a.activation].gated
+    x, w1, w2 = a.x, a.w1, a.w2
+    _check_float(x, "x")
+    _check_shape(x, "x", "[T, D]", None, None)
+    _check_int32(a.inverse, "inverse")
+    _check_shape(a.inverse, "inverse", "[T, K]", x.shape[0], None)
+    T, K = a.inverse.shape
+    _check_int32(a.row_idx, "row_idx")
+    _check_shape(a.row_idx, "row_idx", "[T * K]", T * K)
+    _check_like(w1, x, "w1", "x")
+    _check_like(w2, x, "w2", "x")
+    _check_shape(w2, "w2", "[E, D, H]", None, x.shape[1], None)
+    E, D, H = w2.shape
+    F = 2 * H if gated else H
+    _check_shape(w1, "w1", "[E, 2 * H, D]" if gated else "[E, H, D]", E, F, D)
+    _check_int32(a.offs, "offs")
+    _check_shape(a.offs, "offs", "[E]", E)
+    for name, shape, size in (("b1", "[E, 2 * H]" if gated else "[E, H]", F), ("b2", "[E, D]", D)):
+        bias = given.get(name)
+        if bias is not None:
+            _check_like(bias, x, name, "x")
+            _check_shape(bias, name, shape, E, size)
+    if a.topk_weights is not None:
+        if a.topk_weights.dtype not in {x.dtype, x.dtype if x.dtype == torch.float64 else torch.float32}:
+            raise RuntimeError(
+                f"topk_weights must have the dtype of x ({_dtype(x)}) or float32, but got {_dtype(a.topk_weights)}"
+            )
+        _check_shape(a.topk_weights, "topk_weights", "[T, K]", T, K)
+    if isinstance(a, ExpertMlp):
+        return
+    _check_needs(a.needs, "dx, dw1, db1, dw2, db2, dtopk_weights")
+    if a.needs[5] and a.topk_weights is None:
+        raise RuntimeError("needs asks for the gradient of topk_weights, which is None")
+    _check_gradient_mode(
+        "a backward of expert_mlp or frozen_mlp", "ops.expert_mlp or fmoe_ext.frozen.frozen_mlp"
+    )
+    _check_like(a.grad_y, x, "grad_y", "x")
+    _check_shape(a.grad_y, "grad_y", "[T, D]" if a.combine else "[R, D]", T if a.combine else T * K, D)
+
+
+def _check_hidden_rows(
+    rows: Tensor, a: ExpertMlpBackward | ExpertMlpBackwardWeights, width: int, name: str, shape: str
+) -> None:
+    _check_like(rows, a.x, name, "x")
+    _check_shape(rows, name, shape, a.row_idx.shape[0], width)
+
+
+def _check_main_grad(main_grad: Tensor, weight: Tensor, name: str, weight_name: str) -> None:
+    wanted = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    if main_grad.dtype != wanted:
+        described = str(wanted).removeprefix("torch.")
+        raise RuntimeError(
+            f"{name} must be {described} for {weight_name} of {_dtype(weight)}, but got {_dtype(main_grad)}"
+        )
+    if main_grad.shape != weight.shape:
+        raise RuntimeError(
+            f"{name} must have the shape of {weight_name} {list(weight.shape)}, but got shape "
+            f"{list(main_grad.shape)}"
+        )
+    if not main_grad.is_contiguous():
+        raise RuntimeError(f"{name} must be contiguous, since it is added to in place")
+
+
+def _check_needs(needs: list[bool], names: str) -> None:
+    wanted = names.count(",") + 1
+    if len(needs) != wanted:
+        raise RuntimeError(f"needs must have {wanted} entries ({names}), but got {len(needs)}")
+
+
+def _check_gradient_mode(operators: str, function: str) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{operators} cannot be differentiated: call it under torch.no_grad(), or differentiate "
+            f"fmoe_ext.{function}"
+        )
+
+
+def _check_devices(needed: dict[str, Tensor], optional: dict[str, Tensor | None]) -> None:
+    for name, given in needed.items():
+        if given is None:  # what the dispatcher makes of None for a tensor
+            raise RuntimeError(f"{name} must be a tensor, but got None")
+    first, like = next(iter(needed.items()))
+    for name, t in (needed | optional).items():
+        if t is not None and t.device != like.device:
+            raise RuntimeError(f"{name} must be on {like.device} like {first}, but it is on {t.device}")
+
+
+def _check_shape(t: Tensor, name: str, shape: str, *sizes: int | None) -> None:
+    """sizes: of each dimension, None for any."""
+    if t.dim() != len(sizes):
+        raise RuntimeError(f"{name} must have shape {shape}, but got shape {list(t.shape)}")
+    for d, size in enumerate(sizes):
+        if size is not None and t.shape[d] != size:
+            raise RuntimeError(
+                f"{name} must have shape {shape} with size {size} in dimension {d}, but got shape {list(t.shape)}"
+            )
+
+
+def _check_float(t: Tensor, name: str) -> None:
+    if t.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise RuntimeError(f"{name} must be float64, float32, bfloat16 or float16, but got {_dtype(t)}")
+
+
+def _check_int32(t: Tensor, name: str) -> None:
+    if t.dtype != torch.int32:
+        raise RuntimeError(f"{name} must be int32, but got {_dtype(t)}")
+
+
+def _check_like(t: Tensor, other: Tensor, name: str, other_name: str) -> None:
+    if t.dtype != other.dtype:
+        raise RuntimeError(
+            f"{name} must have the dtype of {other_name} ({_dtype(other)}), but got {_dtype(t)}"
+        )
+
+
+def _dtype(t: Tensor) -> str:
+    """Name a dtype as csrc does: Float, BFloat16, Long."""
+    return t.type().rsplit(".", 1)[-1].removesuffix("Tensor")

@@ -14,7 +14,7 @@ from fmoe_ext import _env
 
 
 def _why_not_loaded(error: ImportError) -> str:
-    """Sentences for a native module that is missing or cannot be loaded."""
+    """Say why a native module is missing or cannot be loaded, and what to do."""
     package = Path(__file__).resolve().parent.parent
     if any(package.glob("_C.*")):
         return (
@@ -42,19 +42,14 @@ except ImportError as error:
     ) from error
 
 
-def _limit_cpu_isa() -> None:
-    name = _env.get("FMOE_CPU_ISA")
-    if name is not None and not torch.ops.fmoe_ext._set_cpu_isa(name):
-        refused = torch.ops.fmoe_ext._cpu_isa_refused() == name
-        why = "the system refuses to this process" if refused else "this processor does not have"
-        raise ImportError(f"FMOE_CPU_ISA is {name!r}, which {why}: set a lesser one or leave it unset")
-
-
-_limit_cpu_isa()
+if (_isa := _env.get("FMOE_CPU_ISA")) is not None and not torch.ops.fmoe_ext._set_cpu_isa(_isa):
+    _refused_isa = torch.ops.fmoe_ext._cpu_isa_refused() == _isa
+    _why = "the system refuses to this process" if _refused_isa else "this processor does not have"
+    raise ImportError(f"FMOE_CPU_ISA is {_isa!r}, which {_why}: set a lesser one or leave it unset")
 
 
 def _load_cuda_module() -> str | None:
-    """None if the CUDA kernels were loaded, otherwise one sentence that says why not."""
+    """Load the CUDA kernels -> None, or one sentence that says why they are not there."""
     if torch.version.hip is not None:
         return "fmoe_ext has no kernels for AMD's GPUs: move tensors to the CPU, or use another library on this GPU"
     if torch.version.cuda is None:
@@ -67,7 +62,7 @@ def _load_cuda_module() -> str | None:
 
 
 def _refuse_tensors(dispatch_key: str, reason: str) -> torch.library.Library:
-    """Operators of tensors of a device that have no kernel say why, as long as the result lives."""
+    """Have operators without a kernel for a device say why, as long as the result lives."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError(reason)
@@ -121,12 +116,12 @@ if cuda_module_missing is None:
 
 
 def build_info() -> dict[str, str]:
-    """Build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
+    """Return the build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
 
 
 def release_memory() -> None:
-    """Returns the memory to the system that the CPU operators keep of freed gradients and workspaces.
+    """Return the memory to the system that the CPU operators keep of freed gradients and workspaces.
 
     They keep blocks of 4 MiB and more for the next step. The system takes the pages where it needs memory; until then
     they count as resident. Useful before a program measures its memory.

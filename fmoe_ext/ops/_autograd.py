@@ -1,4 +1,14 @@
-"""Registrations that more than one operator needs and that torch.library does not offer."""
+"""Registrations of gradients, fake kernels and autocast rules that torch.library does not offer.
+
+A differentiable operator has its gradient twice. The dispatcher has it (torch.library.register_autograd), for compiled
+graphs and for those who call the operator itself. An autograd.Function has it too (call_functional), because torch.func
+cannot transform the dispatcher's. Public functions take a third way where neither is needed: an autograd.Function that
+is written by hand (_split.py, topk_gate.py), at half of the host time.
+
+Forward mode is refused everywhere: without a rule, torch takes an operator's result for a constant, and a tangent
+becomes zero without a word. Operators of backwards know no gradient in the dispatcher, which would cost each call time:
+their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for.
+"""
 
 import inspect
 import threading
@@ -9,19 +19,18 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 from torch.library import Library
 
-from fmoe_ext.ops.arguments import by_name
 from fmoe_ext.ops.batch_invariant import with_mode_of_forward
 
 
 def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
+    """Raise where forward-mode differentiation would take the operator's result for a constant, without a word."""
     for t in tensors:
         if t is not None and t.is_floating_point() and unpack_dual(t).tangent is not None:
             raise no_forward_mode(name)
 
 
 def no_forward_mode(name: str) -> NotImplementedError:
-    """The error for an operator without a forward-mode derivative."""
+    """Make the error for an operator without a forward-mode derivative."""
     return NotImplementedError(
         f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
         "use reverse mode (torch.func.vjp, jacrev, backward)"
@@ -29,16 +38,14 @@ def no_forward_mode(name: str) -> NotImplementedError:
 
 
 class _Node(threading.local):
-    """runs: True while this thread computes in a node of our own, which refuses tangents itself."""
-
-    runs = False
+    runs = False  # True while this thread computes in a node of our own, which refuses tangents itself
 
 
 NODE: Final = _Node()
 
 
 class _ReverseModeOnly(Library):
-    """Puts a check for forward-mode tangents in front of the kernels that it is given."""
+    """Put a check for forward-mode tangents in front of the kernels that are registered."""
 
     def __init__(self, places: Sequence[int] | None) -> None:
         super().__init__("fmoe_ext", "IMPL")
@@ -69,9 +76,10 @@ class _ReverseModeOnly(Library):
                 ) from error
 
         def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
+            # defaults at the end are left out
             given = args if places is None else [args[place] for place in places if place < len(args)]
             entries = [t for entry in given for t in (entry if isinstance(entry, list) else (entry,))]
-            return [t for t in entries if isinstance(t, torch.Tensor)]  # defaults at the end are left out
+            return [t for t in entries if isinstance(t, torch.Tensor)]
 
         super().impl(op_name, checked, dispatch_key, **options)
 
@@ -81,11 +89,12 @@ _functional: Final[dict[str, type[torch.autograd.Function]]] = {}  # by the name
 
 
 def is_transformed(*tensors: torch.Tensor | None) -> bool:
-    """True if a transform of torch.func (grad, vjp, jacrev) has wrapped one of these: wrappers have no memory."""
+    """Return whether a transform of torch.func (grad, vjp, jacrev) has wrapped one of these."""
     return not torch.compiler.is_compiling() and _are_wrapped(*tensors)
 
 
 def _are_wrapped(*tensors: torch.Tensor | None) -> bool:
+    # torch has no public way to ask; a wrapper has no memory, so asking for its address raises
     try:
         for t in tensors:
             if type(t) is torch.Tensor:  # as wrappers are, but neither parameters nor fake tensors
@@ -96,15 +105,12 @@ def _are_wrapped(*tensors: torch.Tensor | None) -> bool:
 
 
 def call_functional(op_name: str, *args: Any) -> Any:
-    """The operator and its registered gradient as an autograd.Function, which torch.func can transform."""
+    """Call the operator with its gradient as an autograd.Function, which torch.func can transform."""
     return _functional[op_name].apply(*args)
 
 
 def call(op_name: str, *args: Any) -> Any:
-    """The operator in a backward, inside torch.func's transforms too; args: all of them, the gradient first.
-
-    Only so is the gradient differentiated again by torch.func: the dispatcher's registration cannot be transformed.
-    """
+    """Call an operator in a backward, inside torch.func's transforms too; args: all of them, the gradient first."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
@@ -114,15 +120,14 @@ def call(op_name: str, *args: Any) -> Any:
         refuse_tangents(name, args[0])
     op = getattr(torch.ops.fmoe_ext, name)
     if torch.is_grad_enabled() and "_backward" in name and not torch.compiler.is_compiling():
-        with (
-            torch.no_grad()
-        ):  # a part of a graph of gradients (create_graph) that depends on nothing; see checks.h
+        # part of a graph of gradients (create_graph) that depends on nothing: the kernel refuses gradient mode
+        with torch.no_grad():
             return op(*args)
     return op(*args)
 
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
-    """op(*args) in a node of our own, which refuses tangents itself: looking for them twice takes host time."""
+    """Call op(*args) in a node of our own, which refuses tangents itself: to look for them twice takes host time."""
     NODE.runs = True
     try:
         return op(*args)
@@ -157,7 +162,7 @@ def register_autograd(
     *,
     places: Sequence[int] | None = None,
 ) -> None:
-    """torch.library.register_autograd, but forward-mode differentiation raises, where that would give zeros.
+    """Register a gradient as torch.library.register_autograd; forward mode raises, where that would give zeros.
 
     places: of the arguments that a tangent may come with, those of a floating dtype; None: all tensors.
     """
@@ -171,7 +176,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
-    """torch.library.custom_op without mutated arguments, but register_autograd() refuses its forward mode.
+    """Define an operator as torch.library.custom_op; register_autograd() refuses its forward mode.
 
     torch's has an autograd kernel of its own, which drops tangents without a word and which nobody can replace.
     """
@@ -188,7 +193,7 @@ def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
 def register_fake(
     op_name: str, arguments: type[Any] | None = None, /, **ranks: int
 ) -> Callable[[Kernel], Kernel]:
-    """torch.library.register_fake, for a kernel that is called with tensors of one device only.
+    """Register a fake kernel as torch.library.register_fake, which is called with tensors of one device only.
 
     arguments: the kernel takes one argument, of this NamedTuple; None: it takes those of the operator.
     ranks: how many dimensions arguments must have, by name; the kernel may then read their sizes.
@@ -201,7 +206,7 @@ def register_fake(
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            tensors = {name: t for name, t in by_name(given).items() if isinstance(t, torch.Tensor)}
+            tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
             first = next(iter(tensors))
             for name, t in tensors.items():
                 if t.device != tensors[first].device:
@@ -221,21 +226,19 @@ def register_fake(
 
 
 def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, ...]) -> None:
-    """Under autocast, op casts the arguments and lists at the given positions to the autocast dtype, and no others.
+    """Have op cast the arguments at these positions to the autocast dtype, and no others.
 
     (torch.library.register_autocast casts every tensor, to a dtype fixed at registration.)
     """
 
     def for_device(device_type: str) -> Callable[..., Any]:
-        def convert(t: Any) -> Any:
-            if isinstance(t, list):
-                return [convert(entry) for entry in t]
+        def convert(place: int, t: Any) -> Any:
             wanted = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
-            return t.to(torch.get_autocast_dtype(device_type)) if wanted else t
+            return t.to(torch.get_autocast_dtype(device_type)) if wanted and place in cast else t
 
         def kernel(*args: Any) -> Any:
             with torch.autocast(device_type, enabled=False):
-                return op(*(convert(t) if place in cast else t for place, t in enumerate(args)))
+                return op(*(convert(place, t) for place, t in enumerate(args)))
 
         return kernel
 
@@ -245,7 +248,7 @@ def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, 
 
 
 def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """The tensors as an operator's autocast rule would make them; None and integers stay."""
+    """Cast tensors as an operator's autocast rule would; None and integers stay."""
     first = tensors[0]
     device = (first if first is not None else next(t for t in tensors if t is not None)).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for "meta"
@@ -260,20 +263,17 @@ def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 def register_second_derivative(
     op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
 ) -> None:
-    """The gradient of a backward operator for call(). The dispatcher does not know it: that costs each call time.
-
-    So that nobody takes the operator's results for constants, its kernels refuse gradient mode (csrc/checks.h).
-    """
+    """Give a backward operator a gradient for call() alone; its kernels must refuse gradient mode (csrc/checks.h)."""
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
 
 
 def register_not_differentiable_twice(op_name: str) -> None:
-    """Makes a second differentiation raise instead of giving gradients that lack a term."""
+    """Have a second differentiation raise instead of giving gradients that lack a term."""
     register_second_derivative(op_name, _refusal(op_name, "second derivatives are not implemented"))
 
 
 def register_not_differentiable(op_name: str, reason: str = "second derivatives are not implemented") -> None:
-    """The same for those who call the operator itself; by default torch warns and takes its results for constants."""
+    """Have a differentiation of the operator itself raise too; torch would warn and take its results for constants."""
     register_autograd(op_name, _refusal(op_name, reason))
 
 

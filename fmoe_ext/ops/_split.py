@@ -36,28 +36,28 @@ class _Product(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the operator in errors."""
+        """Return the name of the operator in errors."""
 
     @property
     def once_differentiable(self) -> bool:
-        """True if backward has effects that a second differentiation would not see."""
+        """Return whether backward has effects that a second differentiation would not see."""
 
     def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
-        """Shape of y."""
+        """Return the shape of y."""
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """y, and what backward reads."""
+        """Return y, and what backward reads."""
 
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        """The gradients of the inputs and of the weights."""
+        """Return the gradients of the inputs and of the weights."""
 
     def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        """The gradients of the inputs, and what backward_weights reads besides."""
+        """Return the gradients of the inputs, and what backward_weights reads besides."""
 
     def backward_weights(
         self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
     ) -> Tensors:
-        """The gradients of the weights."""
+        """Return the gradients of the weights."""
 
 
 class _InMode:
@@ -81,7 +81,7 @@ class _InMode:
 
 
 def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
-    """y of product(inputs, weights), with its gradients."""
+    """Compute y = product(inputs, weights) with its gradients."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             f"torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record the backward of {product.name}: "
@@ -91,39 +91,33 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
         product = _InMode(product)
     may_be_split = "torch.distributed.pipelining" in sys.modules and learns(inputs) and learns(weights)
     may_be_split = may_be_split and not is_selective()  # which refuses that _Join marks what it keeps
-    if may_be_split or product.once_differentiable:
-        return _in_two(product, inputs, weights)
-    return _Whole.apply(product, len(inputs), *inputs, *weights)
+    if not (may_be_split or product.once_differentiable):
+        return _Whole.apply(product, len(inputs), *inputs, *weights)
+    link = _Link()
+    token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
+    # _Weights computes y, but its node must not lead to the inputs: _Inputs does
+    detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)
+    needed = [t is not None and t.requires_grad for t in inputs]
+    y = _Weights.apply(link, product, detached, needed, *weights)
+    return _Join.apply(y, token)
 
 
 def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
-    """True if inputs and weights need gradients, and autograd is not being compiled, which traces that of operators."""
+    """Return whether inputs and weights need gradients; never while compiling, which traces the operators' own."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return learns(inputs) and learns(weights)
 
 
-def _in_two(product: _Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
-    link = _Link()
-    token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
-    detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)
-    y = _Weights.apply(link, product, detached, _needed(inputs), *weights)
-    return _Join.apply(y, token)
-
-
-def _needed(tensors: Tensors) -> list[bool]:
-    return [t is not None and t.requires_grad for t in tensors]
-
-
 def is_selective() -> bool:
-    """True inside a selective checkpoint of torch, which must see the same operators in both forwards."""
+    """Return whether torch runs a selective checkpoint, which must see the same operators in both forwards."""
     # torch has no public way to ask; without this one, selective checkpoints raise torch's own errors.
     modes = getattr(python_dispatch, "_get_current_dispatch_mode_stack", list)
     return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes())
 
 
 def learns(tensors: Tensors) -> bool:
-    """True if one of them needs its gradient."""
+    """Return whether one of them needs its gradient."""
     for t in tensors:  # noqa: SIM110  # any() of a generator takes several times as long
         if t is not None and t.requires_grad:
             return True
@@ -181,6 +175,7 @@ class _Inputs(_OfProduct):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         weights = ctx.link.weights
         left, weights.left_for_inputs = weights.left_for_inputs, None
+        # by identity: a graph that is kept may run again, with another gradient of y
         if left is not None and left[0] is grad_y:
             return None, None, None, *left[1]
         needs = list(ctx.needs_input_grad[3:]), list(weights.needs_input_grad[4:])

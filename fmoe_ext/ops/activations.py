@@ -27,12 +27,12 @@ def _gelu_tanh(h: Tensor) -> Tensor:
 
 
 def clamp_above(x: Tensor, limit: float) -> Tensor:
-    """x.clamp(max=limit) with gradient 1 where x is limit, as in the kernels (torch has 0 there since 2.14)."""
+    """Clamp from above, with gradient 1 where x is limit as in the kernels (torch's clamp has 0 there since 2.14)."""
     return x.masked_fill(x > limit, limit)
 
 
 def clamp_both(x: Tensor, limit: float) -> Tensor:
-    """x.clamp(-limit, limit) with gradient 1 where x is limit or -limit, as clamp_above."""
+    """Clamp to [-limit, limit], with gradient 1 where x is limit or -limit, as clamp_above."""
     return clamp_above(x, limit).masked_fill(x < -limit, -limit)
 
 
@@ -106,7 +106,7 @@ _NAMES = tuple(ACTIVATIONS)  # torch.compile breaks the graph at a mapping proxy
 
 
 def activation_number(name: str) -> int:
-    """Number of an activation in the operators' schemas; RuntimeError for a name that is not in ACTIVATIONS."""
+    """Return the number of an activation in the operators' schemas; RuntimeError for one that is not in ACTIVATIONS."""
     if name not in _NAMES:
         raise RuntimeError(f'unknown activation "{name}": known are {", ".join(_NAMES)}')
     return _NAMES.index(name)

@@ -6,7 +6,7 @@ from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref
 
 
 def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor) -> torch.Tensor:
-    """topk_idx with -1 for every choice over its expert's capacity.
+    """Put -1 for every choice over its expert's capacity.
 
     Priority: all first choices in token order, then all second choices, and so on.
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one number for all, or [E] int64
@@ -45,7 +45,7 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
 def apply_capacity_ref(
     topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
 ) -> torch.Tensor:
-    """The oracle of apply_capacity: the same in plain PyTorch."""
+    """Compute apply_capacity in plain PyTorch: its oracle."""
     by_choice = topk_idx.t().flatten().long()
     chosen = torch.nn.functional.one_hot(by_choice + 1, num_experts + 1)[:, 1:]
     rank = ((chosen.cumsum(0) - 1) * chosen).sum(1)
@@ -61,7 +61,7 @@ def drop_choices(
     topk_weights: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """apply_capacity, GShard's random routing and the counts that a balance loss needs, in one pass on the CPU.
+    """Apply a capacity and GShard's random routing, and count choices for a balance loss, in one pass on the CPU.
 
     topk_idx [T, K]; capacity: choices that each expert takes; topk_weights [T, K] with uniform [T], numbers of [0, 1):
     a choice after the first, of weight w, is dropped too where 2 w < uniform, and keeps its place in the capacity
@@ -75,29 +75,27 @@ def drop_choices(
         raise RuntimeError("topk_weights and uniform must both be given, or none of them")
     kept = apply_capacity(topk_idx, num_experts, capacity)
     if topk_weights is not None and uniform is not None:
-        _check_uniform(topk_idx, topk_weights, uniform)
+        # refuse what the operator of the CPU refuses; torch would broadcast it, or name operands of its own
+        if topk_weights.dtype not in (torch.float32, torch.float64):
+            raise RuntimeError(f"topk_weights must be float32 or float64, but got {topk_weights.dtype}")
+        if uniform.dtype != topk_weights.dtype:
+            raise RuntimeError(
+                f"uniform must have the dtype of topk_weights ({topk_weights.dtype}), but got {uniform.dtype}"
+            )
+        for name, given, shape in (
+            ("topk_weights", topk_weights, topk_idx.shape),
+            ("uniform", uniform, topk_idx.shape[:1]),
+        ):
+            if given.shape != shape:
+                raise RuntimeError(f"{name} must have shape {list(shape)}, but got shape {list(given.shape)}")
+            if given.device != topk_idx.device:
+                raise RuntimeError(
+                    f"{name} must be on {topk_idx.device} like topk_idx, but is on {given.device}"
+                )
         kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
     none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
     of_choices = [count_tokens(choice, num_experts)[None] for choice in topk_idx.split(1, 1)]
     return kept, torch.cat((none, *of_choices))
-
-
-def _check_uniform(topk_idx: torch.Tensor, topk_weights: torch.Tensor, uniform: torch.Tensor) -> None:
-    """Refuse what the operator of the CPU refuses; torch would broadcast it, or name operands of its own."""
-    if topk_weights.dtype not in (torch.float32, torch.float64):
-        raise RuntimeError(f"topk_weights must be float32 or float64, but got {topk_weights.dtype}")
-    if uniform.dtype != topk_weights.dtype:
-        raise RuntimeError(
-            f"uniform must have the dtype of topk_weights ({topk_weights.dtype}), but got {uniform.dtype}"
-        )
-    for name, given, shape in (
-        ("topk_weights", topk_weights, topk_idx.shape),
-        ("uniform", uniform, topk_idx.shape[:1]),
-    ):
-        if given.shape != shape:
-            raise RuntimeError(f"{name} must have shape {list(shape)}, but got shape {list(given.shape)}")
-        if given.device != topk_idx.device:
-            raise RuntimeError(f"{name} must be on {topk_idx.device} like topk_idx, but is on {given.device}")
 
 
 def drop_choices_ref(
@@ -107,7 +105,7 @@ def drop_choices_ref(
     topk_weights: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle of drop_choices: the same in plain PyTorch."""
+    """Compute drop_choices in plain PyTorch: its oracle."""
     kept = apply_capacity_ref(topk_idx, num_experts, capacity)
     if topk_weights is not None and uniform is not None:
         goes = 2 * topk_weights < uniform[:, None]

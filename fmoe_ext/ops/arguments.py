@@ -1,8 +1,10 @@
-"""Arguments of the operators that have many of them, named as in csrc/ops.cpp."""
+"""Arguments of the operators that have many of them, named and ordered as in csrc/ops.cpp (a test compares).
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+T tokens, K choices of each, R = T * K rows in the experts' order, E experts, D and H the widths of a token and of an
+expert, F = H, or 2 H for a gated activation.
+"""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,24 +12,24 @@ from torch import Tensor
 class ExpertMlp(NamedTuple):
     """expert_mlp."""
 
-    x: Tensor
-    row_idx: Tensor
-    inverse: Tensor
-    offs: Tensor
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
-    topk_weights: Tensor | None
-    activation: int
-    combine: bool
+    x: Tensor  # [T, D]
+    row_idx: Tensor  # [R] int32, as sort_tokens has it
+    inverse: Tensor  # [T, K] int32
+    offs: Tensor  # [E] int32
+    w1: Tensor  # [E, F, D]
+    b1: Tensor | None  # [E, F]
+    w2: Tensor  # [E, D, H]
+    b2: Tensor | None  # [E, D]
+    topk_weights: Tensor | None  # [T, K]
+    activation: int  # a place in activations.KINDS
+    combine: bool  # sum each token's rows
     save_h: bool
 
 
 class ExpertMlpBackward(NamedTuple):
-    """expert_mlp_backward, expert_mlp_backward_inputs and, with main gradients, expert_mlp_backward_accumulate."""
+    """expert_mlp_backward and, without main gradients, expert_mlp_backward_inputs."""
 
-    grad_y: Tensor
+    grad_y: Tensor  # [T, D], or [R, D] unless combine
     x: Tensor
     row_idx: Tensor
     inverse: Tensor
@@ -36,11 +38,11 @@ class ExpertMlpBackward(NamedTuple):
     w2: Tensor
     b2: Tensor | None
     topk_weights: Tensor | None
-    h: Tensor
+    h: Tensor  # [R, F], the pre-activation
     activation: int
     combine: bool
-    needs: list[bool]
-    main_dw1: Tensor | None = None
+    needs: list[bool]  # dx, dw1, db1, dw2, db2, dtopk_weights
+    main_dw1: Tensor | None = None  # to which dw1 is added instead of being returned
     main_dw2: Tensor | None = None
 
 
@@ -55,11 +57,11 @@ class ExpertMlpBackwardWeights(NamedTuple):
     w1: Tensor
     w2: Tensor
     topk_weights: Tensor | None
-    dh: Tensor
-    scaled_a: Tensor
+    dh: Tensor  # [R, F], the gradient of h
+    scaled_a: Tensor  # [R, H], activated rows times their weights
     activation: int
     combine: bool
-    needs: list[bool]
+    needs: list[bool]  # of the whole backward
     main_dw1: Tensor | None
     main_dw2: Tensor | None
 
@@ -68,16 +70,30 @@ class FrozenMlp(NamedTuple):
     """frozen_mlp."""
 
     x: Tensor
-    routing: list[Tensor]
-    weights: list[Tensor | None]
-    packing: list[Tensor | None]
-    lora_a1: Tensor | None
-    lora_b1: Tensor | None
-    lora_a2: Tensor | None
-    lora_b2: Tensor | None
-    lora_scales: list[float]
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor  # [E, F, D], or packed: the bytes of its rows
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
     topk_weights: Tensor | None
-    options: list[int]
+    activation: int
+    combine: bool
+    save: bool  # h, for a backward
+    w1_scale: Tensor | None  # this and the next three: Quantized.packing()
+    w1_zero: Tensor | None
+    w1_format: int  # 0: not packed
+    w1_interleaved: bool
+    w2_scale: Tensor | None
+    w2_zero: Tensor | None
+    w2_format: int
+    lora_a1: Tensor | None  # [E, rank, D]
+    lora_b1: Tensor | None  # [E, F, rank]
+    lora_scale1: float
+    lora_a2: Tensor | None  # [E, rank, H]
+    lora_b2: Tensor | None  # [E, D, rank]
+    lora_scale2: float
 
 
 class FrozenMlpBackward(NamedTuple):
@@ -85,36 +101,29 @@ class FrozenMlpBackward(NamedTuple):
 
     grad_y: Tensor
     x: Tensor
-    routing: list[Tensor]
-    weights: list[Tensor | None]
-    packing: list[Tensor | None]
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor
+    w2: Tensor
+    b2: Tensor | None
+    topk_weights: Tensor | None
+    h: Tensor
+    u1: Tensor  # [R, rank]: lora_scale1 x lora_a1^T
+    u2: Tensor  # [R, rank]: lora_scale2 a lora_a2^T, a the activated rows
+    activation: int
+    combine: bool
+    needs: list[bool]  # dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights
+    w1_scale: Tensor | None
+    w1_zero: Tensor | None
+    w1_format: int
+    w1_interleaved: bool
+    w2_scale: Tensor | None
+    w2_zero: Tensor | None
+    w2_format: int
     lora_a1: Tensor | None
     lora_b1: Tensor | None
+    lora_scale1: float
     lora_a2: Tensor | None
     lora_b2: Tensor | None
-    lora_scales: list[float]
-    topk_weights: Tensor | None
-    kept: list[Tensor]
-    options: list[int]
-    needs: list[bool]
-
-
-# Names of the entries of lists, as in csrc/ops.cpp.
-ENTRIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "routing": ("row_idx", "inverse", "offs"),
-        "weights": ("w1", "b1", "w2", "b2"),
-        "packing": ("w1_scale", "w1_zero", "w2_scale", "w2_zero"),
-        "lora_scales": ("scale1", "scale2"),
-        "kept": ("h", "u1", "u2"),
-        "options": ("activation", "combine", "save", "w1_format", "w1_interleaved", "w2_format"),
-    }
-)
-
-
-def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator, the entries of a list in the place of the list."""
-    found: dict[str, Any] = {}
-    for name, value in arguments.items():
-        found |= dict(zip(ENTRIES[name], value, strict=True)) if name in ENTRIES else {name: value}
-    return found
+    lora_scale2: float

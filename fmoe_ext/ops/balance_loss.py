@@ -18,7 +18,7 @@ SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
 
 
 def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softmax") -> torch.Tensor:
-    """E * sum_e f_e * p_e: f_e the share of the choices of expert e, p_e the mean over tokens of its probability.
+    """Compute E * sum_e f_e * p_e: f_e the share of the choices of expert e, p_e its mean probability over tokens.
 
     logits [T, E]; counts [E] int64, the choices of each expert, without gradient -> scalar of the dtype of logits, 1
     where experts are chosen equally often. A probability is the score, softmax(logits) or sigmoid(logits), divided by
@@ -56,7 +56,7 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
 
 
 def balance_loss_ref(logits: torch.Tensor, counts: torch.Tensor, score: str = "softmax") -> torch.Tensor:
-    """The oracle of balance_loss: the same in plain PyTorch."""
+    """Compute balance_loss in plain PyTorch: its oracle."""
     num_tokens, num_experts = logits.shape
     # softmax(log(sigmoid)) = sigmoid / sum(sigmoid), where every sigmoid underflows too
     probabilities = (logits if score == "softmax" else F.logsigmoid(logits)).softmax(-1)
@@ -84,7 +84,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
 
 
 class _BalanceLoss(torch.autograd.Function):
-    """The operator with its gradient, in less time than torch.library's."""
+    """The operator with its gradient, in less host time than torch.library's registration."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 
 
 def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, ...]:
-    """Rare, so in plain PyTorch."""
+    """Differentiate in plain PyTorch: it is rare."""
     grad, logits, counts = ctx.saved_tensors
     with torch.enable_grad():
         grad, logits = grad.detach().requires_grad_(), logits.detach().requires_grad_()

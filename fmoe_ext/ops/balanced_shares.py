@@ -12,13 +12,13 @@ _MAX_ROUNDS = 1000
 
 
 def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
-    """exp(logits) [T, E], rows and columns scaled in turn until those of all ranks have even sums, to about 1e-4.
+    """Scale rows and columns of exp(logits) [T, E] in turn until those of all ranks have even sums, to about 1e-4.
 
     The scores that SinkhornGate ranks; rows sum to 1 / T and columns to 1 / E, T the tokens of all ranks.
     gather(x, same_size=True): x of every rank.
     """
     num_experts = logits.shape[1]
-    # A factor of a row changes its own scale alone; a token that is not a number weighs nothing.
+    # a factor of a row changes its own scale alone, so exp() cannot overflow; a token of NaN weighs nothing
     cost = (logits - logits.amax(1, keepdim=True)).exp().nan_to_num(0.0)
     num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), gather).clamp(min=1)
     of_expert = cost.new_ones(1, num_experts)
@@ -32,16 +32,17 @@ def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tenso
 
 
 def _sum_over_ranks(x: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
-    """x [T, N] -> [1, N], the same bits on every rank, of this microbatch alone; a repeated forward does not come here.
+    """Sum x [T, N] -> [1, N], with the same bits on every rank; of this microbatch alone.
 
-    ranks.sum() would add other microbatches (accumulation.py), and tell a repeated forward what it did not ask.
+    ranks.sum() would add other microbatches (accumulation.py), and number its sums for a repeated forward, which does
+    not come here.
     """
     return torch.cat(gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)
 
 
 @custom_op("fmoe_ext::balanced_shares")
 def balanced_shares_traced(logits: torch.Tensor) -> torch.Tensor:
-    """balanced_shares() of one rank, as one operator of a compiled graph."""
+    """Compute balanced_shares() of one rank, as one operator of a compiled graph."""
     return balanced_shares(logits, lambda x, same_size: [x])
 
 

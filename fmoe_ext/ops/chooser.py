@@ -1,4 +1,7 @@
-"""Lets the room gpu choose kernels for CUDA tensors. Without CUDA kernels nothing is registered and nothing happens."""
+"""Let the room gpu choose kernels for CUDA tensors; without CUDA kernels nothing is registered and nothing happens.
+
+ops/ must not import gpu/, which is above it: gpu registers a chooser here instead.
+"""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,13 +11,13 @@ class Chooser:
     """Chooses kernels before a product; this one has nothing to choose."""
 
     def before(self, t: object) -> None:
-        """Called before each product of a tensor t."""
+        """Choose before each product of a tensor t."""
 
     def while_compiling(self, t: object) -> None:
-        """Called by the fake kernels."""
+        """Choose where a fake kernel runs."""
 
     def reserve(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
-        """Keeps SMs of a GPU free while owner lives, until is_done() or until the result is called."""
+        """Keep SMs of a GPU free while owner lives, until is_done() or until the result is called."""
         return lambda: None
 
 
@@ -22,7 +25,7 @@ _CHOOSERS: Final[list[Chooser]] = [Chooser()]  # the last one chooses
 
 
 def register(chooser: Chooser) -> None:
-    """Lets this one choose from now on."""
+    """Let this one choose from now on."""
     _CHOOSERS.append(chooser)
 
 

@@ -21,7 +21,7 @@ def clamped_glu(
     interleaved: bool = False,
     clamps_activated: bool = False,
 ) -> torch.Tensor:
-    """A gated activation with clamps: h [..., 2H], gate before up -> [..., H] of the dtype of h.
+    """Compute a gated activation with clamps: h [..., 2H], gate before up -> [..., H] of the dtype of h.
 
     h: float64, float32, bfloat16 or float16. alpha: of the curve x * sigmoid(alpha * x); limit: clamps the gate from
     above and up on both sides; offset: added to up. interleaved: gate and up take turns in h, as in GPT-OSS.
@@ -33,21 +33,17 @@ def clamped_glu(
     """
     options = (alpha, limit, offset, interleaved, clamps_activated)
     if h.device.type not in ("cpu", "meta"):
-        _check(h, limit)
+        # what the operator of the CPU refuses, in its words
+        if not h.is_floating_point():
+            raise RuntimeError(f"h must be float64, float32, bfloat16 or float16, but is {h.dtype}")
+        if not h.dim() or h.shape[-1] % 2:
+            raise RuntimeError(f"h must have shape [R, 2 H], but got shape {list(h.shape)}")
+        if not limit >= 0:
+            raise RuntimeError(f"limit must be at least 0, but got {limit}")
         return clamped_glu_ref(h, *options)
     in_rows = h.reshape(math.prod(h.shape[:-1]), h.shape[-1])
     rows: torch.Tensor = call("fmoe_ext::clamped_glu", in_rows, *map(float, options[:3]), *options[3:])
     return rows.reshape(*h.shape[:-1], rows.shape[-1])
-
-
-def _check(h: torch.Tensor, limit: float) -> None:
-    """Refuses what the operator of the CPU refuses, in its words."""
-    if not h.is_floating_point():
-        raise RuntimeError(f"h must be float64, float32, bfloat16 or float16, but is {h.dtype}")
-    if not h.dim() or h.shape[-1] % 2:
-        raise RuntimeError(f"h must have shape [R, 2 H], but got shape {list(h.shape)}")
-    if not limit >= 0:
-        raise RuntimeError(f"limit must be at least 0, but got {limit}")
 
 
 def clamped_glu_ref(
@@ -58,7 +54,7 @@ def clamped_glu_ref(
     interleaved: bool = False,
     clamps_activated: bool = False,
 ) -> torch.Tensor:
-    """The oracle of clamped_glu: the same in plain PyTorch."""
+    """Compute clamped_glu in plain PyTorch: its oracle."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     gate, up = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     if not clamps_activated:

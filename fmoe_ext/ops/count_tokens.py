@@ -5,7 +5,7 @@ from fmoe_ext.ops._autograd import register_fake
 
 
 def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Number of choices that each expert got, dropped ones (-1) left out.
+    """Count the choices of each expert, dropped ones (-1) left out.
 
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts) -> tokens_per_expert [E] int64.
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
@@ -22,7 +22,7 @@ def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def count_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The oracle of count_tokens: the same in plain PyTorch."""
+    """Compute count_tokens in plain PyTorch: its oracle."""
     return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
 
 

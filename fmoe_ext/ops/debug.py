@@ -9,12 +9,12 @@ from fmoe_ext import _env
 
 
 def wanted(t: Any) -> bool:
-    """True if the values of the indices that go with t are checked; the operator rejects what is no tensor."""
+    """Return whether to check the values of the indices that go with t; the operator rejects what is no tensor."""
     return bool(getattr(t, "is_cuda", False) and not torch.compiler.is_compiling() and _env.get("FMOE_DEBUG"))
 
 
 def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None:
-    """Raises what op says of copies of args on the CPU, where it reads the indices.
+    """Raise what op says of copies of args on the CPU, where it reads the indices.
 
     cut: those of args that are no indices; they are copied without their columns, and in float32 whatever autocast
     makes of them. What op rejects on any device it says itself, of what it was given.
@@ -26,7 +26,7 @@ def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None
     except RuntimeError as error:
         found = error
     with torch.no_grad():
-        op(*args)
+        op(*args)  # raises if the fault is not in the indices
     raise found
 
 

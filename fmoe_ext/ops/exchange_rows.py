@@ -24,7 +24,7 @@ def pad_routing(
     num_ranks: int,
     max_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Places in a send buffer in which the rows for rank p begin at p * max_rows.
+    """Place rows in a send buffer in which those for rank p begin at p * max_rows.
 
     row_idx [R], inverse [T, K] int32, tokens_per_expert [W * n] int64: of rows sorted by rank (ops.sort_tokens)
     -> row_idx [W * max_rows], inverse [T, K], -1 for padding and for rows that do not fit, and the most rows that a
@@ -42,7 +42,7 @@ def pad_routing_ref(
     num_ranks: int,
     max_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """pad_routing in plain PyTorch."""
+    """Compute pad_routing in plain PyTorch: its oracle."""
     needed_W = tokens_per_expert.view(num_ranks, -1).sum(1)
     ends_W = needed_W.cumsum(0)
     begins_W = ends_W - needed_W
@@ -58,7 +58,7 @@ def pad_routing_ref(
 
 
 def columns_of_rows(counts: torch.Tensor, num_rows: int, max_rows: int = 0) -> torch.Tensor:
-    """The column of counts [W, n] int64 that each row which comes was counted in, as [num_rows, 1] int32.
+    """Find the column of counts [W, n] int64 in which each incoming row was counted -> [num_rows, 1] int32.
 
     Rows come by rank, then by column; max_rows: every rank sends as many, behind its counted ones padding (-1); 0: it
     sends what is counted. Equivalent to: torch.arange(n).repeat(W).repeat_interleave(counts.flatten())[:, None].
@@ -69,7 +69,7 @@ def columns_of_rows(counts: torch.Tensor, num_rows: int, max_rows: int = 0) -> t
 
 
 def columns_of_rows_ref(counts: torch.Tensor, num_rows: int, max_rows: int = 0) -> torch.Tensor:
-    """columns_of_rows in plain PyTorch."""
+    """Compute columns_of_rows in plain PyTorch: its oracle."""
     num_ranks, num_columns = counts.shape
     if max_rows == 0:
         column = torch.arange(num_columns, dtype=torch.int32, device=counts.device).repeat(num_ranks)
@@ -80,7 +80,7 @@ def columns_of_rows_ref(counts: torch.Tensor, num_rows: int, max_rows: int = 0) 
 
 
 def token_ways(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The way that each choice goes, and the same with -1 where an earlier choice of the token goes it too.
+    """Find the way that each choice goes, and the same with -1 where an earlier choice of the token goes it too.
 
     topk_idx [T, K] int64 or int32, -1 for dropped choices; ways [E] int64: of each expert -> [T, K] int64 each.
     """
@@ -90,7 +90,7 @@ def token_ways(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor
 
 
 def token_ways_ref(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """token_ways in plain PyTorch."""
+    """Compute token_ways in plain PyTorch: its oracle."""
     way_TK = torch.where(topk_idx < 0, -1, ways[topk_idx.clamp(min=0).long()])
     repeats_TK = (way_TK.unsqueeze(2) == way_TK.unsqueeze(1)).tril(-1).any(2)  # of [T, K, K] pairs
     return way_TK, torch.where(repeats_TK, -1, way_TK)
@@ -99,7 +99,7 @@ def token_ways_ref(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Te
 def experts_of_rows(
     topk_idx: torch.Tensor, way: torch.Tensor, local: torch.Tensor, row_idx: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """For each row to send the experts of its token that its way leads to: [R, K] int16, int32 if wide; else -1.
+    """List for each row to send the experts of its token that its way leads to, else -1: [R, K] int16, int32 if wide.
 
     topk_idx [T, K] int64 or int32, way [T, K] int64 (token_ways), local [E] int64: the number that the receiver has for
     an expert, row_idx [R] int32: choice t * K + k that a row is for, -1 for padding.
@@ -112,7 +112,7 @@ def experts_of_rows(
 def experts_of_rows_ref(
     topk_idx: torch.Tensor, way: torch.Tensor, local: torch.Tensor, row_idx: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """experts_of_rows in plain PyTorch."""
+    """Compute experts_of_rows in plain PyTorch: its oracle."""
     num_tokens, top_k = topk_idx.shape
     # padding is a token behind the last, which has chosen nothing
     token_R = torch.where(row_idx < 0, num_tokens, row_idx // top_k)

@@ -1,3 +1,14 @@
+"""expert_mlp: dispatch, both layers of every expert and combine, as one operator.
+
+The rows of expert e are offs[e - 1]:offs[e] of the sorted choices (sort_tokens). The kernels read them from x through
+row_idx, so no permuted copy of x is made, and none is kept. For the backward the operator keeps h, the pre-activation
+[R, H or 2H]: the activated rows are computed again from it, and so is <grad_y, y>, the gradient of topk_weights.
+
+A call gets its gradients in one of four ways: where weights learn, from an autograd.Function (_split.py); where they
+are frozen, and in a compiled graph, from the dispatcher's registration; under torch.func, from call_functional(); with
+main gradients, outside of graphs, from three nodes, so that a gradient of the inputs alone adds nothing.
+"""
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +51,7 @@ def expert_mlp(
     combine: bool = True,
     main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Two-layer MLP of each expert over the tokens that chose it, with dispatch and combine fused in.
+    """Compute each expert's two-layer MLP over the tokens that chose it, with dispatch and combine fused in.
 
     x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated:
     [E, 2H, D], gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x;
@@ -74,8 +85,13 @@ def expert_mlp(
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     weights_learn = learns(weights)
     save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
-    if save_h and is_transformed(*inputs[:2], *weights):
-        return _transformed(inputs, weights, number, combine, main_grads)
+    if save_h and is_transformed(*inputs[:2], *weights):  # torch.func wants all gradients returned
+        if any(main_grads):
+            raise RuntimeError(TRANSFORMED_MAIN_GRAD)
+        x, *cast = cast_for_autocast(x, *weights)
+        arguments = (x, row_idx, inverse, offs, *cast, topk_weights, number, combine, True)
+        y: torch.Tensor = call_functional("fmoe_ext::expert_mlp", *arguments)[0]
+        return y
     if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
     if weights_learn and worthwhile(inputs, weights):
@@ -98,7 +114,7 @@ def expert_mlp_ref(
     activation: str = "gelu",
     combine: bool = True,
 ) -> torch.Tensor:
-    """The oracle of expert_mlp: the same in plain PyTorch, without main gradients."""
+    """Compute expert_mlp in plain PyTorch: its oracle, without main gradients."""
     T, K = inverse.shape
     rows_of_experts, begin = [], 0
     for e, end in enumerate(offs.tolist()):
@@ -131,7 +147,6 @@ def _(a: ExpertMlp) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @register_fake("fmoe_ext::expert_mlp_backward", ExpertMlpBackward, **_RANKS)
-@register_fake("fmoe_ext::expert_mlp_backward_accumulate", ExpertMlpBackward, **_RANKS)
 def _(a: ExpertMlpBackward) -> tuple[torch.Tensor, ...]:
     return _new_gradients(a, _returned(a))
 
@@ -150,7 +165,7 @@ def _(a: ExpertMlpBackwardWeights) -> tuple[torch.Tensor, ...]:
 
 
 def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """[rows, columns]; on the CPU an odd number of cache lines apart (csrc/kept_rows.h)."""
+    """Make [rows, columns]; on the CPU rows are an odd number of cache lines apart (csrc/kept_rows.h)."""
     if x.device.type != "cpu":
         return x.new_empty((rows, columns))
     line = 64 // x.element_size()
@@ -159,7 +174,7 @@ def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _returned(a: ExpertMlpBackward | ExpertMlpBackwardWeights) -> list[bool]:
-    """needs without what is added to a main gradient instead."""
+    """Leave out of needs what is added to a main gradient."""
     returned = list(a.needs)
     returned[1] &= a.main_dw1 is None
     returned[3] &= a.main_dw2 is None
@@ -211,7 +226,7 @@ for _name in ("expert_mlp_backward", "expert_mlp_backward_inputs"):
 
 @dataclass(frozen=True)
 class _ExpertMlp:
-    """expert_mlp of inputs (x, topk_weights, row_idx, inverse, offs) and weights (w1, b1, w2, b2), as _split has it."""
+    """expert_mlp for _split: inputs (x, topk_weights, row_idx, inverse, offs), weights (w1, b1, w2, b2)."""
 
     activation: int
     combine: bool
@@ -238,13 +253,9 @@ class _ExpertMlp:
 
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
         wanted = _all_needs(needs)
-        arguments = (grad_y, *saved, self.activation, self.combine, wanted)
-        if self.once_differentiable:
-            mains = self._found(wanted)
-            computed = torch.ops.fmoe_ext.expert_mlp_backward_accumulate(*arguments, *mains)
-        else:
-            computed = call("fmoe_ext::expert_mlp_backward", *arguments)
-        dx, *dweights, dtopk_weights = computed
+        mains = self._found(wanted) if self.once_differentiable else (None, None)
+        arguments = (grad_y, *saved, self.activation, self.combine, wanted, *mains)
+        dx, *dweights, dtopk_weights = call("fmoe_ext::expert_mlp_backward", *arguments)
         return self._of_inputs(dx, dtopk_weights, needs[0]), self._of_weights(dweights, needs[1])
 
     def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
@@ -284,27 +295,14 @@ class _ExpertMlp:
 
 @functools.cache
 def _product(activation: int, combine: bool) -> _ExpertMlp:
-    """The product without main gradients; there are two for each activation."""
+    """Make a product without main gradients, once: there are two for each activation."""
     return _ExpertMlp(activation, combine)
 
 
 def _all_needs(needs: Needs) -> list[bool]:
-    """In the order of the operator's results."""
+    """Put needs in the order of the operator's results."""
     (dx, dtopk_weights, *_), weights = needs
     return [dx, *weights, dtopk_weights]
-
-
-def _transformed(
-    inputs: Tensors, weights: Tensors, activation: int, combine: bool, main_grads: Sequence[MainGrad | None]
-) -> torch.Tensor:
-    """expert_mlp inside torch.func's transforms, which want the gradients returned."""
-    if any(main_grads):
-        raise RuntimeError(TRANSFORMED_MAIN_GRAD)
-    x, topk_weights, *indices = inputs
-    x, *weights_cast = cast_for_autocast(x, *weights)
-    arguments = (x, *indices, *weights_cast, topk_weights, activation, combine, True)
-    y: torch.Tensor = call_functional("fmoe_ext::expert_mlp", *arguments)[0]
-    return y
 
 
 def _differentiate(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:

@@ -1,5 +1,10 @@
+"""grouped_gemm: one product for each expert's rows, with weights as nn.Linear or, transposed, as GPT-OSS stores them.
+
+Of y = x W^T the three products are y, dx = dy W and dW = dy^T x. With the weight transposed they are the same three in
+other roles, so the transposed form needs no kernel and no copy of the weight. Gradients come as in expert_mlp.py.
+"""
+
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +21,7 @@ from fmoe_ext.ops._autograd import (
     register_autocast,
     register_autograd,
     register_fake,
-    register_not_differentiable,
+    register_not_differentiable_twice,
 )
 from fmoe_ext.ops._split import Needs, Tensors, differentiate, worthwhile
 from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
@@ -32,7 +37,7 @@ def grouped_gemm(
     transposed: bool = False,
     main_grad: MainGrad | None = None,
 ) -> torch.Tensor:
-    """Multiplies the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
+    """Multiply the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
     x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 -> y [R, N].
     transposed: weight is [E, D, N], as GPT-OSS stores it, and is neither copied nor is its gradient.
@@ -50,8 +55,13 @@ def grouped_gemm(
         (torch.Size([5, 4]), tensor(8.))
     """
     chooser.before(x)
+    # torch.func wants all gradients returned
     if torch.is_grad_enabled() and is_transformed(x, weight, bias):
-        return _transformed(x, weight.mT if transposed else weight, offs, bias, main_grad)
+        if main_grad is not None:
+            raise RuntimeError(TRANSFORMED_MAIN_GRAD)
+        x, weight, bias = cast_for_autocast(x, weight.mT if transposed else weight, bias)
+        y: torch.Tensor = call_functional("fmoe_ext::grouped_gemm", x, weight, offs, bias)
+        return y
     if transposed:
         if main_grad is not None:
             raise ValueError("transposed=True and main_grad cannot be combined")
@@ -72,7 +82,7 @@ def grouped_gemm_ref(
     bias: torch.Tensor | None = None,
     transposed: bool = False,
 ) -> torch.Tensor:
-    """The oracle of grouped_gemm: the same in plain PyTorch, without main gradients."""
+    """Compute grouped_gemm in plain PyTorch: its oracle, without main gradients."""
     weight = weight.mT if transposed else weight
     y, begin = [], 0
     for e, end in enumerate(offs.tolist()):
@@ -94,26 +104,18 @@ def _(
 
 @register_fake("fmoe_ext::grouped_gemm_backward", **_RANKS)
 def _(
-    grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, needs: list[bool]
-) -> tuple[torch.Tensor, ...]:
-    return _new_gradients(x, weight, needs)
-
-
-@register_fake("fmoe_ext::grouped_gemm_backward_accumulate", **_RANKS)
-def _(
     grad_y: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     offs: torch.Tensor,
     needs: list[bool],
-    main_dweight: torch.Tensor,
+    main_dweight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    return _new_gradients(x, weight, (needs[0], False, needs[2]))
-
-
-def _new_gradients(x: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    returned = (needs[0], needs[1] and main_dweight is None, needs[2])
     shapes = (x.shape, weight.shape, weight.shape[:2])
-    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, needs, strict=True))
+    return tuple(
+        x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, returned, strict=True)
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -133,7 +135,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
 
 
 register_autograd("fmoe_ext::grouped_gemm", _backward, _setup_context, places=(0, 1, 3))
-register_not_differentiable("fmoe_ext::grouped_gemm_backward")
+register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))
@@ -141,7 +143,7 @@ register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1,
 
 @dataclass(frozen=True)
 class _GroupedGemm:
-    """grouped_gemm of inputs (x, offs) and weights (weight, bias), as _split has it; its halves share nothing."""
+    """grouped_gemm for _split: inputs (x, offs), weights (weight, bias). Its halves share nothing."""
 
     main_grad: MainGrad | None = None
     name = "grouped_gemm"
@@ -176,12 +178,8 @@ class _GroupedGemm:
 
     def _gradients(self, saved: Tensors, grad_y: torch.Tensor, needs: list[bool]) -> Tensors:
         main_grad = self.main_grad if needs[1] else None
-        if main_grad is None:
-            grads = call("fmoe_ext::grouped_gemm_backward", grad_y, *saved, needs)
-        else:
-            grads = torch.ops.fmoe_ext.grouped_gemm_backward_accumulate(
-                grad_y, *saved, needs, main_grad.find()
-            )
+        main = None if main_grad is None else main_grad.find()
+        grads = call("fmoe_ext::grouped_gemm_backward", grad_y, *saved, needs, main)
         dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
         return dx, dweight if main_grad is None else main_grad.added(), dbias
 
@@ -205,7 +203,11 @@ def _into_main_grad(product: _GroupedGemm, *tensors: Any) -> torch.Tensor:
 
 
 class _Transposed:
-    """y = x @ weight[e], weight [E, D, N]: of grouped_gemm's three products, each does the work of another."""
+    """y = x @ weight[e] for _split, weight [E, D, N], by grouped_gemm's own three products.
+
+    Each does the work of another: the forward is the usual gradient of x, the gradient of x the usual forward, and the
+    gradient of weight the usual one with x and grad_y exchanged.
+    """
 
     name = "grouped_gemm"
     once_differentiable = False
@@ -236,21 +238,6 @@ class _Transposed:
     ) -> Tensors:
         wanted = [False, True, False]
         return (call("fmoe_ext::grouped_gemm_backward", saved[0], grad_y, *saved[1:], wanted)[1],)
-
-
-def _transformed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    main_grad: MainGrad | None,
-) -> torch.Tensor:
-    """grouped_gemm inside torch.func's transforms, which want the gradients returned."""
-    if main_grad is not None:
-        raise RuntimeError(TRANSFORMED_MAIN_GRAD)
-    x, weight, bias = cast_for_autocast(x, weight, bias)
-    y: torch.Tensor = call_functional("fmoe_ext::grouped_gemm", x, weight, offs, bias)
-    return y
 
 
 class _TransposedAtOnce(torch.autograd.Function):

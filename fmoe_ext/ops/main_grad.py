@@ -26,12 +26,12 @@ class MainGrad:
         self.first, self.end = first, parameter.shape[0] if end is None else end
 
     def split(self, sizes: Iterable[int]) -> "tuple[MainGrad, ...]":
-        """The parts of sizes experts each, as Tensor.split gives those of the parameter."""
+        """Split into parts of sizes experts each, as Tensor.split splits the parameter."""
         bounds = accumulate(sizes, initial=self.first)
         return tuple(MainGrad(self.parameter, first, end) for first, end in pairwise(bounds))
 
     def find(self) -> torch.Tensor:
-        """The main gradient of these experts; RuntimeError if the parameter has none, or one that does not fit."""
+        """Return the main gradient of these experts; RuntimeError if there is none, or one that does not fit."""
         weight = self.parameter
         main_grad = getattr(weight, "main_grad", None)
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -52,11 +52,11 @@ class MainGrad:
         return main_grad[self.first : self.end]
 
     def added(self) -> torch.Tensor | None:
-        """To be called once the gradient is added: what autograd gets for it."""
+        """Note that the gradient is added -> what autograd gets for it."""
         weight = self.parameter
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # With zero_out_wgrad, Megatron adds what it gets all the same.
+        # with zero_out_wgrad, Megatron adds what autograd gets all the same
         new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
         return new(weight[self.first : self.end])

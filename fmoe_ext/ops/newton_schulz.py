@@ -10,7 +10,7 @@ MAX_STEPS: Final = 1000  # Muon takes 5; the operator's own bound
 
 
 def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
-    """Moves the singular values of each matrix by a polynomial, steps times: x = a x + (b G + c G G) x, G = x x^T.
+    """Move the singular values of each matrix by a polynomial, steps times: x = a x + (b G + c G G) x, G = x x^T.
 
     x [E, M, N] of one floating dtype, M <= N is cheaper; coefficients (a, b, c) -> [E, M, N]. Every product is summed
     in float32 (double: float64) and rounded to the dtype of x. On the CPU one operator takes each matrix through all
@@ -31,26 +31,18 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
             f"x must be a floating tensor [E, M, N] and steps in [0, {MAX_STEPS}], but got {x.dtype} {list(x.shape)} "
             f"and {steps}"
         )
-    is_ours = x.device.type == "cpu" and not _torch_is_faster(x.dtype)
-    if is_ours and not _is_differentiated(x):
-        found: torch.Tensor = torch.ops.fmoe_ext.newton_schulz(x, *coefficients, steps)
-        return found
-    return newton_schulz_ref(x, coefficients, steps) if steps else x.clone()
-
-
-def _is_differentiated(x: torch.Tensor) -> bool:
-    """True if a derivative of x is wanted: backward, forward or by torch.func; PyTorch has all of them."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return True
-    return unpack_dual(x).tangent is not None or is_transformed(x)
-
-
-def _torch_is_faster(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and fast_bfloat16() and cpu_isa() != "avx512_bf16"
+    # torch has AMX and bfdot, which the operator's kernels lack
+    torch_is_faster = x.dtype == torch.bfloat16 and fast_bfloat16() and cpu_isa() != "avx512_bf16"
+    # and every derivative: backward, forward and by torch.func
+    is_differentiated = (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
+    if x.device.type != "cpu" or torch_is_faster or is_differentiated or is_transformed(x):
+        return newton_schulz_ref(x, coefficients, steps) if steps else x.clone()
+    found: torch.Tensor = torch.ops.fmoe_ext.newton_schulz(x, *coefficients, steps)
+    return found
 
 
 def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
-    """The oracle of newton_schulz: the same in plain PyTorch."""
+    """Compute newton_schulz in plain PyTorch: its oracle."""
     a, b, c = coefficients
     for _ in range(steps):
         gram = x @ x.mT
@@ -69,7 +61,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """For those who call the operator itself: PyTorch computes all steps again, with their gradients."""
+    """Serve those who call the operator itself: PyTorch computes all steps again, with their gradients."""
     (x,) = ctx.saved_tensors
     is_differentiated_again = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -14,13 +14,13 @@ _COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"  # 2.11 calls every fu
 
 
 def is_exporting() -> bool:
-    """True while torch.export traces, in every version of torch."""
+    """Return whether torch.export traces, in every version of torch."""
     compiling = not _COMPILING_IS_NOT_EXPORTING and torch.compiler.is_dynamo_compiling()
     return torch.compiler.is_exporting() and not compiling
 
 
 def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator as torch.compiler.disable(reason=reason), which imports torch._dynamo at once: a second or more."""
+    """Decorate as torch.compiler.disable(reason=reason); that imports torch._dynamo at once: a second or more."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         late = _Late(function, reason)

@@ -1,3 +1,10 @@
+"""permute and unpermute: rows of tokens to the experts' order and back.
+
+A row is read through row_idx, a token's rows are found through inverse (sort_tokens), so neither direction scatters and
+every sum has one order. Without weights each is the gradient of the other; with weights, unpermute_backward is, and its
+own derivatives are made of the same three.
+"""
+
 from typing import Any
 
 import torch
@@ -7,7 +14,7 @@ from fmoe_ext.ops._autograd import call, register_autograd, register_fake, regis
 
 
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Rows of x in expert-major order, bitwise; padding rows (row_idx -1) are zero.
+    """Copy rows of x to expert-major order, bitwise; padding rows (row_idx -1) are zero.
 
     x [T, D] of any dtype; row_idx [R] int32 and inverse [T, K] int32 as sort_tokens returns them -> [R, D].
     Raises RuntimeError for entries of row_idx outside [-1, T * K).
@@ -29,7 +36,7 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
 def unpermute(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """For each token the sum of its experts' rows, weighted by topk_weights; dropped choices add 0.
+    """Sum the rows of each token's experts, weighted by topk_weights; dropped choices add 0.
 
     y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens
     returns them, -1 for dropped choices; topk_weights [T, K] float32 or of the dtype of y
@@ -52,7 +59,7 @@ def unpermute(
 
 
 def permute_ref(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """The oracle of permute: the same in plain PyTorch."""
+    """Compute permute in plain PyTorch: its oracle."""
     padding = (row_idx < 0).unsqueeze(1)
     if row_idx.numel() == 0 or x.shape[0] == 0:
         return x.new_zeros((row_idx.shape[0], x.shape[1]))
@@ -62,7 +69,7 @@ def permute_ref(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -
 def unpermute_ref(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The oracle of unpermute: the same in plain PyTorch."""
+    """Compute unpermute in plain PyTorch: its oracle."""
     compute = torch.promote_types(y.dtype, torch.float32)
     padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(compute)  # its last row: dropped choices
     rows = padded[inverse.long()]  # [T, K, D]
@@ -129,7 +136,7 @@ def _unpermute_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) ->
 def _unpermute_backward_backward(
     ctx: Any, grad_grad_y: torch.Tensor, grad_grad_weights: torch.Tensor
 ) -> tuple[Any, ...]:
-    """unpermute is linear in y and in the weights: its second derivatives are made of the same ops."""
+    """Differentiate by the same operators: unpermute is linear in y and in the weights."""
     grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
     grad_grad_out = call("fmoe_ext::unpermute", grad_grad_y, row_idx, inverse, topk_weights)
     grad_y = grad_topk_weights = None

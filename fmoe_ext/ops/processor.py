@@ -6,18 +6,18 @@ import torch
 
 
 def cpu_isa() -> str:
-    """Instruction set that the CPU kernels use: the processor's fastest, or the one that FMOE_CPU_ISA names."""
+    """Return the instruction set of the CPU kernels: the processor's fastest, or the one that FMOE_CPU_ISA names."""
     return torch.ops.fmoe_ext._cpu_isa()
 
 
 def refused_cpu_isa() -> str:
-    """Instruction set that the processor has and the system refuses this process; empty if there is none."""
+    """Return the instruction set that the processor has and the system refuses this process; empty if there is none."""
     return torch.ops.fmoe_ext._cpu_isa_refused()
 
 
 @functools.cache
 def fast_bfloat16() -> bool:
-    """True if torch multiplies bfloat16 matrices at least as fast as float32 ones on this processor.
+    """Return whether torch multiplies bfloat16 matrices at least as fast as float32 ones on this processor.
 
     It does with AMX, AVX512_BF16 of AMD, and bfdot of Arm. On Intel's processors since Sapphire Rapids AVX512_BF16
     without AMX, which virtual machines may hide, takes twice the time of float32. Without any such instruction

@@ -16,7 +16,7 @@ class SortedTokens(NamedTuple):
 
 
 def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
-    """Stable sort of the choices by expert, dropped ones (-1) left out, without a host synchronisation.
+    """Sort the choices by expert, stably, dropped ones (-1) left out, without a host synchronisation.
 
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts)
     -> tokens_per_expert [E] int64, offs [E] int32, row_idx [T * K] int32, inverse [T, K] int32.
@@ -39,7 +39,7 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
 
 
 def sort_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
-    """The oracle of sort_tokens: the same in plain PyTorch."""
+    """Compute sort_tokens in plain PyTorch: its oracle."""
     flat = topk_idx.flatten().long()
     tokens_per_expert = torch.bincount(flat[flat >= 0], minlength=num_experts)
     offs = tokens_per_expert.cumsum(0).int()

@@ -1,3 +1,15 @@
+"""topk_gate: a token's experts and their weights, from its logits.
+
+The choice has no gradient. The weights have one, which a backward computes from logits and choices alone, so no scores
+are kept. Three forms with the same bits:
+
+* topk_gate is the operator, with its gradient as a node of autograd;
+* topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer the time of the
+  host is that of its nodes and operators;
+* topk_gate_again weighs the choices of an earlier forward by present logits, for forwards that activation checkpointing
+  repeats: logits that differ in their last bit must not send a token to another expert.
+"""
+
 from typing import Any
 
 import torch
@@ -30,7 +42,7 @@ def topk_gate(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The top_k experts of each token by score, best first, and the scores of those as weights.
+    """Choose the top_k experts of each token by score, best first, with their scores as weights.
 
     logits [T, E] float64, float32, bfloat16 or float16 (the dtype is left alone under autocast); bias [E] is
     added to the scores for the selection only
@@ -72,7 +84,7 @@ def topk_gate_of_linear(
     normalize: bool = True,
     num_counted: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
+    """Compute topk_gate of a linear layer's logits by softmax as one node of autograd: the same bits in less host time.
 
     x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
     compiled graphs; num_counted: how many choices of each token a balance loss counts, on the CPU; 0: there is none
@@ -101,7 +113,7 @@ def topk_gate_again(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_gate, but with the choices of an earlier call, whatever these logits prefer; it keeps the same tensors.
+    """Weigh the choices of an earlier topk_gate, whatever these logits prefer; it keeps the same tensors.
 
     For forwards that activation checkpointing repeats. topk_idx [T, K] int64 without -1; other arguments: topk_gate
     -> topk_idx, topk_weights [T, K]; a token that would choose the same has the weights of topk_gate to the bit.
@@ -126,7 +138,7 @@ def topk_gate_ref(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The oracle of topk_gate: the same in plain PyTorch."""
+    """Compute topk_gate in plain PyTorch: its oracle."""
     values = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     scores = values.softmax(-1) if score == "softmax" else values.sigmoid()
     if bias is not None:
@@ -211,7 +223,7 @@ def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _TopkGate(torch.autograd.Function):
-    """The operator with its gradient, in half of the time of what torch.library makes of them."""
+    """The operator with its gradient, in half of the host time of torch.library's registration."""
 
     @staticmethod
     def forward(
@@ -219,7 +231,7 @@ class _TopkGate(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, *options)
         ctx.mark_non_differentiable(topk_idx)
-        ctx.set_materialize_grads(False)  # zeros for topk_idx
+        ctx.set_materialize_grads(False)  # no zeros for topk_idx
         _setup(ctx, (logits, *options), (topk_idx, topk_weights))
         return topk_idx, topk_weights
 
@@ -233,6 +245,8 @@ class _TopkGate(torch.autograd.Function):
 
 
 class _TopkGateOfLinear(torch.autograd.Function):
+    """topk_gate_of_linear: on the CPU one operator chooses and computes the loss, from one pass over the logits."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -319,7 +333,7 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 
 
 def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, ...]:
-    """Rare, so in plain PyTorch; topk_weights counts as what it is, a function of logits."""
+    """Differentiate in plain PyTorch: it is rare. topk_weights counts as what it is, a function of logits."""
     grad_weights, logits, topk_idx = ctx.saved_tensors
 
     def gradient(grad_weights: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -40,11 +40,9 @@ OPERATORS = (
     "topk_gate_backward",
     "grouped_gemm",
     "grouped_gemm_backward",
-    "grouped_gemm_backward_accumulate",
     "_decode_packed",
     "expert_mlp",
     "expert_mlp_backward",
-    "expert_mlp_backward_accumulate",
     "expert_mlp_backward_inputs",
     "expert_mlp_backward_weights",
 )

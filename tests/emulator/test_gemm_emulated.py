@@ -43,7 +43,7 @@ def test_grouped_gemm_into_main_gradient(emulated, counts, dtype, sm):
     multiplied = []
     for times in (1, 2):
         before = emulated.wgmmas()
-        got = emulated.grouped_gemm_backward_accumulate(grad, x, weight, offs, needs, main)
+        got = emulated.grouped_gemm_backward(grad, x, weight, offs, needs, main)
         multiplied.append(emulated.wgmmas() - before)
         assert torch.equal(got[0], expected[0]) and torch.equal(got[2], expected[2])
         assert got[1].numel() == 0
@@ -55,7 +55,7 @@ def test_grouped_gemm_into_main_gradient(emulated, counts, dtype, sm):
     if sum(counts) and sm == 90:  # a view that begins at 8 bytes: the portable kernels
         shifted = torch.zeros(E * N * D + 2)[2:].view(E, N, D)
         weight_only = (grad, x, weight, offs, [False, True, False])
-        assert wgmmas_of(emulated, emulated.grouped_gemm_backward_accumulate, *weight_only, shifted) == 0
+        assert wgmmas_of(emulated, emulated.grouped_gemm_backward, *weight_only, shifted) == 0
         there = ~main.isnan()
         torch.testing.assert_close(shifted[there], main[there] / 2, rtol=1e-5, atol=1e-4)
 
@@ -90,7 +90,7 @@ def test_expert_mlp_into_main_gradients(emulated, activation, dtype, sm):
             torch.zeros(w.shape, dtype=wide) if wanted else None
             for w, wanted in zip((w1, w2), given, strict=True)
         ]
-        got = list(emulated.expert_mlp_backward_accumulate(*arguments, *mains))
+        got = list(emulated.expert_mlp_backward(*arguments, *mains))
         for i, main in zip((1, 3), mains, strict=True):
             if main is not None:
                 assert got[i].numel() == 0

@@ -10,7 +10,6 @@ import emu_build
 import torch
 
 from fmoe_ext.frozen.frozen_gemm import composed as frozen_gemm
-from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backward
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
 from fmoe_ext.gpu import kernels as gpu_kernels
@@ -29,7 +28,6 @@ AS_ON_CUDA = MappingProxyType(
         "frozen_mlp": frozen_mlp,
         "frozen_mlp_backward": frozen_mlp_backward,
         "frozen_gemm": frozen_gemm,
-        "frozen_gemm_backward": frozen_gemm_backward,
     }
 )
 
@@ -82,8 +80,9 @@ def products_of(name, arguments):
         return ["rows_by_weight"]
     if name == "expert_mlp":
         return ["up", "rows_by_weight"]
-    needs = next(a for a in arguments if isinstance(a, list) and a and isinstance(a[0], bool))
-    weight = "main_grad" if name.endswith("accumulate") else "grad_weight"
+    place = next(i for i, a in enumerate(arguments) if isinstance(a, list) and a and isinstance(a[0], bool))
+    needs, mains = arguments[place], arguments[place + 1 :]
+    weight = "main_grad" if any(main is not None for main in mains) else "grad_weight"
     if name.startswith("grouped_gemm"):
         return ["grad_input"] * needs[0] + [weight] * needs[1]
     of_inputs = [] if name.endswith("weights") else ["grad_hidden"] + ["grad_input"] * needs[0]

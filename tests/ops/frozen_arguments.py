@@ -2,14 +2,15 @@
 
 from types import MappingProxyType
 
-from fmoe_ext.ops.arguments import ENTRIES, FrozenMlp, FrozenMlpBackward, by_name
+from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 
 DEFAULTS = MappingProxyType(
     {
-        **dict.fromkeys(("b1", "b2", "topk_weights", *ENTRIES["packing"])),
+        **dict.fromkeys(("b1", "b2", "topk_weights", "w1_scale", "w1_zero", "w2_scale", "w2_zero")),
         **dict.fromkeys(("lora_a1", "lora_b1", "lora_a2", "lora_b2")),
-        **dict.fromkeys(ENTRIES["lora_scales"], 1.0),
-        **dict.fromkeys(("w1_format", "w1_interleaved", "w2_format"), 0),
+        **dict.fromkeys(("lora_scale1", "lora_scale2"), 1.0),
+        **dict.fromkeys(("w1_format", "w2_format"), 0),
+        "w1_interleaved": False,
         "combine": True,
         "save": True,
     }
@@ -26,24 +27,12 @@ def packing_of(w1, w2):
 
 
 def forward(**given):
-    """FrozenMlp of entries by name; what is left out has the value of DEFAULTS."""
-    return _in_lists(FrozenMlp, given)
+    """FrozenMlp by name; what is left out has the value of DEFAULTS."""
+    return FrozenMlp(**{**DEFAULTS, **given})
 
 
 def backward(arguments, grad_y, kept, needs):
     """FrozenMlpBackward of a forward's arguments, the last three of its results, and which gradients are needed."""
-    given = by_name(arguments._asdict())
-    return _in_lists(FrozenMlpBackward, {**given, "grad_y": grad_y, **_kept(kept), "needs": needs})
-
-
-def _kept(kept):
-    return dict(zip(ENTRIES["kept"], kept, strict=True))
-
-
-def _in_lists(kind, given):
-    values = {**DEFAULTS, **given}
-
-    def value(field):
-        return [values[name] for name in ENTRIES[field]] if field in ENTRIES else values[field]
-
-    return kind(*(value(field) for field in kind._fields))
+    given = arguments._asdict() | dict(zip(("h", "u1", "u2"), kept, strict=True))
+    given |= {"grad_y": grad_y, "needs": needs}
+    return FrozenMlpBackward(*(given[name] for name in FrozenMlpBackward._fields))

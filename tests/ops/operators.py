@@ -61,7 +61,7 @@ class Call:
         return {**self.arguments, name: value}
 
 
-OPTIONAL = ("topk_weights", "bias", "b1", "b2", "y", "main_dw1", "main_dw2")
+OPTIONAL = ("topk_weights", "bias", "b1", "b2", "y", "main_dweight", "main_dw1", "main_dw2")
 
 
 class Draw:
@@ -280,23 +280,14 @@ def grouped_gemm(d):
 def grouped_gemm_backward(d):
     arguments = {"grad_y": d.floats(d.T * d.K, d.H), **gemm_arguments(d), "needs": [True] * 3}
     return Call(
-        native.grouped_gemm_backward,
-        arguments,
-        sizes={"grad_y": (0, 1), "x": (0, 1), "weight": (0, 1, 2), "offs": (0,)},
+        without_gradients(native.grouped_gemm_backward),
+        {**arguments, "main_dweight": torch.zeros(d.E, d.H, d.D)},
+        sizes={
+            "grad_y": (0, 1), "x": (0, 1), "weight": (0, 1, 2), "offs": (0,), "main_dweight": (0, 1, 2),
+        },
         indices={"offs": (0, d.T * d.K + 1)},
         values={"needs": ([], [True] * 4), **decreasing_offs(d)},
-    )
-
-
-def grouped_gemm_backward_accumulate(d):
-    call = grouped_gemm_backward(d)
-    return Call(
-        without_gradients(native.grouped_gemm_backward_accumulate),
-        call.arguments | {"main_dweight": torch.zeros(d.E, d.H, d.D)},
-        sizes={"grad_y": (0, 1), "x": (0, 1), "offs": (0,), "main_dweight": (0, 1, 2)},
-        indices=call.indices,
-        values=call.values,
-    )
+    )  # fmt: skip
 
 
 MLP_SIZES = {
@@ -337,24 +328,19 @@ def expert_mlp_backward(d):
     arguments |= {"w1": d.floats(d.E, d.H, d.D), "w2": d.floats(d.E, d.D, d.H), "b2": d.floats(d.E, d.D)}
     arguments |= {"topk_weights": d.floats(d.T, d.K), "h": d.floats(d.T * d.K, d.H)}
     arguments |= {"activation": 0, "combine": True, "needs": [True] * 6}
-    return Call(
-        without_gradients(native.expert_mlp_backward),
-        arguments,
-        sizes={**MLP_SIZES, "grad_y": (0, 1), "h": (0, 1)},
-        indices=mlp_indices(d),
-        values={"activation": (-1, len(ops.ACTIVATIONS), 2**40), "needs": ([True] * 5,)},
-    )
-
-
-def expert_mlp_backward_accumulate(d):
-    call = expert_mlp_backward(d)
     mains = {"main_dw1": torch.zeros(d.E, d.H, d.D), "main_dw2": torch.zeros(d.E, d.D, d.H)}
     return Call(
-        without_gradients(native.expert_mlp_backward_accumulate),
-        call.arguments | mains,
-        sizes={"grad_y": (0, 1), "h": (0, 1), "main_dw1": (0, 1, 2), "main_dw2": (0, 1, 2)},
-        indices=call.indices,
-        values=call.values,
+        without_gradients(native.expert_mlp_backward),
+        arguments | mains,
+        sizes={
+            **MLP_SIZES,
+            "grad_y": (0, 1),
+            "h": (0, 1),
+            "main_dw1": (0, 1, 2),
+            "main_dw2": (0, 1, 2),
+        },
+        indices=mlp_indices(d),
+        values={"activation": (-1, len(ops.ACTIVATIONS), 2**40), "needs": ([True] * 5,)},
     )
 
 
@@ -365,16 +351,13 @@ def frozen_mlp_packed(d):
     arguments |= {"topk_weights": d.floats(d.T, d.K), "activation": 0, "w1_format": 1}
     arguments |= {"w1_scale": torch.zeros(d.E, d.H, 1, dtype=torch.uint8)}
     names = tuple(arguments)
-    call = Call(
+    return Call(
         lambda *values: native.frozen_mlp(*frozen_arguments.forward(**dict(zip(names, values, strict=True)))),
         arguments,
         sizes={**MLP_SIZES, "b1": (0, 1), "w1_scale": (0, 1, 2)},
         indices=mlp_indices(d),
         values={"w1_format": (-1, len(frozen.FORMATS) + 1, 2**40)},
     )
-    in_a_list = ("row_idx", "inverse", "offs")  # torch refuses None there, but names the list
-    call.faults = [(name, fault) for name, fault in call.faults if fault != "None" or name not in in_a_list]
-    return call
 
 
 def frozen_gemm(d):
@@ -382,7 +365,7 @@ def frozen_gemm(d):
     arguments = {"x": d.floats(d.T * d.K, 32), "weight": torch.zeros(d.E, d.H, 16, dtype=torch.uint8)}
     arguments |= {"offs": d.sort.offs, "bias": d.floats(d.E, d.H)}
     arguments |= {"weight_scale": torch.zeros(d.E, d.H, 1, dtype=torch.uint8), "weight_zero": None}
-    arguments |= {"weight_format": 1}
+    arguments |= {"weight_format": 1, "weight_interleaved": False, "transposed": False}
     return Call(
         native.frozen_gemm,
         arguments,
@@ -397,20 +380,6 @@ def clamped_glu_backward(d):
     arguments |= {"alpha": 1.0, "limit": 2.0, "offset": 0.0, "interleaved": True, "clamps_activated": False}
     sizes = {"grad": (0, 1), "h": (0, 1)}
     return Call(native.clamped_glu_backward, arguments, sizes=sizes, values={"limit": (-1.0, float("nan"))})
-
-
-def frozen_gemm_backward(d):
-    call = frozen_gemm(d)
-    given = call.arguments
-    arguments = {"grad_y": d.floats(d.T * d.K, d.H), "weight": given["weight"], "offs": given["offs"]}
-    arguments |= {name: given[name] for name in ("weight_scale", "weight_zero", "weight_format")}
-    return Call(
-        native.frozen_gemm_backward,
-        arguments,
-        sizes={"grad_y": (1,), "weight": (0, 1), "offs": (0,), "weight_scale": (0, 1, 2)},
-        indices=call.indices,
-        values=call.values,
-    )
 
 
 def clamped_glu(d):
@@ -428,7 +397,7 @@ def expert_mlp_backward_inputs(d):
     call = expert_mlp_backward(d)
     return Call(
         without_gradients(native.expert_mlp_backward_inputs),
-        call.arguments,
+        {name: value for name, value in call.arguments.items() if not name.startswith("main_")},
         sizes={"grad_y": (0, 1), "h": (0, 1)},
         indices=call.indices,
         values=call.values,
@@ -459,51 +428,10 @@ def frozen_mlp_backward(d):
     def call(*values):
         given = dict(zip(names, values, strict=True))
         kept = [given.pop("h"), d.floats(d.T * d.K, 0), d.floats(d.T * d.K, 0)]
-        lists = frozen_arguments.forward(**{name: t for name, t in given.items() if name != "grad_y"})
+        grad_y = given.pop("grad_y")
         needs = [True, False, False, False, False, True]
-        return native.frozen_mlp_backward(*frozen_arguments.backward(lists, given["grad_y"], kept, needs))
-
-    found = Call(without_gradients(call), arguments, sizes={"grad_y": (0, 1), "h": (0, 1)})
-    in_a_list = (
-        "row_idx",
-        "inverse",
-        "offs",
-        "w1",
-        "w2",
-        "h",
-    )  # torch refuses None there, but names the list
-    found.faults = [(name, fault) for name, fault in found.faults if fault != "None" or name not in in_a_list]
-    return found
-
-
-def check_grouped_gemm(d):
-    return Call(native._check_grouped_gemm, grouped_gemm(d).arguments, sizes={"x": (1,), "bias": (0, 1)})
-
-
-def check_grouped_gemm_backward(d):
-    arguments = {**grouped_gemm_backward(d).arguments, "main_dweight": None}
-    return Call(native._check_grouped_gemm_backward, arguments, sizes={"grad_y": (0, 1)})
-
-
-def check_expert_mlp(d):
-    arguments = {**expert_mlp(d).arguments, "activation": 0}
-    return Call(native._check_expert_mlp, arguments, sizes={"x": (0, 1), "w1": (0, 1, 2)})
-
-
-def check_expert_mlp_backward(d):
-    given = expert_mlp_backward(d).arguments
-    arguments = {name: value for name, value in given.items() if name not in ("h", "needs")}
-    arguments |= {"h": given["h"], "needs": given["needs"]}
-    names = tuple(arguments)
-
-    def call(*values):
-        a = dict(zip(names, values, strict=True))
-        read = (
-            a[name]
-            for name in ("grad_y", "x", "row_idx", "inverse", "offs", "w1", "w2", "b2", "topk_weights")
-        )
-        options = (a["activation"], a["combine"], a["needs"])
-        native._check_expert_mlp_backward(*read, [a["h"], None, None], *options, [None, None])
+        arguments = frozen_arguments.backward(frozen_arguments.forward(**given), grad_y, kept, needs)
+        return native.frozen_mlp_backward(*arguments)
 
     return Call(without_gradients(call), arguments, sizes={"grad_y": (0, 1), "h": (0, 1)})
 
@@ -551,16 +479,13 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "drop_choices": drop_choices,
         "expert_mlp": expert_mlp,
         "expert_mlp_backward": expert_mlp_backward,
-        "expert_mlp_backward_accumulate": expert_mlp_backward_accumulate,
         "expert_mlp_backward_inputs": expert_mlp_backward_inputs,
         "expert_mlp_backward_weights": expert_mlp_backward_weights,
         "frozen_gemm": frozen_gemm,
-        "frozen_gemm_backward": frozen_gemm_backward,
         "frozen_mlp": frozen_mlp_packed,
         "frozen_mlp_backward": frozen_mlp_backward,
         "grouped_gemm": grouped_gemm,
         "grouped_gemm_backward": grouped_gemm_backward,
-        "grouped_gemm_backward_accumulate": grouped_gemm_backward_accumulate,
         "in_turn": in_turn,
         "newton_schulz": newton_schulz,
         "permute": permute,
@@ -569,10 +494,6 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "topk_gate_backward": topk_gate_backward,
         "unpermute": unpermute,
         "unpermute_backward": unpermute_backward,
-        "_check_expert_mlp": check_expert_mlp,
-        "_check_expert_mlp_backward": check_expert_mlp_backward,
-        "_check_grouped_gemm": check_grouped_gemm,
-        "_check_grouped_gemm_backward": check_grouped_gemm_backward,
         "_choose_experts": choose_experts,
         "_columns_of_rows": columns_of_rows,
         "_experts_of_rows": experts_of_rows,

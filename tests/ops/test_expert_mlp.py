@@ -7,7 +7,13 @@ import torch.nn.functional as F
 
 from fmoe_ext.ops import expert_mlp, expert_mlp_ref
 from fmoe_ext.ops.activations import ACTIVATIONS, GATED_ACTIVATIONS, activation_number
-from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
+from fmoe_ext.ops.arguments import (
+    ExpertMlp,
+    ExpertMlpBackward,
+    ExpertMlpBackwardWeights,
+    FrozenMlp,
+    FrozenMlpBackward,
+)
 from fmoe_ext.testing import assert_close
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -377,13 +383,14 @@ def test_rejects():
         ("expert_mlp", ExpertMlp),
         ("expert_mlp_backward", ExpertMlpBackward),
         ("expert_mlp_backward_inputs", ExpertMlpBackward),
-        ("expert_mlp_backward_accumulate", ExpertMlpBackward),
         ("expert_mlp_backward_weights", ExpertMlpBackwardWeights),
+        ("frozen_mlp", FrozenMlp),
+        ("frozen_mlp_backward", FrozenMlpBackward),
     ],
 )
 def test_arguments_have_the_schemas_names(name, arguments):
     schemas = (Path(__file__).parents[2] / "csrc" / "ops.cpp").read_text()
     declared = re.search(rf'm\.def\("{name}\((.*?)\) ->', schemas)[1]
-    names = tuple(argument.split()[-1] for argument in declared.split(", "))
+    names = tuple(argument.split()[-1].split("=")[0] for argument in declared.split(", "))
     assert names == arguments._fields[: len(names)]
     assert len(names) >= len(arguments._fields) - len(arguments._field_defaults)

@@ -6,7 +6,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.frozen import FORMATS, Quantized, frozen_gemm, frozen_gemm_ref
 from fmoe_ext.frozen.formats import GGUF
-from fmoe_ext.frozen.frozen_gemm import composed, composed_backward
+from fmoe_ext.frozen.frozen_gemm import composed
 from fmoe_ext.testing import assert_close
 from tests.ops.test_quantized import BLOCKS, packed
 from tests.sweeps import OPCHECKED, rest_is_long
@@ -108,14 +108,17 @@ def test_opcheck(name):
     x, weight, offs, bias, grad = problem(name, (2, 9), torch.float64, out=22)
     packing = weight.packing()
     x.requires_grad_(), bias.requires_grad_()
-    torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing))
-    torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm_backward, (grad, weight.rows(), offs, *packing))
+    torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing, False))
+    grad.requires_grad_()
+    torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm, (grad, weight.rows(), offs, None, *packing, True))
 
 
 def test_gradcheck():
     x, weight, offs, bias, _ = problem("q8_0", (2, 5), torch.float64, out=5, width=32)
     x.requires_grad_(), bias.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, bias: frozen_gemm(x, weight, offs, bias), (x, bias))
+    # squared, for a product has no second derivative of its own
+    assert torch.autograd.gradgradcheck(lambda x: frozen_gemm(x, weight, offs, bias).square(), (x,))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -123,14 +126,14 @@ def test_composition_for_other_devices_equals_the_kernel(name):
     x, weight, offs, bias, grad = problem(name, (2, 0, 9), torch.float64)
     packing = weight.packing()
     y, dx, _ = results(frozen_gemm, x, weight, offs, bias, grad)
-    torch.testing.assert_close(composed(x, weight.rows(), offs, bias, *packing), y)
-    torch.testing.assert_close(composed_backward(grad, weight.rows(), offs, *packing), dx)
+    torch.testing.assert_close(composed(x, weight.rows(), offs, bias, *packing, False), y)
+    torch.testing.assert_close(composed(grad, weight.rows(), offs, None, *packing, True), dx)
 
 
 def test_composition_names_a_missing_scale():
     x, weight, offs, bias, _ = problem("mxfp4", (2, 9), torch.bfloat16)
     with pytest.raises(ValueError, match="mxfp4 needs scale: data uint8"):
-        composed(x, weight.rows(), offs, bias, None, None, FORMATS["mxfp4"].number)
+        composed(x, weight.rows(), offs, bias, None, None, FORMATS["mxfp4"].number, False, False)
 
 
 def test_autocast_and_torch_func():
@@ -143,10 +146,11 @@ def test_autocast_and_torch_func():
     assert torch.equal(found, results(frozen_gemm, x, weight, None, bias, grad)[1])
     with pytest.raises(NotImplementedError, match="frozen_gemm has no forward-mode derivative"):
         torch.func.jvp(lambda x: frozen_gemm(x, weight), (x,), (x,))
-    with pytest.raises(RuntimeError, match="frozen_gemm_backward cannot be differentiated"):
-        leaf = x.clone().requires_grad_()
-        y = frozen_gemm(leaf, weight).square().sum()
-        torch.autograd.grad(torch.autograd.grad(y, leaf, create_graph=True)[0].sum(), leaf)
+    found = torch.func.grad(
+        lambda x: torch.func.grad(lambda x: frozen_gemm(x, weight).square().sum())(x).sum()
+    )(x)
+    expected = frozen_gemm_ref(torch.ones_like(x), weight).mm(weight.dequantize()[0]) * 2
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -186,20 +190,22 @@ def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
 )
 def test_operator_refuses(changes, message):
     x, weight, offs, bias, _ = problem("mxfp4", (2, 3), torch.float64)
-    arguments = [x, weight.rows(), offs, bias, *weight.packing()]
+    arguments = [x, weight.rows(), offs, bias, *weight.packing(), False]
     for place, value in changes.items():
         arguments[place] = value
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fmoe_ext.frozen_gemm(*arguments)
 
 
-def test_backward_refuses():
-    _, weight, offs, _, grad = problem("mxfp4", (2, 3), torch.float64)
-    packing = weight.packing()
-    with pytest.raises(RuntimeError, match=r"grad_y must have shape \[R, N\] with size 37"):
-        torch.ops.fmoe_ext.frozen_gemm_backward(grad[:, 1:], weight.rows(), offs, *packing)
+def test_transposed_product_refuses():
+    _, weight, offs, bias, grad = problem("mxfp4", (2, 3), torch.float64)
+    arguments = weight.rows(), offs, None, *weight.packing(), True
+    with pytest.raises(RuntimeError, match=r"x must have shape \[R, N\] with size 37"):
+        torch.ops.fmoe_ext.frozen_gemm(grad[:, 1:], *arguments)
     with pytest.raises(RuntimeError, match="offs must not exceed the number of rows 4"):
-        torch.ops.fmoe_ext.frozen_gemm_backward(grad[1:], weight.rows(), offs, *packing)
+        torch.ops.fmoe_ext.frozen_gemm(grad[1:], *arguments)
+    with pytest.raises(RuntimeError, match="bias must be None with transposed=True"):
+        torch.ops.fmoe_ext.frozen_gemm(grad, weight.rows(), offs, bias, *weight.packing(), True)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -32,10 +32,8 @@ OPERATORS = tuple(
         "topk_gate_backward",
         "grouped_gemm",
         "grouped_gemm_backward",
-        "grouped_gemm_backward_accumulate",
         "expert_mlp",
         "expert_mlp_backward",
-        "expert_mlp_backward_accumulate",
         "frozen_mlp",
         "frozen_gemm",
     )

@@ -141,5 +141,5 @@ def test_int8_of_another_format_is_refused():
         RuntimeError, match="weight_format must be q8_0 or q4_k for integer products, but got 1"
     ):
         torch.ops.fmoe_ext.frozen_gemm(
-            torch.randn(1, 64), weight.rows(), None, None, weight.scale, None, 65, False
+            torch.randn(1, 64), weight.rows(), None, None, weight.scale, None, 65, False, False
         )

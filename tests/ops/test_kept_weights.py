@@ -8,12 +8,11 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.frozen import kept
 from fmoe_ext.frozen.frozen_gemm import composed as gemm
-from fmoe_ext.frozen.frozen_gemm import composed_backward as gemm_backward
 from fmoe_ext.frozen.frozen_mlp import composed as mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as mlp_backward
 from tests.ops.test_quantized import packed
 
-NAMES = ("frozen_gemm", "frozen_gemm_backward", "frozen_mlp", "frozen_mlp_backward")
+NAMES = ("frozen_gemm", "frozen_mlp", "frozen_mlp_backward")
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 E, OUT, IN = 2, 64, 256
 SIZE = E * OUT * IN * 4  # bytes of a copy in float32
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 def decoded(monkeypatch):
     """As on CUDA: products decode in memory. The packed weights that were decoded, in order."""
     library = torch.library.Library("fmoe_ext", "IMPL")
-    for name, kernel in zip(NAMES, (gemm, gemm_backward, mlp, mlp_backward), strict=True):
+    for name, kernel in zip(NAMES, (gemm, mlp, mlp_backward), strict=True):
         library.impl(name, kernel, "CPU", allow_override=True)
     calls = []
 

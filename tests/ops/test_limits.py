@@ -38,6 +38,7 @@ def gemm(d_model, width):
     return ops.grouped_gemm(tensor(2, d_model), tensor(1, width, d_model), OFFS)
 
 
+@torch.no_grad()
 def gemm_backward(d_model, width):
     arguments = (tensor(2, width), tensor(2, d_model), tensor(1, width, d_model), OFFS, [True] * 3)
     return torch.ops.fmoe_ext.grouped_gemm_backward(*arguments)

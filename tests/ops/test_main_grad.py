@@ -298,7 +298,7 @@ def test_native_arguments_are_rejected():
     x, weight, offs, _, grad = (t.detach() for t in make_inputs(7, 3, 4, [2, 2, 6], torch.bfloat16))
 
     def call(main):
-        return native.grouped_gemm_backward_accumulate(grad, x, weight, offs, [True] * 3, main)
+        return native.grouped_gemm_backward(grad, x, weight, offs, [True] * 3, main)
 
     with pytest.raises(
         RuntimeError, match="main_dweight must be float32 for weight of BFloat16, but got BFloat16"
@@ -309,9 +309,7 @@ def test_native_arguments_are_rejected():
     with pytest.raises(RuntimeError, match="main_dweight must be contiguous"):
         call(torch.zeros(3, 3, 4).mT)
     main = torch.zeros(3, 4, 3)
-    assert not native.grouped_gemm_backward_accumulate(grad, x, weight, offs, [True, False, True], main)[
-        1
-    ].numel()
+    assert not native.grouped_gemm_backward(grad, x, weight, offs, [True, False, True], main)[1].numel()
     assert not main.any()  # not needed
     with pytest.raises(ValueError, match="transposed=True and main_grad"):
         grouped_gemm(x, weight.mT, offs, transposed=True, main_grad=MainGrad(parameter(weight)))
@@ -329,7 +327,7 @@ def test_second_derivative_raises():
 def test_opcheck():
     x, weight, offs, _, grad = (t.detach() for t in make_inputs(7, 3, 4, [2, 2, 6], torch.bfloat16))
     main = torch.randn(weight.shape)
-    op = native.grouped_gemm_backward_accumulate.default
+    op = native.grouped_gemm_backward.default
     for needs in ([True] * 3, [False, True, False], [True, False, True]):
         torch.library.opcheck(op, (grad, x, weight, offs, needs, main))
 
@@ -338,7 +336,7 @@ def test_opcheck():
     indices = (problem.row_idx, problem.inverse, problem.offs)
     h = native.expert_mlp(x, *indices, w1, b1, w2, b2, weights, SWIGLU, True, True)[1]
     arguments = (problem.grad, x, *indices, w1, w2, b2, weights, h, SWIGLU, True)
-    op = native.expert_mlp_backward_accumulate.default
+    op = native.expert_mlp_backward.default
     mains = torch.randn(w1.shape), torch.randn(w2.shape)
     torch.library.opcheck(op, (*arguments, [True] * 6, *mains))
     torch.library.opcheck(op, (*arguments, [False, True] * 3, *mains))

@@ -139,8 +139,16 @@ def pre_activation(weight, x):
     w2 = torch.zeros(2, x.shape[1], out, dtype=x.dtype)
     scale, zero, number, _ = weight.packing()
     arguments = frozen_arguments.forward(
-        **{"x": x, **sorted_tokens._asdict(), "w1": weight.rows(), "w2": w2, "activation": 2},
-        **{"w1_scale": scale, "w1_zero": zero, "w1_format": number},
+        x=x,
+        row_idx=sorted_tokens.row_idx,
+        inverse=sorted_tokens.inverse,
+        offs=sorted_tokens.offs,
+        w1=weight.rows(),
+        w2=w2,
+        activation=2,
+        w1_scale=scale,
+        w1_zero=zero,
+        w1_format=number,
     )
     _, h, _, _ = torch.ops.fmoe_ext.frozen_mlp(*arguments)
     return h
@@ -219,9 +227,9 @@ def test_composition_for_cuda_equals_the_kernel(name):
 
 
 def public(arguments, weights):
-    _, b1, _, b2 = arguments.weights
-    index = arguments.routing
-    return lambda x: frozen_mlp(x, *index, weights[0], b1, weights[1], b2, None, "swiglu"), arguments.x
+    a = arguments
+    index = a.row_idx, a.inverse, a.offs
+    return lambda x: frozen_mlp(x, *index, weights[0], a.b1, weights[1], a.b2, None, "swiglu"), a.x
 
 
 def test_autocast_and_torch_func():
@@ -258,8 +266,8 @@ def rows_of_tokens(arguments, weights, T):
     """The result for the first T tokens, which all choose both experts."""
     s = ops.sort_tokens(torch.tensor([[0, 1]]).expand(T, 2).contiguous(), 2)
     index = (s.row_idx, s.inverse, s.offs)
-    _, b1, _, b2 = arguments.weights
-    return frozen_mlp(arguments.x[:T], *index, weights[0], b1, weights[1], b2, None, "swiglu")
+    biases = arguments.b1, arguments.b2
+    return frozen_mlp(arguments.x[:T], *index, weights[0], biases[0], weights[1], biases[1], None, "swiglu")
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])

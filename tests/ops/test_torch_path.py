@@ -190,7 +190,7 @@ def test_rejects_as_our_kernels_do():
         torch.ops.fmoe_ext.grouped_gemm_backward(x[:, :3], x, good, offs, [True])
     main = torch.zeros(2, 3, 8, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="main_dweight must be float32"):
-        torch.ops.fmoe_ext.grouped_gemm_backward_accumulate(x[:, :3], x, good, offs, [True] * 3, main)
+        torch.ops.fmoe_ext.grouped_gemm_backward(x[:, :3], x, good, offs, [True] * 3, main)
 
 
 def test_main_grad_of_a_slice():

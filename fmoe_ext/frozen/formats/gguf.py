@@ -33,27 +33,27 @@ CODES = (
 
 
 def _half(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 2] -> float32 [..., 1]."""
+    """Read float16 from uint8 [..., 2] -> float32 [..., 1]."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _bytes_of_half(values: torch.Tensor) -> torch.Tensor:
-    """[...] -> uint8 [..., 2] of float16."""
+    """Write [...] as float16 -> uint8 [..., 2]."""
     return values.half()[..., None].view(torch.uint8)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 of 0."""
+    """Return 1 / scale, and 0 of 0."""
     return torch.where(scale == 0, 0, 1 / scale)
 
 
 def _halves(data: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 16] -> [..., 32] of 4 bits: the low ones, then the high ones."""
+    """Unpack uint8 [..., 16] -> [..., 32] of 4 bits: the low ones, then the high ones."""
     return torch.cat((data & 15, data >> 4), -1)
 
 
 def _pairs_of_halves(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes [..., 32] -> uint8 [..., 16]."""
+    """Pack 4-bit codes [..., 32] -> uint8 [..., 16]."""
     return codes[..., :16] | codes[..., 16:] << 4
 
 
@@ -118,7 +118,7 @@ def _recode_q4_k(q: Packed, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs_q4_k(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [..., 8, 32] -> uint8 [..., 128]."""
+    """Pack codes [..., 8, 32] -> uint8 [..., 128]."""
     return (codes[..., ::2, :] | codes[..., 1::2, :] << 4).flatten(-2)
 
 

@@ -63,7 +63,7 @@ def _recode(q: Packed, codes: torch.Tensor) -> torch.Tensor:
 
 
 def in_e4m3(scale: torch.Tensor) -> torch.Tensor:
-    """Scales rounded to E4M3, at least its smallest number: of a block whose scale is 0 nothing would be left."""
+    """Round scales to E4M3, to its smallest number at least: of a block whose scale is 0 nothing would be left."""
     return scale.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
