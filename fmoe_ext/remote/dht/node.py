@@ -6,7 +6,6 @@ Only a node that has answered at its endpoint is believed to be there: what othe
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -22,7 +21,7 @@ from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item
 from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable
-from fmoe_ext.remote.dht.transport import Transport, Unreachable
+from fmoe_ext.remote.dht.transport import GrpcTransport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
 
@@ -36,13 +35,10 @@ RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """listen_on: None for a node that asks but is not asked; announce: host:port for others, if not what they see.
-
-    relay: host:port of a relay, for a node that others cannot reach; relay_token: what that relay asks for.
-    """
+    """Options of a node; the names are those of the flags of fmoe-dht."""
 
     initial_peers: Sequence[str] = flag((), "host:port of other nodes; none: a new DHT begins", nargs="*")
-    listen_on: str | None = flag(
+    listen_on: str | None = flag(  # None: the node asks but is not asked
         "0.0.0.0:0",
         "host:port; [::]:port for IPv6; port 0: any",
         type=endpoint,
@@ -82,30 +78,23 @@ class Nearby:
 
 
 class _Neighbours:
-    """The nodes that this one knows, and what it learns of them by each call: who lives, and what time it is there.
+    """The nodes that this one knows, and what it learns of them by each call: who lives, and what time it is there."""
 
-    lost: endpoints of forgotten nodes. announced: where others find this node; greeting: calls back to strangers.
-    """
-
-    def __init__(self, node_id: int, transport: Transport, clock: NetworkClock, call_timeout: float):
+    def __init__(self, node_id: int, transport: GrpcTransport, clock: NetworkClock, call_timeout: float):
         self.table = RoutingTable(node_id)
-        self.lost: OrderedDict[str, None] = OrderedDict()
-        self.announced = ""
-        self.attachment: Attachment | None = None
-        self.greeting: dict[str, asyncio.Task[None]] = {}
+        self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes
+        self.announced = ""  # where others find this node
+        self.attachment: Attachment | None = None  # to a relay, which then announces it
+        self.greeting: dict[str, asyncio.Task[None]] = {}  # calls back to strangers, by endpoint
         self._transport, self._clock, self._call_timeout = transport, clock, call_timeout
 
-    async def ping(self, endpoint: str, timeout: float) -> Peer | None:
-        """The node at an endpoint; None if none answers, or if it is this node itself."""
+    async def ping(self, peer: Peer, timeout: float, header: Header | None = None) -> Peer | None:
+        """The node at an endpoint (id -1: any); None if none answers, or if it is this node itself."""
         try:
-            answer = await self.call(Peer(-1, endpoint), messages.PING, Request(self.header()), timeout)
+            answer = await self.call(peer, messages.PING, Request(header or self.header()), timeout)
         except Unreachable:
             return None
-        return Peer(answer.header.node_id, endpoint)
-
-    async def reach(self, peer: Peer) -> None:
-        with contextlib.suppress(Unreachable):
-            await self.call(peer, messages.PING, Request(self.header()), self._call_timeout)
+        return Peer(answer.header.node_id, peer.endpoint)
 
     async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
         """One call; a node that answers is remembered, one that fails twice is forgotten."""
@@ -146,11 +135,10 @@ class _Neighbours:
             self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
 
     async def _greet(self, endpoint: str) -> None:
-        """Call a stranger back, without our endpoint: two nodes would greet each other forever."""
-        request = Request(Header(self.table.own_id, self._clock.now()))
+        # without our endpoint: two nodes would greet each other for ever
+        header = Header(self.table.own_id, self._clock.now())
         try:
-            with contextlib.suppress(Unreachable):
-                await self.call(Peer(-1, endpoint), messages.PING, request, self._call_timeout)
+            await self.ping(Peer(-1, endpoint), self._call_timeout, header)
         finally:
             self.greeting.pop(endpoint, None)
 
@@ -160,7 +148,7 @@ class KademliaNode:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: GrpcTransport,
         options: NodeOptions | None = None,
         clock: NetworkClock | None = None,
         rng: random.Random | None = None,
@@ -221,7 +209,7 @@ class KademliaNode:
 
     async def join(self, endpoints: Iterable[str], timeout: float) -> int:
         """Makes itself known to nodes by their addresses -> how many answered. Two networks become one that way."""
-        calls = (self.neighbours.ping(endpoint, timeout) for endpoint in endpoints)
+        calls = (self.neighbours.ping(Peer(-1, endpoint), timeout) for endpoint in endpoints)
         return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
 
     async def refresh(self) -> None:
@@ -231,7 +219,7 @@ class KademliaNode:
         known = {peer.endpoint for peer in self.table}
         again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
         again += list(self.neighbours.lost) if not known else []
-        doubtful = (self.neighbours.reach(peer) for peer in self.table.doubtful())
+        doubtful = (self.neighbours.ping(peer, timeout) for peer in self.table.doubtful())
         await asyncio.gather(self.join(again, timeout), *doubtful)
         await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
 
@@ -263,22 +251,19 @@ class KademliaNode:
         self.neighbours.notice(request.header, host)
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
-            answer = replace(answer, found=self._look_up(request))
+            found: dict[int, Found] = {}
+            size = 0
+            for key in request.keys:
+                peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
+                found[key] = Found(peers, self.store.find(key, self.clock.now()))
+                size += messages.size_of(found[key])
+                # who asks sees which keys are missing, and asks for them again
+                if size > messages.FULL_ANSWER_BYTES:
+                    break
+            answer = replace(answer, found=found)
         elif method == messages.STORE:
             answer = replace(answer, refused=[self._put(item) for item in request.items])
         return messages.seal(messages.encode_answer(answer), request.nonce, self._identity)
-
-    def _look_up(self, request: Request) -> dict[int, Found]:
-        found: dict[int, Found] = {}
-        size = 0
-        for key in request.keys:
-            peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
-            found[key] = Found(peers, self.store.find(key, self.clock.now()))
-            size += messages.size_of(found[key])
-            # who asks sees which keys are missing, and asks for them again
-            if size > messages.FULL_ANSWER_BYTES:
-                break
-        return found
 
     def _put(self, item: Item | str) -> Refusal | None:
         return Refusal(item) if isinstance(item, str) else self.store.put(*item, self.clock.now())
@@ -291,21 +276,22 @@ class KademliaNode:
         for search in searches:
             search.add(self.table.closest(search.key), hops=1)
         await Lookup(self._ask_for, searches, self.node_id).run(timeout)
-        return {search.key: self._nearby(search) for search in searches}
+        near = {}
+        for search in searches:
+            holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
+            if self.is_serving:
+                holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
+            # XOR is Kademlia's distance: every node orders the others by it in the same way
+            key = search.key
+            holders.sort(key=lambda at, key=key: (at.peer.node_id if at.peer else self.node_id) ^ key)
+            near[search.key] = Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
+        return near
 
     async def put(
         self, placed: Mapping[Holder, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
         """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
         return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
-
-    def _nearby(self, search: Search) -> Nearby:
-        holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
-        if self.is_serving:
-            holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
-        # XOR is Kademlia's distance: every node orders the others by it in the same way
-        holders.sort(key=lambda at: (at.peer.node_id if at.peer else self.node_id) ^ search.key)
-        return Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
 
     async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
         request = Request(self.neighbours.header(), keys=keys)
@@ -316,17 +302,15 @@ class KademliaNode:
         if at.peer is None:
             return [self._put(item) for item in items]
         refused: list[Refusal | None] = []
+        limit = min(timeout, self.options.call_timeout)
         for first in range(0, len(items), messages.MAX_ITEMS):
             some = items[first : first + messages.MAX_ITEMS]
             request = Request(self.neighbours.header(), items=some)
             try:
-                answer = await self.neighbours.call(
-                    at.peer, messages.STORE, request, min(timeout, self.options.call_timeout)
-                )
+                answer = await self.neighbours.call(at.peer, messages.STORE, request, limit)
                 if len(answer.refused) != len(some):
-                    raise Unreachable(
-                        f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
-                    )
+                    text = f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
+                    raise Unreachable(text)
                 refused += answer.refused
             except Unreachable as error:
                 return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]

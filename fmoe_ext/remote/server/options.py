@@ -1,7 +1,7 @@
 """Options of Server and of its training, and the command line that sets them."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -279,8 +279,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def read_tokens(path: Path) -> dict[str, str]:
     """`name: token` lines, tokens as they stand -> {token: name}; SystemExit for a file that would let others in."""
+    try:
+        check_private(path)
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be read: {error}") from None
     names: dict[str, str] = {}
-    for number, name, token in _read_lines(path):
+    for number, line in enumerate(lines, 1):
+        text = line.partition(" #")[0].strip()
+        if not text or text.startswith("#"):
+            continue
+        name, colon, token = (part.strip() for part in text.partition(":"))
+        if not colon:
+            raise SystemExit(f"{path}:{number}: write `name: token`, without which this line means nothing")
         if not (name and token):
             raise SystemExit(f"{path}:{number}: write `name: token`; an empty one would admit everybody")
         if token in names:
@@ -289,20 +300,3 @@ def read_tokens(path: Path) -> dict[str, str]:
     if not names:
         raise SystemExit(f"--tokens {path} holds no token: write `name: token` lines, or leave the flag out")
     return names
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(number, name, token) of each line; SystemExit names the first that has another form."""
-    try:
-        check_private(path)
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        text = line.partition(" #")[0].strip()
-        if not text or text.startswith("#"):
-            continue
-        name, colon, token = text.partition(":")
-        if not colon:
-            raise SystemExit(f"{path}:{number}: write `name: token`, without which this line means nothing")
-        yield number, name.strip(), token.strip()

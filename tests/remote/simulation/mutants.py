@@ -5,7 +5,7 @@ import dataclasses
 import time
 
 from fmoe_ext.remote import errors
-from fmoe_ext.remote.replication import recovery, succession
+from fmoe_ext.remote.replication import recovery, replicas
 from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Sender, settle
@@ -89,7 +89,7 @@ def idle_members_never_lead(patch):
 def fall_back_with_the_registry(patch):
     """The number of a term is what the registry says, and nobody notices that it went back."""
     patch.setattr(Replica, "needs_void", lambda self, record, num_returns: False)
-    real = succession.Term
+    real = replicas.Term
 
     def term(number, leader):
         return real(term.known + 1, leader)
@@ -98,9 +98,9 @@ def fall_back_with_the_registry(patch):
         term.known = 0 if vacancy.record is None else vacancy.record.term
         await original(self, replica, vacancy, action)
 
-    original = succession.Succession._lead
-    patch.setattr(succession, "Term", term)
-    patch.setattr(succession.Succession, "_lead", lead)
+    original = ReplicatedExperts._lead
+    patch.setattr(replicas, "Term", term)
+    patch.setattr(ReplicatedExperts, "_lead", lead)
 
 
 def die_in_silence(patch):
