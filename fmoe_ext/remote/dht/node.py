@@ -77,72 +77,6 @@ class Nearby:
     hops: int  # nodes between us and the nearest, that one included
 
 
-class _Neighbours:
-    """The nodes that this one knows, and what it learns of them by each call: who lives, and what time it is there."""
-
-    def __init__(self, node_id: int, transport: GrpcTransport, clock: NetworkClock, call_timeout: float):
-        self.table = RoutingTable(node_id)
-        self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes
-        self.announced = ""  # where others find this node
-        self.attachment: Attachment | None = None  # to a relay, which then announces it
-        self.greeting: dict[str, asyncio.Task[None]] = {}  # calls back to strangers, by endpoint
-        self._transport, self._clock, self._call_timeout = transport, clock, call_timeout
-
-    async def ping(self, peer: Peer, timeout: float, header: Header | None = None) -> Peer | None:
-        """The node at an endpoint (id -1: any); None if none answers, or if it is this node itself."""
-        try:
-            answer = await self.call(peer, messages.PING, Request(header or self.header()), timeout)
-        except Unreachable:
-            return None
-        return Peer(answer.header.node_id, peer.endpoint)
-
-    async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """One call; a node that answers is remembered, one that fails twice is forgotten."""
-        nonce, sent = secrets.token_hex(16), self._clock.local()
-        try:
-            data = messages.encode_request(replace(request, nonce=nonce))
-            answer = messages.unseal(await self._transport.call(peer.endpoint, method, data, timeout), nonce)
-        except (Unreachable, BadMessage) as error:
-            self._forget(peer)
-            raise Unreachable(f"{peer.endpoint}: {error}") from None
-        node_id = answer.header.node_id
-        if node_id == self.table.own_id:
-            raise Unreachable(f"{peer.endpoint} is this node itself")
-        received = self._clock.local()
-        self.table.heard(replace(peer, node_id=node_id))
-        address = await self._transport.address(peer.endpoint)
-        self._clock.hear(address, answer.header.time, sent, received)
-        if peer.node_id not in (-1, node_id):
-            self._forget(peer)
-            raise Unreachable(f"{peer.endpoint} is another node now")
-        return answer
-
-    def _forget(self, peer: Peer) -> None:
-        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
-            self.lost[peer.endpoint] = None
-            while len(self.lost) > MAX_LOST:
-                self.lost.popitem(last=False)
-
-    def header(self) -> Header:
-        endpoint = self.attachment.endpoint if self.attachment else self.announced
-        return Header(self.table.own_id, self._clock.now(), endpoint)
-
-    def notice(self, header: Header, host: str) -> None:
-        """Calls back a stranger who says where it listens: only who answers there is believed."""
-        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
-        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
-        if is_wanted and len(self.greeting) < MAX_GREETED:
-            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
-
-    async def _greet(self, endpoint: str) -> None:
-        # without our endpoint: two nodes would greet each other for ever
-        header = Header(self.table.own_id, self._clock.now())
-        try:
-            await self.ping(Peer(-1, endpoint), self._call_timeout, header)
-        finally:
-            self.greeting.pop(endpoint, None)
-
-
 class KademliaNode:
     """start() before anything else, close() at the end; everything on one event loop."""
 
@@ -159,8 +93,11 @@ class KademliaNode:
         self.rng = rng or random.Random(secrets.randbits(64))
         self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
         self.node_id = node_id_of(self._identity.public)
-        self.neighbours = _Neighbours(self.node_id, transport, self.clock, self.options.call_timeout)
-        self.table = self.neighbours.table
+        self.table = RoutingTable(self.node_id)
+        self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes
+        self.greeting: dict[str, asyncio.Task[None]] = {}  # calls back to strangers, by endpoint
+        self.announced = ""  # where others find this node
+        self.attachment: Attachment | None = None  # to a relay, which then announces it
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None
         self._maintenance: asyncio.Task[None] | None = None
@@ -175,14 +112,12 @@ class KademliaNode:
         """Listens and joins; DiscoveryError if not one initial peer answers within join_timeout."""
         if self.options.listen_on is not None:
             self.port = await self.transport.serve(self.options.listen_on, self.handle)
-            self.neighbours.announced = self.options.announce or f":{self.port}"
+            self.announced = self.options.announce or f":{self.port}"
         try:
             if self.options.relay is not None and self.is_serving:
                 target = f"{reachable_here(self.options.listen_on)}:{self.port}"
-                self.neighbours.attachment = Attachment(
-                    check_peer(self.options.relay), target, self.options.relay_token
-                )
-                await self.neighbours.attachment.start(self.options.join_timeout)
+                self.attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
+                await self.attachment.start(self.options.join_timeout)
             if self.initial_peers:
                 self.clock.is_joining = True
                 await self._join_within(self.options.join_timeout)
@@ -197,19 +132,19 @@ class KademliaNode:
         self._maintenance = asyncio.create_task(self._maintain())
 
     async def close(self) -> None:
-        tasks = [*self.neighbours.greeting.values(), *([self._maintenance] if self._maintenance else [])]
+        tasks = [*self.greeting.values(), *([self._maintenance] if self._maintenance else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.neighbours.attachment is not None:
-            await self.neighbours.attachment.close()
-        self._maintenance = self.neighbours.attachment = None
+        if self.attachment is not None:
+            await self.attachment.close()
+        self._maintenance = self.attachment = None
         self.port = None
         await self.transport.close()
 
     async def join(self, endpoints: Iterable[str], timeout: float) -> int:
         """Makes itself known to nodes by their addresses -> how many answered. Two networks become one that way."""
-        calls = (self.neighbours.ping(Peer(-1, endpoint), timeout) for endpoint in endpoints)
+        calls = (self.ping(Peer(-1, endpoint), timeout) for endpoint in endpoints)
         return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
 
     async def refresh(self) -> None:
@@ -218,8 +153,8 @@ class KademliaNode:
         timeout = self.options.call_timeout
         known = {peer.endpoint for peer in self.table}
         again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
-        again += list(self.neighbours.lost) if not known else []
-        doubtful = (self.neighbours.ping(peer, timeout) for peer in self.table.doubtful())
+        again += list(self.lost) if not known else []
+        doubtful = (self.ping(peer, timeout) for peer in self.table.doubtful())
         await asyncio.gather(self.join(again, timeout), *doubtful)
         await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
 
@@ -243,12 +178,68 @@ class KademliaNode:
             except Exception:  # a node whose maintenance ends dies slowly and silently
                 log.exception("the DHT node's maintenance failed, it goes on")
 
+    # ---------------------------------------------------------------- the nodes that this one knows
+
+    async def ping(self, peer: Peer, timeout: float, header: Header | None = None) -> Peer | None:
+        """The node at an endpoint (id -1: any); None if none answers, or if it is this node itself."""
+        try:
+            answer = await self.call(peer, messages.PING, Request(header or self._header()), timeout)
+        except Unreachable:
+            return None
+        return Peer(answer.header.node_id, peer.endpoint)
+
+    async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
+        """One call; a node that answers is remembered, one that fails twice is forgotten."""
+        nonce, sent = secrets.token_hex(16), self.clock.local()
+        try:
+            data = messages.encode_request(replace(request, nonce=nonce))
+            answer = messages.unseal(await self.transport.call(peer.endpoint, method, data, timeout), nonce)
+        except (Unreachable, BadMessage) as error:
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint}: {error}") from None
+        node_id = answer.header.node_id
+        if node_id == self.node_id:
+            raise Unreachable(f"{peer.endpoint} is this node itself")
+        received = self.clock.local()
+        self.table.heard(replace(peer, node_id=node_id))
+        address = await self.transport.address(peer.endpoint)
+        self.clock.hear(address, answer.header.time, sent, received)
+        if peer.node_id not in (-1, node_id):
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint} is another node now")
+        return answer
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
+            self.lost[peer.endpoint] = None
+            while len(self.lost) > MAX_LOST:
+                self.lost.popitem(last=False)
+
+    def _header(self) -> Header:
+        endpoint = self.attachment.endpoint if self.attachment else self.announced
+        return Header(self.node_id, self.clock.now(), endpoint)
+
+    def _notice(self, header: Header, host: str) -> None:
+        """Calls back a stranger who says where it listens: only who answers there is believed."""
+        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
+        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
+        if is_wanted and len(self.greeting) < MAX_GREETED:
+            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
+
+    async def _greet(self, endpoint: str) -> None:
+        # without our endpoint: two nodes would greet each other for ever
+        header = Header(self.node_id, self.clock.now())
+        try:
+            await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
+        finally:
+            self.greeting.pop(endpoint, None)
+
     # ---------------------------------------------------------------- what others ask
 
     async def handle(self, method: str, data: bytes, host: str) -> bytes:
         """The answer to one request from a host; BadMessage if it makes no sense."""
         request = messages.decode_request(data)
-        self.neighbours.notice(request.header, host)
+        self._notice(request.header, host)
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
             found: dict[int, Found] = {}
@@ -294,8 +285,8 @@ class KademliaNode:
         return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
 
     async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
-        request = Request(self.neighbours.header(), keys=keys)
-        answer = await self.neighbours.call(peer, messages.FIND, request, self.options.call_timeout)
+        request = Request(self._header(), keys=keys)
+        answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
         return {key: answer.found[key] for key in keys if key in answer.found}
 
     async def _put_at(self, at: Holder, items: Sequence[Item], timeout: float) -> list[Refusal | None]:
@@ -305,9 +296,9 @@ class KademliaNode:
         limit = min(timeout, self.options.call_timeout)
         for first in range(0, len(items), messages.MAX_ITEMS):
             some = items[first : first + messages.MAX_ITEMS]
-            request = Request(self.neighbours.header(), items=some)
+            request = Request(self._header(), items=some)
             try:
-                answer = await self.neighbours.call(at.peer, messages.STORE, request, limit)
+                answer = await self.call(at.peer, messages.STORE, request, limit)
                 if len(answer.refused) != len(some):
                     text = f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
                     raise Unreachable(text)

@@ -85,8 +85,8 @@ class _Members:
         if not is_written:
             self._site.server.metrics.add("fenced_total")
             self._leader.end(reason)
-            text = f"not the leader of {self._uid} any more: the registry says so, or does not answer"
-            raise NotLeader(text)
+            why = "the registry says so, or does not answer"
+            raise NotLeader(f"not the leader of {self._uid} any more: {why}")
         self.record, self.reserved = record, record.reserved
 
     async def reserve(self, version: int) -> None:
@@ -102,9 +102,8 @@ class _Members:
         """The record for a leader that leaves: a member that has every update leads next."""
         left = {n: e for n, e in self.record.endpoints.items() if n != self._site.name}
         healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
-        record = replace(
-            self._noted(left), successor=next(healthy, ""), reserved=self._leader.committed.version
-        )
+        end = self._leader.committed.version
+        record = replace(self._noted(left), successor=next(healthy, ""), reserved=end)
         self.reserved = min(self.reserved, record.reserved)
         return record
 

@@ -127,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
         loop.run(server.placement.discovery.close(), 10)
-    if unsaved := server.describe_unsaved():
+    if server.saver is not None and (unsaved := server.saver.describe_unsaved()):
         log.error("not saved: %s", unsaved)
-        if server.is_disk_stuck:  # a thread that waits for the disk would keep the process
+        if server.saver.is_stuck:  # a thread that waits for the disk would keep the process
             logging.shutdown()
             os._exit(NOT_SAVED)
         return NOT_SAVED

@@ -214,15 +214,6 @@ class Server:
         if self.saver is not None:
             await self.saver.save()
 
-    def describe_unsaved(self) -> str:
-        """One line: what the checkpoints lack, and why; "" if they have everything."""
-        return self.saver.describe_unsaved() if self.saver else ""
-
-    @property
-    def is_disk_stuck(self) -> bool:
-        """True if the disk did not take the last checkpoints in time, so that a thread still waits for it."""
-        return self.saver is not None and self.saver.is_stuck
-
     def describe(self, uid: str) -> dict[str, str]:
         """Role, term, versions and waiting calls of an expert, as Info and the page show them."""
         saved = {} if self.saver is None else self.saver.describe(uid)
