@@ -101,6 +101,7 @@ class ReplicatedExperts:
         server.host.is_replicated = True
         server.host.when_committed = when_committed
         server.host.may_step = server.service.may_step = self.may_step
+        server.service.may_read = self.may_read
         await self.registry.start(self._server_entry())
         # named experts; else those with checkpoints, and as many others as are missing
         uids = [check_uid(uid) for uid in server.options.expert_uids]
@@ -154,6 +155,13 @@ class ReplicatedExperts:
         if leader is None or not leader.takes_steps():
             other, _ = self.registry.view.leader(uid)
             raise NotLeader(f"not the leader of {uid}: {other.endpoint if other else 'nobody'} is")
+
+    def may_read(self, uid: str) -> None:
+        """Raises NotLeader unless this server is a member of an expert, as it sees etcd: others may lack updates."""
+        record, _ = self.registry.view.members(uid)
+        if record is None or self.name not in record.endpoints:
+            # begins as clients know it: they look up where the expert is now
+            raise NotLeader(f"not the leader of {uid}, and no member: it may lack acknowledged updates")
 
     def _add(self, uid: str) -> None:
         if uid not in self.replicas:

@@ -301,6 +301,7 @@ class ExpertService:
 
         self.intake = Intake(guard, self.budget, limits, ended)
         self.may_step: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a gradient
+        self.may_read: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a forward
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         # name: time.monotonic() of its last call, loss it reported
         self.peers: OrderedDict[str, tuple[float, str]] = OrderedDict()
@@ -351,6 +352,7 @@ class ExpertService:
 
     async def _forward(self, call: Call) -> Message:
         uid, inputs, _ = self._unpack(call.message, has_grad=False)
+        self.may_read(uid)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.compute.queue.put(Job(uid, inputs, _settle_soon(future), peer=call.peer, deadline=call.deadline))
         return self._reply(call.message, await future)

@@ -202,6 +202,11 @@ def acknowledge_beyond_the_reservation(patch):
     patch.setattr(Leader, "confirm", confirm_and_forget)
 
 
+def answer_after_the_membership(patch):
+    """A server that was removed from the members answers forward calls by the weights that it has."""
+    patch.setattr(ReplicatedExperts, "may_read", lambda self, uid: None)
+
+
 def count_leases_by_the_clock_on_the_wall(patch):
     """A clock that is set back makes a lease longer than etcd's."""
     patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
@@ -224,4 +229,5 @@ MUTANTS = {  # mutant: (faults, the first seed that finds it)
     stop_saving_at_the_first_failure: (["bad_disk"], 6),
     trust_names_of_files: (["misname"], 40),
     count_leases_by_the_clock_on_the_wall: (["pause"], 99),
+    answer_after_the_membership: (["cut"], 0),
 }
