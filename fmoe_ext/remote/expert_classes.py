@@ -227,7 +227,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward gives for a part."""
+    """Gradients of a part."""
 
     inputs: tuple[torch.Tensor | None, ...]  # None for integer inputs
     parameters: dict[str, torch.Tensor]  # one entry for each of Stack.views

@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def _as_arguments(self, key: str, value: str | list[str]) -> list[str]:
-        """What one line of a file is on the command line."""
+        """The arguments of one line of a file."""
         actions = {action.dest: action for action in self._actions}
         if key in self._foreign:
             self.error(f"{key} means nothing here: {self._foreign[key]}")

@@ -75,7 +75,7 @@ class Handle:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a server has answered."""
+    """The answer of a server."""
 
     tensors: tuple[torch.Tensor, ...]  # the output, or the gradients of the floating inputs
     version: int  # of the weights

@@ -120,7 +120,18 @@ class KademliaNode:
                 await self.attachment.start(self.options.join_timeout)
             if self.initial_peers:
                 self.clock.is_joining = True
-                await self._join_within(self.options.join_timeout)
+                timeout, peers = self.options.join_timeout, self.initial_peers
+                end = time.monotonic() + timeout
+                # half of the time at most for one round: a peer that starts a moment later is found by the next
+                while not await self.join(peers, max(0.1, min(timeout / 2, end - time.monotonic()))):
+                    if time.monotonic() + RETRY_PAUSE >= end:
+                        raise DiscoveryError(
+                            f"none of the initial peers {', '.join(peers[:8])} answered within {timeout:.3g} s: "
+                            "is a node listening there (fmoe-dht, fmoe-server --dht_port), and can it be reached "
+                            "from here?"
+                        )
+                    await asyncio.sleep(RETRY_PAUSE)
+                await self.find(self.table.ids_to_refresh(self.rng), max(1.0, end - time.monotonic()))
                 self.clock.is_joining = False
             elif not self.is_serving:
                 raise DiscoveryError(
@@ -157,17 +168,6 @@ class KademliaNode:
         doubtful = (self.ping(peer, timeout) for peer in self.table.doubtful())
         await asyncio.gather(self.join(again, timeout), *doubtful)
         await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
-
-    async def _join_within(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while not await self.join(self.initial_peers, max(0.1, min(timeout / 2, end - time.monotonic()))):
-            if time.monotonic() + RETRY_PAUSE >= end:
-                raise DiscoveryError(
-                    f"none of the initial peers {', '.join(self.initial_peers[:8])} answered within {timeout:.3g} s: "
-                    "is a node listening there (fmoe-dht, fmoe-server --dht_port), and can it be reached from here?"
-                )
-            await asyncio.sleep(RETRY_PAUSE)
-        await self.find(self.table.ids_to_refresh(self.rng), max(1.0, end - time.monotonic()))
 
     async def _maintain(self) -> None:
         while True:

@@ -101,7 +101,7 @@ class EtcdClient:
     """One cluster at host:port[,host:port...]; every call ends within its timeout, DiscoveryError if it fails."""
 
     def __init__(self, endpoints: str):
-        require("aetcd", "etcd as a registry")
+        require("aetcd", "a registry in etcd")
         self.endpoints = [endpoint for endpoint in endpoints.split(",") if endpoint]
         if not self.endpoints:
             raise ValueError("etcd needs an address: etcd://host:2379")
@@ -274,7 +274,7 @@ class EtcdDiscovery(Discovery):
         return successors_among(sorted(uid for key in keys if (uid := uid_of(key))), prefixes)
 
     async def _read_all(self, reads: Sequence[Any], timeout: float) -> list[list[Entry]]:
-        """What each read finds, in as many transactions as are needed."""
+        """The entries that each read finds, in as many transactions as are needed."""
         deadline, found = time.monotonic() + timeout, []
         for first in range(0, len(reads), MAX_OPERATIONS):
             some = reads[first : first + MAX_OPERATIONS]

@@ -47,7 +47,7 @@ def uid_of(key: str) -> str | None:
 
 @dataclass(frozen=True)
 class Leader:
-    """Who takes the gradients of an expert."""
+    """The server that takes the gradients of an expert."""
 
     server: str
     endpoint: str

@@ -31,7 +31,7 @@ AGAIN_SECONDS = 0.5  # until the next attempt to take a copy
 
 
 class Role(enum.Enum):
-    """What a server does with an expert."""
+    """The part of a server in an expert's replicas."""
 
     IDLE = "idle"  # has some state, which nobody counts on
     JOINING = "joining"  # takes a copy; updates wait

@@ -186,7 +186,7 @@ def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None
 
 
 async def answer(replicas: Any, method: str, message: Message) -> Message:
-    """What ReplicatedExperts answer to a call of another server."""
+    """Have ReplicatedExperts answer a call of another server."""
     if method == APPEND:
         reply = replicas.append(read_append(message))
         meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}

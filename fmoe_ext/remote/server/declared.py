@@ -141,10 +141,33 @@ class DeclaredExperts:
         self._hidden: frozenset[str] = frozenset()  # experts that no beam search finds
 
     async def start(self, server: Server) -> None:
-        """Claims the server's experts in discovery."""
+        """Claims the server's experts in discovery; ValueError if it cannot have as many as it shall."""
         self._server = server
         server.metrics.gauge("hidden_experts", lambda: len(self._hidden))
-        await server.add_experts(await self._claim(server))
+        options, endpoint = server.options, server.endpoint
+        mine = [check_uid(uid) for uid in options.expert_uids]
+        if mine:
+            granted = await self.discovery.declare(mine, endpoint, options.ttl)
+            self._note_hidden(granted)
+            if taken := [uid for uid in mine if uid not in granted]:
+                await self.discovery.withdraw(list(granted), endpoint)
+                raise ValueError(
+                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
+                )
+        else:  # those with checkpoints first, then free ones
+            pattern, wanted = Pattern(options.expert_pattern), options.num_experts
+            if before := server.saved_uids()[:wanted]:
+                mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
+            mine += await claim_free_uids(
+                self.discovery, pattern, wanted - len(mine), endpoint, options.ttl, random.Random()
+            )
+            if len(mine) < wanted:
+                await self.discovery.withdraw(mine, endpoint)
+                raise ValueError(
+                    f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
+                    "give a wider --expert_pattern or a smaller --num_experts"
+                )
+        await server.add_experts(mine)
         self._renewing = asyncio.create_task(self._renew(server))
         if self.copies is not None:
             self._copying = asyncio.create_task(self.copies.run(server))
@@ -152,34 +175,6 @@ class DeclaredExperts:
     def describe(self, uid: str) -> dict[str, str]:
         """Nothing: an expert that is declared has one server."""
         return {}
-
-    async def _claim(self, server: Server) -> list[str]:
-        """The uids that this server owns now; ValueError if it cannot have as many as it shall."""
-        options, endpoint = server.options, server.endpoint
-        mine = [check_uid(uid) for uid in options.expert_uids]
-        if mine:
-            granted = await self.discovery.declare(mine, endpoint, options.ttl)
-            self._note_hidden(granted)
-            taken = [uid for uid in mine if uid not in granted]
-            if taken:
-                await self.discovery.withdraw(list(granted), endpoint)
-                raise ValueError(
-                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
-                )
-            return mine
-        pattern, wanted = Pattern(options.expert_pattern), options.num_experts
-        before = server.checkpoints.uids() if server.checkpoints else []
-        kept = sorted(await self.discovery.declare(before[:wanted], endpoint, options.ttl)) if before else []
-        mine = kept + await claim_free_uids(
-            self.discovery, pattern, wanted - len(kept), endpoint, options.ttl, random.Random()
-        )
-        if len(mine) < wanted:
-            await self.discovery.withdraw(mine, endpoint)
-            raise ValueError(
-                f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
-                "give a wider --expert_pattern or a smaller --num_experts"
-            )
-        return mine
 
     async def _renew(self, server: Server) -> None:
         ttl, withheld = server.options.ttl, server.service.withheld

@@ -34,11 +34,13 @@ class DeadlinePassed(Exception):
 
 @dataclass
 class Job:
-    """A call that waits. done(result) or done(exception) is called once, on the thread that computes."""
+    """A call that waits."""
 
     uid: str
     inputs: tuple[torch.Tensor, ...]
-    done: Callable[[object], None]
+    done: Callable[
+        [object], None
+    ]  # called once, with the result or an exception, on the thread that computes
     grad: torch.Tensor | None = None  # of the output: a backward call
     request_id: str = ""
     seen_version: int | None = None  # of the expert, when the caller went forward

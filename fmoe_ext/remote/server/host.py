@@ -2,7 +2,7 @@
 
 A batch becomes *rounds* in which every expert has rows of one shape; a round is one product over all its experts. A
 backward steps each expert once for all gradients that came together: this is an *update*, it gets the next version, and
-its senders hear of it when `when_committed` says so. Replicas repeat the update and get the same bits.
+its senders are answered when `when_committed` says so. Replicas repeat the update and get the same bits.
 """
 
 import functools
@@ -85,7 +85,7 @@ class Hosted:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a caller gets."""
+    """The answer to a job."""
 
     tensors: tuple[torch.Tensor, ...]
     version: int  # of the weights that gave them, or to which they led
@@ -222,7 +222,7 @@ class ExpertHost:
             if known is job:
                 fresh.append(job)
             else:  # the same request twice in this batch: the second one gets the answer of the first
-                known.done = functools.partial(_tell_both, known.done, job.done)
+                known.done = functools.partial(_tell, (known.done, job.done))
         by_expert = self._by_expert(fresh)
         if not by_expert:
             return
@@ -232,7 +232,7 @@ class ExpertHost:
 
     def _update(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
         """One step of one expert, for all gradients that came together."""
-        ledger = expert.ledger
+        ledger, tell = expert.ledger, functools.partial(_tell, [job.done for job in group])
         try:
             with ledger.lock:  # who may step is decided together with the step, or the log would not have it
                 ledger.check_open(expert.uid)
@@ -242,8 +242,7 @@ class ExpertHost:
                 has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
                 ledger.append(update, self.digest(expert.uid) if has_digest else "")
         except NotLeader as error:
-            for job in group:
-                job.done(error)
+            tell(error)
             return
         except SchemaError as error:
             if len(group) > 1:  # which of them it was shows when each goes alone
@@ -258,11 +257,7 @@ class ExpertHost:
             for job, answer in zip(group, answers, strict=True):
                 job.done(answer)
 
-        def fail(error: Exception) -> None:
-            for job in group:
-                job.done(error)
-
-        self.when_committed(expert.uid, update.version, finish, fail)
+        self.when_committed(expert.uid, update.version, finish, tell)
 
     def _answer_repeated(self, job: Job) -> bool:
         """Answers a job that was applied before, or that may not be; False if it is a new one."""
@@ -320,9 +315,9 @@ class ExpertHost:
         return sorted(((self.find(uid), group) for uid, group in groups.items()), key=lambda g: g[0].place)
 
 
-def _tell_both(one: Callable[[object], None], other: Callable[[object], None], result: object) -> None:
-    one(result)
-    other(result)
+def _tell(several: Sequence[Callable[[object], None]], result: object) -> None:
+    for done in several:
+        done(result)
 
 
 def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:

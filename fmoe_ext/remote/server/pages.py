@@ -56,7 +56,7 @@ class Metrics:
         return library.generate_latest(registry).decode()
 
     def collect(self) -> Iterator[Any]:
-        """What prometheus_client asks of a collector: its metrics, one of each name."""
+        """The metrics, one of each name: prometheus_client calls this."""
         from prometheus_client import core
 
         counters: dict[str, core.Metric] = {}

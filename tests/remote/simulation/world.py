@@ -396,7 +396,7 @@ class World:
             self._watch_readers()
 
     def _watch_readers(self):
-        """Who answers forward calls is a member, or etcd has not reached it for long enough to say that it is not."""
+        """A server that answers forward calls is a member, or etcd has not reached it since it was removed."""
         for uid in UIDS:
             entry = self.etcd.entries.get(keys.members_key(uid))
             members = keys.load_members(entry[0]).endpoints if entry else {}
