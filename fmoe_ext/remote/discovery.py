@@ -143,6 +143,7 @@ def _is_name(text: str, grammar: re.Pattern[str]) -> bool:
     """True for printable text in Unicode's composed form, so that equal names are equal bytes."""
     if len(text) > MAX_UID_LENGTH or not grammar.fullmatch(text) or not text.isprintable():
         return False
+    # two spellings of one letter would be two keys with one name
     return unicodedata.is_normalized("NFC", text) and len(text.encode()) <= MAX_UID_LENGTH
 
 

@@ -172,7 +172,9 @@ def initial_state(
     expert_class: ExpertClass, hidden_dim: int, uid: str, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """The weights and buffers that an expert starts from, wherever it starts."""
+    # from its own seed, so that it is the same wherever the expert starts and whatever started before it
     digest = hashlib.sha256(f"{seed} {uid}".encode()).digest()
+    # the program's own random numbers go on as before
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         module = expert_class.make(hidden_dim)
@@ -196,6 +198,7 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
     """The inputs and outputs of a class of experts, found by calling one."""
     samples = expert_class.sample(hidden_dim)
+    # what a class returns is known only by calling it
     rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
     with torch.no_grad(), torch.device("cpu"):
         outputs = expert_class.call(expert_class.make(hidden_dim), rows)

@@ -207,6 +207,7 @@ class Rates:
         if self.per_second == float("inf"):
             return True
         now = time.monotonic() if now is None else now
+        # the bucket of a peer that was silent is full; forgetting it is the same as filling it
         full = self.per_second * BURST_SECONDS
         left, since = self._left.pop(peer, (full, now))
         left = min(full, left + (now - since) * self.per_second)

@@ -143,6 +143,7 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
         )
     first = _LENGTH.size + length  # byte of the first tensor
     header, meta = _read_header(bytes(data[_LENGTH.size : first]), limits)
+    # bytes are shared with others, and torch may write into its tensors
     if not isinstance(data, bytearray):
         data, first = bytearray(memoryview(data)[first:]), 0
     tensors, end, size = {}, 0, len(data) - first

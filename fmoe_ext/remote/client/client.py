@@ -235,6 +235,7 @@ class Client:
                 failure = error
             now = time.monotonic()
             is_hopeless = isinstance(failure, errors.ExpertGone) and now - begin >= self.settings.patience
+            # an expert without a server may be about to get one; other failures are worth the whole time
             if is_hopeless or now + pause >= deadline:
                 self._note_failure(handle)
                 kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)

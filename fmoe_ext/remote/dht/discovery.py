@@ -80,8 +80,8 @@ class KademliaDiscovery(Discovery):
         records = [self._sign(uid, claim, near) for uid in free]
         said = await self._put(records, near, end - time.monotonic())
         now = self.node.clock.now()
-        mine = Granted(r.uid for r in records if is_granted(r, said[r.uid][uid_key(r.uid)], now))
-        mine.found_at = {r.uid: num_showing(r, said[r.uid], now) for r in records if r.uid in mine}
+        mine = Granted(r.uid for r in records if _is_granted(r, said[r.uid][uid_key(r.uid)], now))
+        mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in records if r.uid in mine}
         self._declared = {uid: r for uid, r in self._declared.items() if uid not in claim.uids or uid in free}
         self._declared |= {r.uid: r for r in records}
         await self._take_back([r for r in records if r.uid not in mine], near, end - time.monotonic())
@@ -101,7 +101,7 @@ class KademliaDiscovery(Discovery):
         clock = self.node.clock
 
         def expert(uid: str, near: Nearby) -> ExpertRecord | None:
-            record = elect(near.holders, uid, clock.now())
+            record = _elect(near.holders, uid, clock.now())
             if record is None:
                 return None
             # the network's time becomes this host's: who reads the record knows no other clock
@@ -135,7 +135,7 @@ class KademliaDiscovery(Discovery):
         def values(_: str, near: Nearby) -> dict[str, records.Value]:
             found, now = {}, clock.now()
             for uid in {r.uid for at in near.holders for r in at.records if r.is_live(now)}:
-                record = elect(near.holders, uid, now)
+                record = _elect(near.holders, uid, now)
                 if record is None or records.is_misplaced(uid, record.owner):
                     continue
                 value = records.load_value(record, time.time() + clock.seconds_until(record.expires))
@@ -182,7 +182,7 @@ class KademliaDiscovery(Discovery):
 
     def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
         """True if the uid is free, or ours and no process with this key that began earlier serves it."""
-        record = elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
+        record = _elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
         if record is None or record.owner != self.identity.public:
             return record is None
         theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
@@ -256,7 +256,7 @@ class KademliaDiscovery(Discovery):
 # -------------------------------------------------------------------- elections
 
 
-def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
+def _elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
     """The record that most nodes vouch for, of those that live and whose owner has said nothing newer."""
     words = [record for at in holders for record in at.records if record.uid == uid]
     last: dict[str, SignedRecord] = {}
@@ -274,7 +274,7 @@ def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | Non
     return _winner(live, votes) if live else None
 
 
-def is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) -> bool:
+def _is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) -> bool:
     """True if a claim wins among the nodes nearest to its key; DiscoveryError if none of them keeps it."""
     votes = Counter({mine.owner: said.count(None)})
     others = [r.holder for r in said if r is not None and r.holder is not None]
@@ -291,7 +291,7 @@ def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRec
     return min(live, key=lambda record: (-votes[record.owner], record.fence, record.owner))
 
 
-def num_showing(mine: SignedRecord, said: Mapping[int, Sequence[Refusal | None]], now: float) -> int:
+def _num_showing(mine: SignedRecord, said: Mapping[int, Sequence[Refusal | None]], now: float) -> int:
     """The nodes that show a uid below each of its prefixes, at least; another owner's record shows it as well.
 
     said: by key, what the nodes nearest to it have said about the record.

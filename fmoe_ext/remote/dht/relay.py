@@ -170,6 +170,7 @@ class Attachment:
         except BaseException:
             writer.close()
             raise
+        # asked for again after a break: those who know the endpoint find this host there
         self._port = line["port"]
         self.endpoint = f"{self.relay.rpartition(':')[0]}:{self._port}"
         return reader, writer

@@ -71,6 +71,7 @@ class RoutingTable:
         bucket.spare.pop(peer.node_id, None)
         members[peer.node_id] = peer
         members.move_to_end(peer.node_id)
+        # the spare that answered longest ago goes
         while len(bucket.spare) > self.bucket_size:
             bucket.spare.popitem(last=False)
 

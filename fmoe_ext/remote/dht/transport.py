@@ -92,6 +92,7 @@ class GrpcTransport:
 
     def _method(self, name: str, handler: Handler) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def method(data: bytes, context: Any) -> bytes:
+            # by address and not by id: ids cost nothing
             host = host_seen(context.peer())
             if not (self._calls.take(host, 1) and self._bytes.take(host, len(data))):
                 await context.abort(

@@ -186,11 +186,14 @@ class _Members:
         alive, now = self._site.registry.view.servers(), self._site.now()
         try:
             for sender in list(self.senders.values()):
+                # a server that takes a copy gets every update meanwhile: not for ever, or its queue would grow
                 late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
                 if sender.is_dead or late or sender.server not in alive:
                     await self.remove(sender, sender.failure or "its server is gone")
+            # a term that confirms changes nothing else
             if not self._leader.is_open:
                 return
+            # a note every few seconds: what a recovery has lost can then be counted, at a write to etcd now and then
             end = self._leader.committed.version
             if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
                 self._noted_at = now
@@ -321,6 +324,7 @@ class Leader:
             fail(NotLeader(f"not the leader of {self.uid}, or not yet"))
             return
         self._waiting.append((version, finish, fail))
+        # updates are shipped in the order of the log, by whichever call comes first; later ones wait for their own call
         for logged in self.ledger.tail_after(self.shipped) or ():
             if logged.end.version > version:
                 break

@@ -196,6 +196,7 @@ class Registry:
     ) -> Answer:
         """A transaction that notices when the registry has gone back."""
         before = self._revision
+        # half of a lease, so that a server that waits for etcd in vain can still step down in time
         answer = await self.store.transact(compare, success, failure, timeout=self.ttl / 2)
         is_another = self._cluster not in (0, answer.cluster)
         # etcd's revision only grows: one that shrinks comes from a backup, and what was written since is gone
@@ -259,6 +260,7 @@ class Registry:
         """Renews; the transaction beside it is what notices a registry that went back."""
         was_reached = True
         while True:
+            # four times a lease: one renewal may be lost and one late
             await asyncio.sleep(self.ttl / 4)
             begin = self._clock()
             try:

@@ -267,6 +267,7 @@ def decode_with_checksums(data: bytes) -> Message:
 
 def _num_chunks(size: int) -> int:
     """The chunks of a file, which follow from its size alone; Damaged if no file has this size."""
+    # n chunks have n + 1 digests: size = end + DIGEST * (n + 1), with end between CHUNK * (n - 1) and CHUNK * n
     count = max(1, -(-(size - DIGEST) // (CHUNK + DIGEST)))
     if size - DIGEST * (count + 1) <= CHUNK * (count - 1):
         raise Damaged(f"it was cut off: no checkpoint has {size} bytes")

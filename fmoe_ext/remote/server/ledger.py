@@ -131,6 +131,7 @@ class Ledger:
         """Every member has the log up to version."""
         with self.lock:
             self.committed = max(self.committed, min(version, self.end.version))
+            # what waits for the device stays: a copy taken now must name the end that its weights have
             while self.tail and self.tail[0].end.version <= min(self.committed, self.version):
                 del self.tail[0]
 
@@ -182,6 +183,7 @@ class Ledger:
         with self.lock:
             self.start = None
             self.end, self.version = end, end.version
+            # a copy may hold updates that not every member has yet
             self.committed = 0 if self.is_replicated else end.version
             self.applied, self.num_requests = applied, num_requests
             self.seen = max(self.seen, end.term)

@@ -121,6 +121,7 @@ class Saver:
         patience: seconds for one expert; the disk is not tried again after one that takes longer.
         """
         async with self._turn:
+            # one after the other: a disk that is slow for one must not have to hold the copies of all
             for uid, expert in list(self.host.experts.items()):
                 if expert.ledger.broken:
                     continue  # its file is better than its weights

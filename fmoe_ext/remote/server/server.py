@@ -168,6 +168,7 @@ class Server:
         finally:
             if self.saver is not None:
                 await self.saver.end(save)
+        # the page shows how the end goes
         await self.pages.stop()
         if self._attachment is not None:
             await self._attachment.close()

@@ -216,6 +216,7 @@ class Intake:
         """The call; ends it with a status code if the block raises. Calls that change experts need the right to."""
         begin, code = time.monotonic(), Code.OK
         try:
+            # the size comes before the message, which may be long and is not read yet
             text = str(dict(context.invocation_metadata() or ()).get(protocol.BYTES, ""))
             is_number = text.isascii() and text.isdecimal() and len(text) <= 12
             announced = int(text) if is_number else 0
@@ -259,6 +260,7 @@ class Intake:
                     f"a call has at most {self.limits.max_message_bytes} bytes (--max_message_bytes), but "
                     f"{size} came: send fewer rows a call"
                 )
+            # a caller that announced less than it sends pays, and needs room, as it goes
             self.guard.charge(held.peer, size - charged)
             charged = max(charged, size)
             held.resize(max(held.count, size))
