@@ -102,11 +102,10 @@ class EtcdClient:
 
     def __init__(self, endpoints: str):
         require("aetcd", "a registry in etcd")
-        self.endpoints = [endpoint for endpoint in endpoints.split(",") if endpoint]
-        if not self.endpoints:
+        addresses = [endpoint for endpoint in endpoints.split(",") if endpoint]
+        if not addresses:
             raise ValueError("etcd needs an address: etcd://host:2379")
-        several = len(self.endpoints) > 1
-        self._target = "ipv4:" + ",".join(self.endpoints) if several else self.endpoints[0]
+        self._target = "ipv4:" + ",".join(addresses) if len(addresses) > 1 else addresses[0]
         self._open: grpc.aio.Channel | None = None
 
     @property
@@ -260,11 +259,10 @@ class EtcdDiscovery(Discovery):
                 records.append(None)
                 continue
             members = load_members(by_key["members"].value) if "members" in by_key else None
-            others = (
-                [] if members is None else [e for e in members.endpoints.values() if e != leader.endpoint]
-            )
+            others = [] if members is None else list(members.endpoints.values())
+            endpoints = leader.endpoint, *(endpoint for endpoint in others if endpoint != leader.endpoint)
             expires, fence = time.monotonic() + UNSEEN_FOR, by_key["leader"].create_revision
-            records.append(ExpertRecord(uid, (leader.endpoint, *others), expires, fence))
+            records.append(ExpertRecord(uid, endpoints, expires, fence))
         return records
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
