@@ -202,6 +202,13 @@ def endpoint(text: Any) -> str:
     return str(text)
 
 
+def etcd_address(text: Any) -> str:
+    """A type of argparse: host:port[,host:port...] of etcd://host:port[,host:port...]."""
+    if not str(text).startswith("etcd://"):
+        raise argparse.ArgumentTypeError(f"must be etcd://host:port, but is {text}")
+    return str(text).removeprefix("etcd://")
+
+
 def port(text: Any) -> int:
     """A type of argparse: 0 (any) to 65535."""
     if not (str(text).isdecimal() and int(text) < 1 << 16):

@@ -1,7 +1,6 @@
 """fmoe-server: hosts experts until a signal ends it."""
 
 import argparse
-import dataclasses
 import importlib.util
 import logging
 import os
@@ -22,7 +21,7 @@ from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.security import Credentials, InUse, Security
 from fmoe_ext.remote.server.checkpoints import Damaged
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
-from fmoe_ext.remote.server.options import ETCD, Options, Replication, Training, parse, read_tokens
+from fmoe_ext.remote.server.options import Options, Replication, Training, parse, read_tokens
 from fmoe_ext.remote.server.server import Server
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -46,9 +45,7 @@ def make_server(flags: argparse.Namespace) -> Server:
     else:
         credentials = Credentials(token=own)
     if flags.registry is not None:
-        registry = flags.registry.removeprefix(ETCD)
-        replication = dataclasses.replace(build(Replication, flags), registry=registry)
-        return Server(options, ReplicatedExperts(replication, credentials))
+        return Server(options, ReplicatedExperts(build(Replication, flags), credentials))
     discovery: Discovery = StaticList()
     if not flags.no_dht:
         host = flags.listen_on.rpartition(":")[0]

@@ -15,6 +15,7 @@ from fmoe_ext.remote.flags import (
     POSITIVE_INT,
     Parser,
     endpoint,
+    etcd_address,
     flag,
     port,
 )
@@ -155,9 +156,10 @@ class Options:
 class Replication:
     """Options of experts with replicas."""
 
-    registry: str | None = flag(  # "host:port" of etcd, several with commas; as a flag behind etcd://
+    registry: str | None = flag(  # "host:port" of etcd, several with commas
         None,
         "etcd://host:2379: experts with replicas",
+        type=etcd_address,
         excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of", "no_dht"),
         group=NETWORK,
     )
@@ -182,7 +184,6 @@ class Replication:
     )
 
 
-ETCD = "etcd://"
 CALLS_OTHERS = ("registry", "copies_of")
 # What to write instead of hivemind's flags.
 HIVEMIND = MappingProxyType(
@@ -270,8 +271,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--expert_uids has {', '.join(twice)} twice")
     if flags.own_token is not None and flags.tokens is None:
         parser.error("--own_token means nothing without --tokens")
-    if flags.registry is not None and not flags.registry.startswith(ETCD):
-        parser.error(f"--registry must be {ETCD}host:port, but is {flags.registry}")
     if flags.num_experts is None:
         flags.num_experts = len(flags.expert_uids) or 1
     return flags
