@@ -5,7 +5,15 @@ from types import MappingProxyType
 from typing import Any
 
 # package: the extra of pyproject.toml that brings it and what goes with it
-_EXTRAS = MappingProxyType({"transformers": "finetune", "peft": "finetune", "accelerate": "finetune"})
+_EXTRAS = MappingProxyType(
+    {
+        "transformers": "finetune",
+        "peft": "finetune",
+        "accelerate": "finetune",
+        "aetcd": "remote",
+        "prometheus_client": "remote",
+    }
+)
 
 
 def require(package: str, needed_by: str, install: str = "") -> Any:

@@ -1,8 +1,11 @@
 """Beam search: the best live experts of a grid for each token, asking discovery one level at a time.
 
-A grid of n x n experts is too large to ask for each of them, so the search goes down its coordinates: of each level
-it keeps, for each token, the beam_size best prefixes that lead to a live expert, and asks what lives below them. All
-tokens share the questions: prefixes are numbered over the whole batch and each is asked for once.
+A token wants the experts with the highest scores, and the score of expert grid.i.j is a sum over its coordinates. A
+grid of n x n experts is too large to ask for each of them, so the search goes down the coordinates. Of each level it
+keeps, for each token, the beam_size prefixes with the highest sums so far that lead to a live expert, and asks what
+lives below them: d + 1 questions for d dimensions. A prefix that falls out of the beam is lost even if a very good
+coordinate lies below it, so the result is exact for one dimension only. All tokens share the questions: prefixes are
+numbered over the whole batch and each is asked for once. Shapes: T tokens, B prefixes of a token, n places, P prefixes.
 """
 
 import time

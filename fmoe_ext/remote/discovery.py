@@ -6,6 +6,7 @@ printable text without dots, slashes and spaces ("my::experts2", "größe").
 
 import abc
 import itertools
+import math
 import random
 import re
 import time
@@ -142,6 +143,7 @@ def _is_name(text: str, grammar: re.Pattern[str]) -> bool:
     """True for printable text in Unicode's composed form, so that equal names are equal bytes."""
     if len(text) > MAX_UID_LENGTH or not grammar.fullmatch(text) or not text.isprintable():
         return False
+    # two spellings of one letter would be two keys with one name
     return unicodedata.is_normalized("NFC", text) and len(text.encode()) <= MAX_UID_LENGTH
 
 
@@ -211,7 +213,7 @@ T = TypeVar("T")
 
 
 class Cached(Discovery):
-    """Answers are believed for max_age seconds, a record never longer than itself says."""
+    """Another discovery, whose answers are believed for max_age seconds, a record never longer than itself says."""
 
     def __init__(self, inner: Discovery, max_age: float = 3.0):
         self.inner, self.max_age = inner, max_age
@@ -292,10 +294,18 @@ class Pattern:
     def __init__(self, text: str):
         prefix, *parts = text.split(".")
         self.text, self._prefix = text, prefix
-        self._axes = [_axis(part, text) for part in parts]
-        self.size = 1
-        for axis in self._axes:
-            self.size *= len(axis)
+        self._axes = []
+        for part in parts:
+            match = _RANGE.fullmatch(part)
+            if match is None and not part.isdecimal():
+                raise ValueError(
+                    f"{part!r} in the pattern {text!r} must be a number or a range such as [0:5]"
+                )
+            begin, end = (int(match[1]), int(match[2])) if match else (int(part), int(part) + 1)
+            if end > MAX_COORDINATE + 1:
+                raise ValueError(f"coordinates must be at most {MAX_COORDINATE}, but the pattern is {text!r}")
+            self._axes.append(range(begin, end))
+        self.size = math.prod(map(len, self._axes))
         if self.size == 0 or not parts:
             raise ValueError(
                 f"the pattern {text!r} holds no uid: write expert.[0:5] for expert.0 to expert.4"
@@ -319,16 +329,6 @@ class Pattern:
             place, index = divmod(place, len(axis))
             parts.append(str(axis[index]))
         return ".".join([self._prefix, *reversed(parts)])
-
-
-def _axis(part: str, text: str) -> range:
-    match = _RANGE.fullmatch(part)
-    if match is None and not part.isdecimal():
-        raise ValueError(f"{part!r} in the pattern {text!r} must be a number or a range such as [0:5]")
-    begin, end = (int(match[1]), int(match[2])) if match else (int(part), int(part) + 1)
-    if end > MAX_COORDINATE + 1:
-        raise ValueError(f"coordinates must be at most {MAX_COORDINATE}, but the pattern is {text!r}")
-    return range(begin, end)
 
 
 async def claim_free_uids(

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -135,9 +135,7 @@ _BUILT_IN = (
         lambda hidden_dim: (*_one_row(hidden_dim), *_one_row(2 * hidden_dim)),
     ),
 )
-_CLASSES = {
-    expert_class.name: expert_class for expert_class in _BUILT_IN
-}  # register_expert_class() adds to it
+_CLASSES = {kind.name: kind for kind in _BUILT_IN}  # register_expert_class() adds to it
 
 
 def find_expert_class(name: str) -> ExpertClass:
@@ -174,7 +172,9 @@ def initial_state(
     expert_class: ExpertClass, hidden_dim: int, uid: str, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """The weights and buffers that an expert starts from, wherever it starts."""
+    # from its own seed, so that it is the same wherever the expert starts and whatever started before it
     digest = hashlib.sha256(f"{seed} {uid}".encode()).digest()
+    # the program's own random numbers go on as before
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         module = expert_class.make(hidden_dim)
@@ -198,6 +198,7 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
     """The inputs and outputs of a class of experts, found by calling one."""
     samples = expert_class.sample(hidden_dim)
+    # what a class returns is known only by calling it
     rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
     with torch.no_grad(), torch.device("cpu"):
         outputs = expert_class.call(expert_class.make(hidden_dim), rows)
@@ -220,30 +221,22 @@ Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one expert in a batch; grad: of its output, in a backward."""
+    """The rows of one expert in a batch."""
 
-    place: int
+    place: int  # of the expert in its stack
     inputs: Tensors
-    grad: torch.Tensor | None = None
+    grad: torch.Tensor | None = None  # of its output, in a backward
 
 
 @dataclass(frozen=True)
 class Gradients:
+    """Gradients of a part."""
+
     inputs: tuple[torch.Tensor | None, ...]  # None for integer inputs
     parameters: dict[str, torch.Tensor]  # one entry for each of Stack.views
 
 
-class Stack(Protocol):
-    """Experts at places 0, 1, ...; parts of a call have ascending places, each at most once."""
-
-    def resize(self, num_places: int) -> None: ...
-    def views(self, place: int) -> dict[str, torch.Tensor]: ...
-    def buffers(self, place: int) -> dict[str, torch.Tensor]: ...
-    def forward(self, parts: Sequence[Part]) -> list[torch.Tensor]: ...
-    def backward(self, parts: Sequence[Part]) -> list[Gradients]: ...
-
-
-def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device) -> Stack:
+def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device) -> "Stack":
     """Grouped where the class can, otherwise one module an expert."""
     if expert_class.make_stacked is not None:
         with torch.device("cpu"):
@@ -253,7 +246,10 @@ def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device)
 
 
 class _GroupedStack:
-    """All experts in one product: every parameter has an entry for each place in dimension 0."""
+    """Experts at places 0, 1, ...; parts of a call have ascending places, each at most once.
+
+    All experts compute in one product: every parameter has an entry for each place in dimension 0.
+    """
 
     def __init__(self, module: _StackedFfn):
         self._module = module.requires_grad_(False)  # for its compute(); its own parameters are not used
@@ -288,16 +284,11 @@ class _GroupedStack:
         grad = _cat([part.grad for part in parts if part.grad is not None])
         d_rows, *d_parameters = torch.autograd.grad(y, leaves, grad)
         by_part = d_rows.split([part.inputs[0].shape[0] for part in parts])
-        return [
-            Gradients(
-                (d_inputs,),
-                {
-                    name: d[part.place - first, None]
-                    for name, d in zip(self._names, d_parameters, strict=True)
-                },
-            )
-            for part, d_inputs in zip(parts, by_part, strict=True)
-        ]
+        found = []
+        for part, d_inputs in zip(parts, by_part, strict=True):
+            grads = zip(self._names, d_parameters, strict=True)
+            found.append(Gradients((d_inputs,), {name: d[part.place - first, None] for name, d in grads}))
+        return found
 
     def _gather(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], int]:
         """Rows, counts and parameters of the places from the first to the last that are needed."""
@@ -315,7 +306,7 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _ModuleStack:
-    """A module an expert, called one after the other."""
+    """The same of any class: a module an expert, called one after the other."""
 
     def __init__(self, expert_class: ExpertClass, hidden_dim: int, device: torch.device):
         self._expert_class, self._hidden_dim = expert_class, hidden_dim
@@ -341,18 +332,20 @@ class _ModuleStack:
             return [self._compute(self._modules[part.place], self._to_device(part.inputs)) for part in parts]
 
     def backward(self, parts: Sequence[Part]) -> list[Gradients]:
-        return [self._backward(part) for part in parts]
-
-    def _backward(self, part: Part) -> Gradients:
-        module = self._modules[part.place]
-        inputs = [x.requires_grad_() if x.is_floating_point() else x for x in self._to_device(part.inputs)]
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        leaves = [x for x in inputs if x.requires_grad] + list(trained.values())
-        given = torch.autograd.grad(self._compute(module, inputs), leaves, part.grad, allow_unused=True)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
-        queue = iter(grads)
-        d_inputs = tuple(next(queue) if x.requires_grad else None for x in inputs)
-        return Gradients(d_inputs, dict(zip(trained, queue, strict=True)))
+        found = []
+        for part in parts:
+            module, tensors = self._modules[part.place], self._to_device(part.inputs)
+            inputs = [x.requires_grad_() if x.is_floating_point() else x for x in tensors]
+            trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            leaves = [x for x in inputs if x.requires_grad] + list(trained.values())
+            given = torch.autograd.grad(self._compute(module, inputs), leaves, part.grad, allow_unused=True)
+            queue = iter(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True))
+            d_inputs = tuple(next(queue) if x.requires_grad else None for x in inputs)
+            found.append(Gradients(d_inputs, dict(zip(trained, queue, strict=True))))
+        return found
 
     def _to_device(self, tensors: Tensors) -> list[torch.Tensor]:
         return [x.detach().to(self._device) for x in tensors]
+
+
+Stack: TypeAlias = _GroupedStack | _ModuleStack

@@ -45,10 +45,8 @@ def flag(
     name: the flag's name if it is not the field's. command_default: the command's default if it is not the field's.
     """
     shown = default if command_default is dataclasses.MISSING else command_default
-    spelling = (short,) if short else ()
-    described = _Flag(
-        name, shown, tuple(needs), tuple(excludes), group, spelling, {**arguments, "help": help or None}
-    )
+    rules = tuple(needs), tuple(excludes), group, (short,) if short else ()
+    described = _Flag(name, shown, *rules, {**arguments, "help": help or None})
     return dataclasses.field(default=default, metadata={"flag": described})
 
 
@@ -125,16 +123,37 @@ class Parser(argparse.ArgumentParser):
 
     def _configured(self, path: Path) -> list[str]:
         """The arguments that a YAML file stands for, each checked as on the command line."""
+        import yaml  # needed for files of flags only
+
+        try:
+            root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
+        except FileNotFoundError:
+            raise SystemExit(f"{path} does not exist") from None
+        except (OSError, UnicodeDecodeError, RecursionError) as error:
+            raise SystemExit(f"{path} cannot be read: {error}") from None
+        except yaml.YAMLError as error:
+            raise SystemExit(f"{path} is no YAML: {error}") from None
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise SystemExit(f"{path} must hold `flag: value` lines")
         arguments: list[str] = []
-        for line, key, value in _read_yaml(path):
-            self._place = f"{path}:{line}"
-            some = self._as_arguments(key, value)
+        seen: set[str] = set()
+        for key, value in () if root is None else root.value:
+            self._place = f"{path}:{key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode) or key.value in seen:
+                raise SystemExit(f"{self._place}: write each flag once, as `flag: value`")
+            seen.add(key.value)
+            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if not all(isinstance(part, yaml.ScalarNode) for part in parts):
+                raise SystemExit(f"{self._place}: {key.value} must be a value or a list of values")
+            texts = [part.value for part in parts]
+            some = self._as_arguments(key.value, texts if parts is value.value else texts[0])
             self._parse(some)
             arguments += some
         self._place = ""
         return arguments
 
     def _as_arguments(self, key: str, value: str | list[str]) -> list[str]:
+        """The arguments of one line of a file."""
         actions = {action.dest: action for action in self._actions}
         if key in self._foreign:
             self.error(f"{key} means nothing here: {self._foreign[key]}")
@@ -151,35 +170,6 @@ class Parser(argparse.ArgumentParser):
         if isinstance(value, list) and actions[key].nargs is None:
             self.error(f"{key} takes one value, but the file has a list of {len(value)}")
         return [f"--{key}", *([value] if isinstance(value, str) else value)]
-
-
-def _read_yaml(path: Path) -> Iterator[tuple[int, str, str | list[str]]]:
-    """(line, key, text or list of texts) of each entry of a YAML mapping; SystemExit for any other file."""
-    import yaml  # needed for files of flags only
-
-    try:
-        root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
-    except FileNotFoundError:
-        raise SystemExit(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise SystemExit(f"{path} is no YAML: {error}") from None
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise SystemExit(f"{path} must hold `flag: value` lines")
-    seen: set[str] = set()
-    for key, value in root.value:
-        place = f"{path}:{key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode) or key.value in seen:
-            raise SystemExit(f"{place}: write each flag once, as `flag: value`")
-        seen.add(key.value)
-        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
-        if not all(isinstance(part, yaml.ScalarNode) for part in parts):
-            raise SystemExit(f"{place}: {key.value} must be a value or a list of values")
-        texts = [part.value for part in parts]
-        yield key.start_mark.line + 1, key.value, texts if parts is value.value else texts[0]
 
 
 # -------------------------------------------------------------------- types of values
@@ -210,6 +200,13 @@ def endpoint(text: Any) -> str:
     if not (host and colon and number.isdecimal() and int(number) < 1 << 16):
         raise argparse.ArgumentTypeError(f"must be host:port or [IPv6]:port, but is {text}")
     return str(text)
+
+
+def etcd_address(text: Any) -> str:
+    """A type of argparse: host:port[,host:port...] of etcd://host:port[,host:port...]."""
+    if not str(text).startswith("etcd://"):
+        raise argparse.ArgumentTypeError(f"must be etcd://host:port, but is {text}")
+    return str(text).removeprefix("etcd://")
 
 
 def port(text: Any) -> int:

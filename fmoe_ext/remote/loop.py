@@ -12,15 +12,17 @@ from typing import Any, TypeVar
 from fmoe_ext.remote.errors import CallTimeout
 
 T = TypeVar("T")
-
-
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process
 
 
-def _shared_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process; RuntimeError in a child that was forked once there was one, where grpc hangs."""
+def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    """Starts a coroutine on the loop of this process, from any other thread.
+
+    RuntimeError in a child that was forked once there was a loop, where grpc hangs.
+    """
     loop = _LOOPS.get(os.getpid())
     if loop is None and _LOOPS:
+        coroutine.close()
         raise RuntimeError(
             "this process was forked from one that had called remote experts, and grpc does not work in it: start it "
             "by multiprocessing's spawn or forkserver (DataLoader: multiprocessing_context=), or fork before the "
@@ -33,16 +35,6 @@ def _shared_loop() -> asyncio.AbstractEventLoop:
             threading.Thread(target=loop.run_forever, name="fmoe-remote", daemon=True).start()
         else:
             mine.close()
-    return loop
-
-
-def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-    """Starts a coroutine on the shared loop, from any other thread."""
-    try:
-        loop = _shared_loop()
-    except RuntimeError:
-        coroutine.close()
-        raise
     return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 

@@ -32,13 +32,10 @@ class Denied(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """The proofs that a client shows and trusts.
+    """The proofs that a client shows and trusts."""
 
-    ca: PEM file that signed the servers; certificate and key: for mutual TLS.
-    """
-
-    ca: Path | None = None
-    certificate: Path | None = None
+    ca: Path | None = None  # PEM file that signed the servers' certificates
+    certificate: Path | None = None  # with key, for mutual TLS
     key: Path | None = None
     token: str | None = None
 
@@ -68,12 +65,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Security:
-    """The demands of a server.
-
-    certificate, key: PEM files, TLS on; client_ca: clients need a certificate that it signed. tokens {token: name}:
-    calls without one are refused. backward: names (of tokens, of certificates, or IP addresses) that may send
-    gradients, None for everyone. calls_per_second, bytes_per_second: of each peer.
-    """
+    """The demands of a server."""
 
     certificate: Path | None = flag(None, "PEM file", name="tls_certificate", type=Path, group=ADMISSION)
     key: Path | None = flag(
@@ -87,7 +79,8 @@ class Security:
         needs=("tls_certificate",),
         group=ADMISSION,
     )
-    tokens: Mapping[str, str] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict)  # {token: name}; calls without one are refused
+    # of tokens, of certificates, or IP addresses
     backward: Collection[str] | None = flag(
         None,
         "names that may send gradients; all, if not given",
@@ -177,35 +170,29 @@ class Guard:
 
     def admit(self, context: Any, num_bytes: int, gradient: bool = False) -> str:
         """The caller's name; Denied if the call may not go on."""
-        peer = self._identify(context)
-        allowed = self.security.backward
-        if gradient and allowed is not None and peer not in allowed:
-            raise Denied(grpc.StatusCode.PERMISSION_DENIED, f"{peer} may not send gradients to this server")
-        self._limit(self._calls.take(peer, 1) and self._bytes.take(peer, num_bytes), peer)
-        return peer
-
-    def charge(self, peer: str, num_bytes: int) -> None:
-        """Counts bytes that a call did not announce; Denied if they are more than the peer may send."""
-        if num_bytes > 0:
-            self._limit(self._bytes.take(peer, num_bytes), peer)
-
-    @staticmethod
-    def _limit(is_allowed: bool, peer: str) -> None:
-        if not is_allowed:
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
-
-    def _identify(self, context: Any) -> str:
         if self._names:
-            given = dict(context.invocation_metadata() or ()).get("authorization", "")
-            name = self._names.get(_digest(str(given).removeprefix("Bearer ")))
+            given = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+            # by their digests: how long a comparison of tokens takes would tell how much of one is right
+            name = self._names.get(_digest(given.removeprefix("Bearer ")))
             if name is None:
-                raise Denied(
-                    grpc.StatusCode.UNAUTHENTICATED,
-                    f"this server asks for {'another' if given else 'a'} token",
-                )
-            return name
-        names = context.auth_context().get("x509_common_name") if self.security.client_ca else None
-        return names[0].decode(errors="replace") if names else host_of(context.peer())
+                text = f"this server asks for {'another' if given else 'a'} token"
+                raise Denied(grpc.StatusCode.UNAUTHENTICATED, text)
+        else:
+            names = context.auth_context().get("x509_common_name") if self.security.client_ca else None
+            name = names[0].decode(errors="replace") if names else host_of(context.peer())
+        allowed = self.security.backward
+        if gradient and allowed is not None and name not in allowed:
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, f"{name} may not send gradients to this server")
+        self.charge(name, num_bytes, num_calls=1)
+        return name
+
+    def charge(self, peer: str, num_bytes: int, num_calls: int = 0) -> None:
+        """Counts what a peer sends, bytes beyond those that it announced too; Denied if it is more than it may."""
+        if num_bytes <= 0 and not num_calls:
+            return
+        may_call = not num_calls or self._calls.take(peer, num_calls)
+        if not (may_call and self._bytes.take(peer, num_bytes)):
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
 
 
 class Rates:
@@ -220,6 +207,7 @@ class Rates:
         if self.per_second == float("inf"):
             return True
         now = time.monotonic() if now is None else now
+        # the bucket of a peer that was silent is full; forgetting it is the same as filling it
         full = self.per_second * BURST_SECONDS
         left, since = self._left.pop(peer, (full, now))
         left = min(full, left + (now - since) * self.per_second)

@@ -15,8 +15,9 @@ from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Entry, EtcdClient
+from fmoe_ext.remote.flags import etcd_address
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.server.options import ETCD, read_tokens
+from fmoe_ext.remote.server.options import read_tokens
 from fmoe_ext.remote.wire import Message, encode
 
 MAX_CALLS = 64  # at the same time
@@ -56,13 +57,13 @@ class ExpertStatus:
 
 
 async def read_status(
-    registry: str, credentials: Credentials | None = None, timeout: float = 5.0
+    endpoints: str, credentials: Credentials | None = None, timeout: float = 5.0
 ) -> list[ExpertStatus]:
     """The experts that etcd at host:port knows, in the order of their uids; every server is asked about each.
 
     Raises DiscoveryError if etcd does not answer within timeout seconds. A server that does not is in the result.
     """
-    etcd, caller = EtcdClient(registry), Caller(credentials)
+    etcd, caller = EtcdClient(endpoints), Caller(credentials)
     try:
         entries, _ = await etcd.read(keys.ROOT, is_prefix=True, timeout=timeout)
         found = {entry.key: entry for entry in entries}
@@ -131,7 +132,9 @@ def to_text(experts: Sequence[ExpertStatus]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the status; 1 if an expert is not led or not saved or a member does not answer, 2 if etcd does not."""
     parser = argparse.ArgumentParser(prog="fmoe serve status", description=__doc__)
-    parser.add_argument("--registry", required=True, help="etcd://host:port[,host:port...]")
+    parser.add_argument(
+        "--registry", required=True, type=etcd_address, help="etcd://host:port[,host:port...]"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
     parser.add_argument("--timeout", type=positive_float, default=5.0, help="seconds for each answer")
     parser.add_argument("--tokens", metavar="FILE", type=Path, help="the servers' file of names and tokens")
@@ -143,20 +146,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(f"--tls_{name}", metavar="FILE", help=help)
     flags = parser.parse_args(arguments)
-    if not flags.registry.startswith(ETCD):
-        parser.error(f"--registry must begin with {ETCD}")
     if (flags.tokens is None) != (flags.own_token is None):
         parser.error("give --tokens and --own_token together")
-    names = {} if flags.tokens is None else {name: token for token, name in read_tokens(flags.tokens).items()}
+    tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
+    names = {name: token for token, name in tokens.items()}
     if flags.own_token is not None and flags.own_token not in names:
         parser.error(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     try:
         token = names.get(flags.own_token)
         credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
-        where = flags.registry.removeprefix(ETCD)
-        experts = loop.run(read_status(where, credentials, flags.timeout), 10 * flags.timeout)
+        reading = read_status(flags.registry, credentials, flags.timeout)
+        experts = loop.run(reading, 10 * flags.timeout)
     except (DiscoveryError, OSError, ValueError) as error:
-        raise SystemExit(f"{flags.registry}: {error}") from None
+        raise SystemExit(f"etcd://{flags.registry}: {error}") from None
     print(json.dumps([dataclasses.asdict(e) for e in experts], indent=2) if flags.json else to_text(experts))
     missing = any(replica.error or replica.unsaved for expert in experts for replica in expert.replicas)
     return int(missing or not all(expert.is_led for expert in experts))

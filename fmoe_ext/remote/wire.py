@@ -53,9 +53,12 @@ class Limits:
 
 
 CALL = Limits()
-STATE = Limits(max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096)
-# Of a state in parts, or in a file.
-WHOLE = Limits(max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096)
+STATE = Limits(
+    max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096
+)  # 2 GiB: grpc's largest
+WHOLE = Limits(
+    max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096
+)  # a state in parts, or in a file
 HEADER_BYTES = 1 << 20  # kept free for the header of a message
 MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
 
@@ -105,47 +108,13 @@ def pieces(message: Message) -> list[Any]:
     for name, tensor in message.tensors.items():
         data = bytes_of(tensor)
         begin, end = end, end + len(data)
-        header[name] = {
-            "dtype": _dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = _dtype_name(tensor.dtype), list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         parts.append(data)
     text = json.dumps(header, separators=(",", ":")).encode()
+    # tensors begin at a multiple of the alignment, so that a reader need not copy them
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     return [_LENGTH.pack(len(text)) + text, *parts]
-
-
-def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
-    """The message in data; WireError if anything in it is out of order or beyond the limits.
-
-    The tensors share the memory of a bytearray; bytes are copied, for they cannot be written to.
-    """
-    if not _LENGTH.size <= len(data) <= limits.max_message_bytes:
-        raise WireError(
-            f"a message has {_LENGTH.size} to {limits.max_message_bytes} bytes, but this one has {len(data)}"
-        )
-    (length,) = _LENGTH.unpack_from(data)
-    if length > min(limits.max_header_bytes, len(data) - _LENGTH.size):
-        raise WireError(
-            f"the header claims {length} bytes; {limits.max_header_bytes} are allowed and "
-            f"{len(data) - _LENGTH.size} came"
-        )
-    begin = _LENGTH.size + length
-    header = _read_header(bytes(data[_LENGTH.size : begin]), limits)
-    meta = _check_metadata(header.pop(_METADATA, {}), limits)
-    if len(header) > limits.max_tensors:
-        raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
-    if not isinstance(data, bytearray):
-        data, begin = bytearray(memoryview(data)[begin:]), 0
-    return Message(_read_tensors(header, data, begin, limits), meta)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """ "F32" of torch.float32; WireError for a dtype that no message holds."""
-    if dtype not in NAMES:
-        raise WireError(f"{dtype} cannot be sent: use one of {', '.join(str(d) for d in NAMES)}")
-    return NAMES[dtype]
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
@@ -158,7 +127,63 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return view
 
 
-def _read_header(text: bytes, limits: Limits) -> dict[str, Any]:
+def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
+    """The message in data; WireError if anything in it is out of order or beyond the limits.
+
+    The tensors share the memory of a bytearray; bytes are copied, for they cannot be written to.
+    """
+    if not _LENGTH.size <= len(data) <= limits.max_message_bytes:
+        most = limits.max_message_bytes
+        raise WireError(f"a message has {_LENGTH.size} to {most} bytes, but this one has {len(data)}")
+    (length,) = _LENGTH.unpack_from(data)
+    if length > min(limits.max_header_bytes, len(data) - _LENGTH.size):
+        raise WireError(
+            f"the header claims {length} bytes; {limits.max_header_bytes} are allowed and "
+            f"{len(data) - _LENGTH.size} came"
+        )
+    first = _LENGTH.size + length  # byte of the first tensor
+    header, meta = _read_header(bytes(data[_LENGTH.size : first]), limits)
+    # bytes are shared with others, and torch may write into its tensors
+    if not isinstance(data, bytearray):
+        data, first = bytearray(memoryview(data)[first:]), 0
+    tensors, end, size = {}, 0, len(data) - first
+    for name, entry in header.items():
+        what = f"tensor {name[:100]!r}"
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise WireError(f"{what} must have dtype, shape and data_offsets, nothing else")
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+            raise WireError(f"{what}: unknown dtype {str(entry['dtype'])[:100]!r}")
+        if not _are_sizes(shape) or len(shape) > limits.max_dims:
+            raise WireError(f"{what}: the shape must be at most {limits.max_dims} sizes")
+        # sizes of 0 count as 1: torch multiplies the others for the strides of an empty tensor too
+        if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+            raise WireError(f"{what}: the shape {shape} has more elements than can be counted")
+        if not _are_sizes(offsets) or len(offsets) != 2:
+            raise WireError(f"{what}: data_offsets must be two places")
+        dtype, count, (begin, stop) = DTYPES[entry["dtype"]], math.prod(shape), offsets
+        if begin != end or stop - begin != count * dtype.itemsize or stop > size:
+            raise WireError(
+                f"{what}: {NAMES[dtype]} {shape} at bytes [{begin}, {stop}) does not fit: it needs "
+                f"{count * dtype.itemsize} bytes from {end} on, of {size} that came"
+            )
+        body, begin, end = data, first + begin, stop
+        if count == 0:  # frombuffer takes none
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
+        elif dtype is torch.bool:  # other bytes than 0 and 1 are no truth values
+            truth = torch.frombuffer(body, dtype=torch.uint8, count=count, offset=begin).view(shape)
+            tensors[name] = truth != 0
+        else:
+            if begin % dtype.itemsize:  # frombuffer takes any offset, but elements must be aligned
+                body, begin = body[begin : begin + count * dtype.itemsize], 0
+            tensors[name] = torch.frombuffer(body, dtype=dtype, count=count, offset=begin).view(shape)
+    if end != size:
+        raise WireError(f"{size - end} bytes belong to no tensor")
+    return Message(tensors, meta)
+
+
+def _read_header(text: bytes, limits: Limits) -> tuple[dict[str, Any], dict[str, str]]:
+    """The entries of the tensors, and the metadata."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -167,18 +192,16 @@ def _read_header(text: bytes, limits: Limits) -> dict[str, Any]:
         raise WireError(f"the header must be a JSON object, but is a {type(header).__name__}")
     if not all(_is_text(name, limits) for name in header):
         raise WireError(f"a name in the header must be text of at most {limits.max_text} characters")
-    return header
-
-
-def _check_metadata(meta: Any, limits: Limits) -> dict[str, str]:
+    meta = header.pop(_METADATA, {})
     if not isinstance(meta, dict) or len(meta) > limits.max_metadata:
         raise WireError(f"{_METADATA} must be an object of at most {limits.max_metadata} entries")
     for key, value in meta.items():
         if not (_is_text(key, limits) and _is_text(value, limits)):
-            raise WireError(
-                f"{_METADATA}[{key[:100]!r}] must be text of at most {limits.max_text} characters"
-            )
-    return meta
+            what = f"{_METADATA}[{key[:100]!r}]"
+            raise WireError(f"{what} must be text of at most {limits.max_text} characters")
+    if len(header) > limits.max_tensors:
+        raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
+    return header, meta
 
 
 def _is_text(value: Any, limits: Limits) -> bool:
@@ -192,54 +215,18 @@ def _is_text(value: Any, limits: Limits) -> bool:
     return True
 
 
-def _read_tensors(
-    header: dict[str, Any], data: bytearray, first: int, limits: Limits
-) -> dict[str, torch.Tensor]:
-    """The tensors; the bytes of all of them begin at data[first]."""
-    tensors, end, size = {}, 0, len(data) - first
-    for name, entry in header.items():
-        dtype, shape, begin, stop = _check_entry(name, entry, limits)
-        count = math.prod(shape)
-        if begin != end or stop - begin != count * dtype.itemsize or stop > size:
-            raise WireError(
-                f"tensor {name[:100]!r}: {NAMES[dtype]} {shape} at bytes [{begin}, {stop}) does not fit: it needs "
-                f"{count * dtype.itemsize} bytes from {end} on, of {size} that came"
-            )
-        end = stop
-        tensors[name] = _tensor_at(data, dtype, shape, first + begin, count)
-    if end != size:
-        raise WireError(f"{size - end} bytes belong to no tensor")
-    return tensors
-
-
-def _tensor_at(body: bytearray, dtype: torch.dtype, shape: list[int], begin: int, count: int) -> torch.Tensor:
-    if count == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if dtype is torch.bool:  # other bytes than 0 and 1 are no truth values
-        return torch.frombuffer(body, dtype=torch.uint8, count=count, offset=begin).view(shape) != 0
-    if begin % dtype.itemsize:  # frombuffer takes any offset, but elements must be aligned
-        body, begin = body[begin : begin + count * dtype.itemsize], 0
-    return torch.frombuffer(body, dtype=dtype, count=count, offset=begin).view(shape)
-
-
-def _check_entry(name: str, entry: Any, limits: Limits) -> tuple[torch.dtype, list[int], int, int]:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise WireError(f"tensor {name[:100]!r} must have dtype, shape and data_offsets, nothing else")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise WireError(f"tensor {name[:100]!r}: unknown dtype {str(dtype)[:100]!r}")
-    if not _are_sizes(shape) or len(shape) > limits.max_dims:
-        raise WireError(f"tensor {name[:100]!r}: the shape must be at most {limits.max_dims} sizes")
-    # sizes of 0 count as 1: torch multiplies the others for the strides of an empty tensor too
-    if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
-        raise WireError(f"tensor {name[:100]!r}: the shape {shape} has more elements than can be counted")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise WireError(f"tensor {name[:100]!r}: data_offsets must be two places")
-    return DTYPES[dtype], shape, *offsets
-
-
 def _are_sizes(sizes: Any) -> bool:
     return isinstance(sizes, list) and all(type(size) is int and 0 <= size < 2**40 for size in sizes)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """ "F32" of torch.float32; WireError for a dtype that no message holds."""
+    if dtype not in NAMES:
+        raise WireError(f"{dtype} cannot be sent: use one of {', '.join(str(d) for d in NAMES)}")
+    return NAMES[dtype]
+
+
+# -------------------------------------------------------------------- fewer bits
 
 
 CODECS = ("none", "bf16", "int8")
@@ -282,11 +269,26 @@ def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str,
 
 def decompress(message: Message) -> dict[str, torch.Tensor]:
     """The tensors of a message as they were before compress(), up to rounding. WireError for scales that do not fit."""
-    return {
-        name: _restore(name, tensor, message)
-        for name, tensor in message.tensors.items()
-        if not name.endswith(_SCALE)
-    }
+    restored = {}
+    for name, tensor in message.tensors.items():
+        if name.endswith(_SCALE):
+            continue
+        was = message.meta.get(name + _DTYPE)
+        if was is None:
+            restored[name] = tensor
+            continue
+        dtype = DTYPES.get(was)
+        if dtype is None or not dtype.is_floating_point:
+            raise WireError(f"tensor {name!r} was compressed from {was!r}, which is no floating dtype")
+        if tensor.dtype is torch.int8:
+            scale = message.tensors.get(name + _SCALE)
+            if scale is None or scale.shape != (*tensor.shape[:-1], 1) or not scale.is_floating_point():
+                raise WireError(
+                    f"tensor {name!r} is int8 {list(tensor.shape)}, but has no scale for each row"
+                )
+            tensor = tensor.to(scale.dtype) * scale
+        restored[name] = tensor.to(dtype)
+    return restored
 
 
 def unpacked_bytes(message: Message) -> int:
@@ -296,21 +298,6 @@ def unpacked_bytes(message: Message) -> int:
         for name, x in message.tensors.items()
         if name + _DTYPE in message.meta and not name.endswith(_SCALE)
     )
-
-
-def _restore(name: str, tensor: torch.Tensor, message: Message) -> torch.Tensor:
-    was = message.meta.get(name + _DTYPE)
-    if was is None:
-        return tensor
-    dtype = DTYPES.get(was)
-    if dtype is None or not dtype.is_floating_point:
-        raise WireError(f"tensor {name!r} was compressed from {was!r}, which is no floating dtype")
-    if tensor.dtype is torch.int8:
-        scale = message.tensors.get(name + _SCALE)
-        if scale is None or scale.shape != (*tensor.shape[:-1], 1) or not scale.is_floating_point():
-            raise WireError(f"tensor {name!r} is int8 {list(tensor.shape)}, but has no scale for each row")
-        return (tensor.to(scale.dtype) * scale).to(dtype)
-    return tensor.to(dtype)
 
 
 class ErrorFeedback:

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from aetcd import rpc
 from processes import SERVER, Process, Zygote
 
 from fmoe_ext.remote import (
@@ -26,7 +27,7 @@ from fmoe_ext.remote import (
 )
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
-from fmoe_ext.remote.etcd.client import EtcdClient, build
+from fmoe_ext.remote.etcd.client import EtcdClient
 from tests import ports
 
 LONG = 60.0  # seconds that nothing takes here, on however slow and busy a machine
@@ -125,7 +126,8 @@ def etcd(etcd_endpoint):
     async def empty():
         client = EtcdClient(etcd_endpoint)
         entries, _ = await client.read(keys.SERVERS, is_prefix=True)
-        await client._call("/etcdserverpb.KV/DeleteRange", build({1: b"/", 2: b"0"}), 5.0)
+        everything = rpc.DeleteRangeRequest(key=b"/", range_end=b"0")
+        await client._call("KV/DeleteRange", everything, rpc.DeleteRangeResponse, 5.0)
         await client.close()
         servers = [keys.load_server(entry.value) for entry in entries]
         return [server.endpoint for server in servers if server is not None]

@@ -13,6 +13,7 @@ from fmoe_ext.remote import (
     CallTimeout,
     Client,
     ExpertGone,
+    NoLeader,
     Options,
     RemoteError,
     RemoteExpert,
@@ -233,6 +234,27 @@ def test_calls_that_come_again_late_leave_a_member_a_member(cluster, client):
     assert follower.placement.name in leader.placement.replicas[UID].leader.members.needed
     step(client)
     wait_until(lambda: state_of(follower) == state_of(leader), "equal replicas")
+
+
+def test_member_that_was_removed_answers_no_forward(ends, cluster, client):
+    """Its weights are older, and a client that only infers cannot know."""
+    leader, follower = pair_up(cluster(), cluster())
+    step(client)
+    x = torch.randn(2, D)
+    impatient = ends(Client(settings=dataclasses.replace(PATIENT, forward_timeout=1.0)))
+    read = RemoteExpert(UID, follower.endpoint, impatient)
+    assert torch.equal(read(x), RemoteExpert(UID, leader.endpoint, client)(x))
+
+    async def fail(*_):
+        raise ExpertGone("it takes no copy")
+
+    follower.placement.peers.download = fail
+    (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
+    sender._die("pulled out")
+    wait_until(lambda: follower.placement.name not in members(follower), "the follower is removed")
+    with pytest.raises(NoLeader, match="no member"):
+        read(x)
+    step(client, 2)
 
 
 @pytest.mark.parametrize("lost", ["set_members", "lead"])

@@ -151,7 +151,8 @@ def test_repeated_request_is_answered_when_its_version_is_committed():
 
 
 def test_term_above_that_of_the_registry_voids_the_record():
-    replica = Replica("expert.0", Ledger(is_replicated=True))
+    site = SimpleNamespace(registry=SimpleNamespace(num_returns=0))
+    replica = Replica(site, "expert.0", Ledger(is_replicated=True))
     replica.ledger.see(Term(310, "b"))
     restored = record(members=["a"])
     assert replica.needs_void(restored, 0)

@@ -151,7 +151,7 @@ def test_failed_save_is_tried_again(serve, tmp_path, monkeypatch):
     assert "No space" in server.describe("expert.0")["unsaved"]
     fails.clear()
     wait_until(lambda: server.describe("expert.0").get("saved") == "1")
-    assert "unsaved" not in server.describe("expert.0") and server.describe_unsaved() == ""
+    assert "unsaved" not in server.describe("expert.0") and server.saver.describe_unsaved() == ""
 
 
 @pytest.mark.parametrize("fault", ["damaged", "renamed", "another width", "second start"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -105,13 +106,10 @@ class Auditor:
         self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
     ) -> None:
         """Raises Cheated if this answer is audited and wrong."""
-        if self._random.random() >= self.share:
-            return
-        state = await self._state_in_time(handle, outcome.endpoint, timeout)
-        if state is not None and _version(state) == outcome.version:
-            self._count(lambda: self._compare_outputs(handle, inputs, outcome, state))
-        else:
-            self._note(False)
+        if self._random.random() < self.share:
+            state = await self._state_in_time(handle, outcome.endpoint, timeout)
+            is_possible = state is not None and _version(state) == outcome.version
+            self._count(self._compare_outputs if is_possible else None, handle, inputs, outcome, state)
 
     async def before_backward(self, handle: Handle, timeout: float) -> Message | None:
         """The weights that a gradient will be recomputed with, or None if this one is not audited."""
@@ -119,7 +117,7 @@ class Auditor:
             return None
         state = await self._state_in_time(handle, None, timeout)
         if state is None:
-            self._note(False)
+            self._count(None)
         return state
 
     def after_backward(
@@ -131,10 +129,23 @@ class Auditor:
         state: Message,
     ) -> None:
         """Raises Cheated if the gradients of inputs are not those of the weights before the step."""
-        if _version(state) + 1 == outcome.version:
-            self._count(lambda: self._compare_gradients(handle, inputs, grad, outcome, state))
-        else:
-            self._note(False)
+        is_possible = _version(state) + 1 == outcome.version
+        self._count(self._compare_gradients if is_possible else None, handle, inputs, grad, outcome, state)
+
+    def _count(self, compare: Callable[..., Finding] | None, *arguments: Any) -> None:
+        """Compares and counts; weights that fit nothing end an ordinary call no more than weights that do not come."""
+        name = "audits without a result"
+        try:
+            if compare is not None:
+                compare(*arguments)
+                name = "audits"
+        except _NoAudit:
+            pass
+        except Cheated:
+            name = "audits"
+            raise
+        finally:
+            self.client.counts[name] += 1
 
     # ---------------------------------------------------------------- the weights
 
@@ -156,21 +167,6 @@ class Auditor:
             return await self._state(handle, answered, timeout)
         except RemoteError:
             return None
-
-    def _note(self, possible: bool) -> None:
-        self.client.counts["audits" if possible else "audits without a result"] += 1
-
-    def _count(self, compare: Callable[[], Finding]) -> None:
-        """Compares and counts; weights that fit nothing end an ordinary call no more than weights that do not come."""
-        try:
-            compare()
-        except _NoAudit:
-            self._note(False)
-        except Cheated:
-            self._note(True)
-            raise
-        else:
-            self._note(True)
 
     # ---------------------------------------------------------------- the comparison
 

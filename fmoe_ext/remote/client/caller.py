@@ -16,7 +16,10 @@ _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 
 
 class Caller:
-    """Channels to any number of servers, made when needed; used on the shared loop."""
+    """Channels to any number of servers, made when needed; used on the shared loop.
+
+    Long messages go in parts, each of which the server reads when it has room for all of them.
+    """
 
     def __init__(self, credentials: Credentials | None = None, limits: Limits | None = None):
         self.credentials = credentials or Credentials()

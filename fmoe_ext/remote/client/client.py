@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,14 +58,14 @@ class Handle:
     """One expert as its client knows it."""
 
     uid: str
-    record: ExpertRecord | None
-    schema: Schema | None = None
+    record: ExpertRecord | None  # None: discovery is asked
+    schema: Schema | None = None  # None: not asked for yet
     expert_class: str = ""
     hidden_dim: int = 0
-    version: int = 0
+    version: int = 0  # the largest in an answer
     acknowledged: int = 0  # version of the newest answered update; a replica without it is out of date
-    usual_seconds: float | None = None
-    gone_until: float = 0.0
+    usual_seconds: float | None = None  # of a forward, a moving average
+    gone_until: float = 0.0  # time.monotonic()
     feedback: ErrorFeedback = field(default_factory=lambda: ErrorFeedback("none"))
 
     @property
@@ -75,125 +75,11 @@ class Handle:
 
 @dataclass(frozen=True)
 class Outcome:
-    tensors: tuple[torch.Tensor, ...]
-    version: int
+    """The answer of a server."""
+
+    tensors: tuple[torch.Tensor, ...]  # the output, or the gradients of the floating inputs
+    version: int  # of the weights
     endpoint: str
-
-
-class _Watcher(Protocol):
-    """The calls of a client to its Auditor; each may raise Cheated."""
-
-    async def after_forward(
-        self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
-    ) -> None: ...
-
-    async def before_backward(self, handle: Handle, timeout: float) -> Message | None: ...
-
-    def after_backward(
-        self,
-        handle: Handle,
-        inputs: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        outcome: Outcome,
-        state: Message,
-    ) -> None: ...
-
-
-class _Attempts:
-    """Repeat calls to an expert within a deadline: retries, hedging, re-resolution."""
-
-    def __init__(self, client: "Client"):
-        self._client = client
-
-    async def of_any(self, handle: Handle, timeout: float, method: str, data: bytes) -> tuple[Message, str]:
-        """The answer of any replica of an expert, and its endpoint."""
-        return await self.repeat(handle, timeout, lambda end: self._first(handle, method, data, end))
-
-    async def repeat(
-        self, handle: Handle, timeout: float, attempt: Callable[[float], Awaitable[tuple[Message, str]]]
-    ) -> tuple[Message, str]:
-        """attempt(deadline) until it succeeds, nothing can be hoped for, or time is up."""
-        begin = time.monotonic()
-        deadline, pause = begin + timeout, FIRST_PAUSE
-        while True:
-            self._client.counts["calls"] += 1
-            try:
-                return await attempt(deadline)
-            except PASSING as error:
-                failure = error
-            now = time.monotonic()
-            hopeless = (
-                isinstance(failure, errors.ExpertGone) and now - begin >= self._client.settings.patience
-            )
-            if hopeless or now + pause >= deadline:
-                self.note_failure(handle)
-                kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
-                remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
-                raise kind(f"{handle.uid} failed after {now - begin:.3g} s: {failure}{remedy}")
-            if self._client.discovery is not None:  # ask it anew at the next attempt
-                self._client.discovery.forget([handle.uid])
-                handle.record = None
-            self._client.counts["retries"] += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    async def resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
-        """The record of the expert; ExpertGone if there is none."""
-        if handle.record is None and self._client.discovery is not None:
-            left = max(0.0, deadline - time.monotonic())
-            (handle.record,) = await self._client.discovery.get([handle.uid], timeout=left)
-        if handle.record is None or not handle.record.endpoints:
-            raise errors.ExpertGone(f"nobody hosts {handle.uid}")
-        return handle.record
-
-    async def _first(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
-        """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
-        record, acknowledged = await self.resolve(handle, deadline), handle.acknowledged
-        waiting: dict[asyncio.Task[Message], str] = {}
-        untried = list(record.endpoints)
-        failure: errors.RemoteError | None = None
-        try:
-            while untried or waiting:
-                if untried:
-                    endpoint = untried.pop(0)
-                    self._client.counts["hedges"] += bool(waiting)
-                    call = self._client.caller.call(endpoint, method, data, deadline - time.monotonic())
-                    waiting[asyncio.ensure_future(call)] = endpoint
-                # without a measured call of this expert, a second is the guess of what is usual
-                usual = handle.usual_seconds
-                slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
-                hedge_after = self._client.settings.hedge_after
-                pause = (slow if hedge_after is None else hedge_after) if untried else None
-                done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    endpoint = waiting.pop(task)
-                    error = task.exception()
-                    if error is None:
-                        answer = task.result()
-                        if method != protocol.FORWARD or endpoint == record.endpoints[0]:
-                            return answer, endpoint
-                        # A member that failed leaves the replicas but not this record, and learns no more updates.
-                        with _reading(endpoint, handle.uid):
-                            version = answer.number(protocol.VERSION)
-                        if version >= acknowledged:
-                            return answer, endpoint
-                        error = errors.NoLeader(
-                            f"{endpoint} has version {version} of {handle.uid}, but version {acknowledged} was "
-                            "acknowledged"
-                        )
-                    if not isinstance(error, errors.RemoteError):
-                        raise error
-                    if failure is None or isinstance(error, errors.Refused):
-                        failure = error  # a refusal says more than silence
-        finally:
-            for task in waiting:
-                task.cancel()
-        assert failure is not None
-        raise failure
-
-    def note_failure(self, handle: Handle) -> None:
-        self._client.counts["failures"] += 1
-        handle.gone_until = time.monotonic() + GONE_FOR
 
 
 class Client:
@@ -210,8 +96,7 @@ class Client:
         check_codec(self.settings.compression)
         self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
         self.counts: Counter[str] = Counter()
-        self._attempts = _Attempts(self)
-        self.watcher: _Watcher | None = None
+        self.watcher: Any = None  # an Auditor, which looks at calls
         self.loss = ""  # shown on the pages of the servers that are called
 
     def handle(self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None) -> Handle:
@@ -231,7 +116,7 @@ class Client:
         """The schema of an expert, asked for once."""
         if handle.schema is None:
             data = encode(Message({}, {protocol.UID: handle.uid}))
-            answer, endpoint = await self._attempts.of_any(handle, timeout, protocol.INFO, data)
+            answer, endpoint = await self._call_any(handle, timeout, protocol.INFO, data)
             with _reading(endpoint, handle.uid):
                 handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
                 handle.expert_class = answer.meta.get(protocol.CLASS, "")
@@ -244,10 +129,11 @@ class Client:
         begin, acknowledged = time.monotonic(), handle.acknowledged
         schema = await self.learn(handle, timeout)
         num_rows = schema.check_inputs(inputs, handle.uid)
+        meta = {protocol.UID: handle.uid, protocol.COMPRESSION: self.settings.compression}
         tensors = {str(n): x for n, x in enumerate(inputs)}
-        data = encode(compress(tensors, self.settings.compression, self._meta(handle)))
+        data = encode(compress(tensors, self.settings.compression, meta))
         left = timeout - (time.monotonic() - begin)
-        answer, endpoint = await self._attempts.of_any(handle, left, protocol.FORWARD, data)
+        answer, endpoint = await self._call_any(handle, left, protocol.FORWARD, data)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             if len(outcome.tensors) != 1:
@@ -263,8 +149,11 @@ class Client:
         if outcome.version < acknowledged:  # the leader says so: these updates died with all replicas
             handle.acknowledged = outcome.version
         if self.watcher is not None:
-            with self._noting_cheats(handle):
+            try:
                 await self.watcher.after_forward(handle, inputs, outcome, timeout - seconds)
+            except errors.Cheated:
+                self._note_failure(handle)
+                raise
         return outcome
 
     async def backward(
@@ -280,7 +169,9 @@ class Client:
         is_exact = self.settings.compression == "none"  # otherwise the error fed back is not known
         watcher = self.watcher if is_exact else None
         before = None if watcher is None else await watcher.before_backward(handle, timeout / 2)
-        meta = self._meta(handle) | {
+        meta = {
+            protocol.UID: handle.uid,
+            protocol.COMPRESSION: self.settings.compression,
             protocol.VERSION: str(seen_version),
             protocol.REQUEST_ID: protocol.new_request_id(),
         }
@@ -293,12 +184,12 @@ class Client:
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
-            record = await self._attempts.resolve(handle, deadline)
+            record = await self._resolve(handle, deadline)
             left = min(longest, deadline - time.monotonic())
             endpoint = record.endpoints[0]  # only the leader takes gradients
             return await self.caller.call(endpoint, protocol.BACKWARD, data, left), endpoint
 
-        answer, endpoint = await self._attempts.repeat(handle, timeout - (time.monotonic() - begin), attempt)
+        answer, endpoint = await self._repeat(handle, timeout - (time.monotonic() - begin), attempt)
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
@@ -311,8 +202,11 @@ class Client:
         handle.acknowledged = max(handle.acknowledged, outcome.version)
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
-            with self._noting_cheats(handle):
+            try:
                 watcher.after_backward(handle, inputs, grad, outcome, before)
+            except errors.Cheated:
+                self._note_failure(handle)
+                raise
         return outcome
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
@@ -325,16 +219,96 @@ class Client:
         """Closes the connections."""
         await self.caller.close()
 
-    def _meta(self, handle: Handle) -> dict[str, str]:
-        return {protocol.UID: handle.uid, protocol.COMPRESSION: self.settings.compression}
+    # ---------------------------------------------------------------- attempts
 
-    @contextmanager
-    def _noting_cheats(self, handle: Handle) -> Iterator[None]:
+    async def _repeat(
+        self, handle: Handle, timeout: float, attempt: Callable[[float], Awaitable[tuple[Message, str]]]
+    ) -> tuple[Message, str]:
+        """attempt(deadline) until it succeeds, nothing can be hoped for, or time is up."""
+        begin = time.monotonic()
+        deadline, pause = begin + timeout, FIRST_PAUSE
+        while True:
+            self.counts["calls"] += 1
+            try:
+                return await attempt(deadline)
+            except PASSING as error:
+                failure = error
+            now = time.monotonic()
+            is_hopeless = isinstance(failure, errors.ExpertGone) and now - begin >= self.settings.patience
+            # an expert without a server may be about to get one; other failures are worth the whole time
+            if is_hopeless or now + pause >= deadline:
+                self._note_failure(handle)
+                kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
+                remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
+                raise kind(f"{handle.uid} failed after {now - begin:.3g} s: {failure}{remedy}")
+            if self.discovery is not None:  # ask it anew at the next attempt
+                self.discovery.forget([handle.uid])
+                handle.record = None
+            self.counts["retries"] += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
+        """The record of the expert; ExpertGone if there is none."""
+        if handle.record is None and self.discovery is not None:
+            left = max(0.0, deadline - time.monotonic())
+            (handle.record,) = await self.discovery.get([handle.uid], timeout=left)
+        if handle.record is None or not handle.record.endpoints:
+            raise errors.ExpertGone(f"nobody hosts {handle.uid}")
+        return handle.record
+
+    async def _call_any(
+        self, handle: Handle, timeout: float, method: str, data: bytes
+    ) -> tuple[Message, str]:
+        """The answer of any replica of an expert, and its endpoint."""
+        return await self._repeat(handle, timeout, lambda end: self._hedge(handle, method, data, end))
+
+    async def _hedge(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
+        """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
+        record, acknowledged = await self._resolve(handle, deadline), handle.acknowledged
+        waiting: dict[asyncio.Task[Message], str] = {}
+        untried = list(record.endpoints)
+        failure: errors.RemoteError | None = None
         try:
-            yield
-        except errors.Cheated:
-            self._attempts.note_failure(handle)
-            raise
+            while untried or waiting:
+                if untried:
+                    endpoint = untried.pop(0)
+                    self.counts["hedges"] += bool(waiting)
+                    call = self.caller.call(endpoint, method, data, deadline - time.monotonic())
+                    waiting[asyncio.ensure_future(call)] = endpoint
+                # without a measured call of this expert, a second is the guess of what is usual
+                usual = handle.usual_seconds
+                slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
+                hedge_after = self.settings.hedge_after
+                pause = (slow if hedge_after is None else hedge_after) if untried else None
+                done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    endpoint = waiting.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        answer = task.result()
+                        if method != protocol.FORWARD or endpoint == record.endpoints[0]:
+                            return answer, endpoint
+                        # A member that failed leaves the replicas but not this record, and learns no more updates.
+                        with _reading(endpoint, handle.uid):
+                            version = answer.number(protocol.VERSION)
+                        if version >= acknowledged:
+                            return answer, endpoint
+                        has = f"{endpoint} has version {version} of {handle.uid}"
+                        error = errors.NoLeader(f"{has}, but version {acknowledged} was acknowledged")
+                    if not isinstance(error, errors.RemoteError):
+                        raise error
+                    if failure is None or isinstance(error, errors.Refused):
+                        failure = error  # a refusal says more than silence
+        finally:
+            for task in waiting:
+                task.cancel()
+        assert failure is not None
+        raise failure
+
+    def _note_failure(self, handle: Handle) -> None:
+        self.counts["failures"] += 1
+        handle.gone_until = time.monotonic() + GONE_FOR
 
 
 @contextmanager

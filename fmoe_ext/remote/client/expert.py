@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,20 @@ class Batch:
             kept.append(y if fits else None)
         return kept
 
-    def _settle(self, results: Sequence[Any], errors: list[Exception | None]) -> list[Outcome | None]:
+    def _run_all(
+        self,
+        calls: Sequence[Coroutine[Any, Any, Outcome]],
+        timeout: float,
+        errors: list[Exception | None],
+        is_enough: Callable[[Set[int]], bool],
+    ) -> list[Outcome | None]:
+        """The outcomes, at the latest MARGIN after the deadline; errors: filled with why one is None."""
+        results: Sequence[Any]
+        try:
+            results = loop.run(_gather(calls, self.grace, is_enough), timeout + MARGIN)
+        except TimeoutError:  # this process is too busy to keep its own deadlines
+            late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
+            results = [late] * len(calls)
         for n, result in enumerate(results):
             if isinstance(result, (RemoteError, ValueError)) and self.tolerant:
                 errors[n] = result
@@ -80,26 +93,12 @@ class Batch:
                 raise result
         return [None if error is not None else r for r, error in zip(results, errors, strict=True)]
 
-    def _run_all(
-        self, calls: Sequence[Any], timeout: float, is_enough: Callable[[Set[int]], bool]
-    ) -> list[Any]:
-        """The result or exception of each call, at the latest MARGIN after the deadline."""
-        try:
-            return loop.run(_all(calls, self.grace, is_enough), timeout + MARGIN)
-        except TimeoutError:  # this process is too busy to keep its own deadlines
-            late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
-            return [late] * len(calls)
-
     def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        client, timeout = self.client, self.forward_timeout
-        calls = [
-            client.forward(call.handle, given, timeout)
-            for call, given in zip(self.calls, inputs, strict=True)
-        ]
-        results = self._run_all(calls, timeout, lambda done: self.is_enough(done, True))
-        outcomes = self._settle(results, self.failed)
+        """The output of each call; an empty tensor for one that failed, for autograd needs an output of it too."""
+        timeout, forward = self.forward_timeout, self.client.forward
+        calls = [forward(c.handle, given, timeout) for c, given in zip(self.calls, inputs, strict=True)]
+        outcomes = self._run_all(calls, timeout, self.failed, lambda done: self.is_enough(done, True))
         self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
-        # autograd needs an output for a call that failed too
         empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0, device="cpu")
         return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
 
@@ -107,15 +106,15 @@ class Batch:
         self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, ...] | None]:
         """The gradients of the floating inputs of each call; None where there are none."""
+        timeout, backward = self.backward_timeout, self.client.backward
         asked = [n for n, error in enumerate(self.failed) if error is None]
-        timeout = self.backward_timeout
         calls = [
-            self.client.backward(self.calls[n].handle, inputs[n], grads[n], self.versions[n], timeout)
-            for n in asked
+            backward(self.calls[n].handle, inputs[n], grads[n], self.versions[n], timeout) for n in asked
         ]
         errors: list[Exception | None] = [None] * len(asked)
-        results = self._run_all(calls, timeout, lambda done: self.is_enough({asked[n] for n in done}, False))
-        outcomes = self._settle(results, errors)
+        outcomes = self._run_all(
+            calls, timeout, errors, lambda done: self.is_enough({asked[n] for n in done}, False)
+        )
         found: list[tuple[torch.Tensor, ...] | None] = [None] * len(self.calls)
         for n, outcome, error in zip(asked, outcomes, errors, strict=True):
             self.grad_failed[n] = error
@@ -153,7 +152,9 @@ def _unflatten(batch: Batch, flat: Sequence[torch.Tensor]) -> list[tuple[torch.T
     return [tuple(next(queue) for _ in call.inputs) for call in batch.calls]
 
 
-async def _all(calls: Sequence[Any], grace: float | None, is_enough: Callable[[Set[int]], bool]) -> list[Any]:
+async def _gather(
+    calls: Sequence[Any], grace: float | None, is_enough: Callable[[Set[int]], bool]
+) -> list[Any]:
     """The result or exception of each call; once is_enough, those that take longer than grace time out."""
     if grace is None:
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -250,7 +251,15 @@ class RemoteExperts(nn.Module):
             for n, expert in enumerate(self.members)
             if isinstance(expert, RemoteExpert) and parts[n].shape[0]
         }
-        outputs = self._call(calls)
+        outputs: dict[int, torch.Tensor | None] = {}
+        if calls:
+            settings = self.client.settings
+            timeouts = settings.forward_timeout, settings.backward_timeout
+            batch = Batch(self.client, list(calls.values()), *timeouts, tolerant=True)
+            fitting = batch.refuse_misfits(batch.run(), [call.inputs[0] for call in batch.calls])
+            outputs |= zip(calls, fitting, strict=True)
+            failures = zip(batch.calls, batch.failed, strict=True)
+            self.last_failed = {call.handle.uid: str(error) for call, error in failures if error is not None}
         for n, expert in enumerate(self.members):
             if not isinstance(expert, RemoteExpert):
                 outputs[n] = expert(parts[n])
@@ -258,18 +267,6 @@ class RemoteExperts(nn.Module):
         return torch.cat(
             [torch.zeros_like(x) if y is None else y for x, y in zip(parts, results, strict=True)]
         )
-
-    def _call(self, calls: dict[int, Call]) -> dict[int, torch.Tensor | None]:
-        if not calls:
-            return {}
-        settings = self.client.settings
-        timeouts = settings.forward_timeout, settings.backward_timeout
-        batch = Batch(self.client, list(calls.values()), *timeouts, tolerant=True)
-        fitting = batch.refuse_misfits(batch.run(), [call.inputs[0] for call in batch.calls])
-        outputs = dict(zip(calls, fitting, strict=True))
-        failures = zip(batch.calls, batch.failed, strict=True)
-        self.last_failed = {call.handle.uid: str(error) for call, error in failures if error is not None}
-        return outputs
 
     def is_gone(self) -> torch.Tensor:
         """[E] bool: the experts that did not answer lately."""

@@ -77,21 +77,65 @@ class RemoteMixtureOfExperts(nn.Module):
         return self.proj(of_samples).split(self.grid_size, dim=-1)
 
     def _mix(self, x: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The weighted sum of the outputs of each sample's experts. Shapes: T samples, K choices, N experts."""
+        # 1. the experts that each sample chooses among those that live
         found = self._search(scores)
-        topk_idx = found.topk_idx.to(x.device)
+        topk_idx = found.topk_idx.to(x.device)  # [T, K] into the N found; -1: none
+        # 2. one call an expert, with the rows of all samples that chose it
         routing = ops.sort_tokens(topk_idx, max(1, len(found.records)))
-        rows = ops.permute(x.flatten(1), routing.row_idx, routing.inverse)
+        rows = ops.permute(x.flatten(1), routing.row_idx, routing.inverse)  # [rows, *], sorted by expert
         counts = routing.tokens_per_expert.tolist()
-        outputs, batch = self._call(found, rows, counts, x.shape[1:], topk_idx)
+        calls = []
+        for record, part in zip(found.records, rows[: sum(counts)].split(counts), strict=False):
+            handle = self._handles.setdefault(record.uid, self.client.handle(record.uid, record))
+            handle.record = record
+            calls.append(Call(handle, (part.view(-1, *x.shape[1:]),)))
+        settings = self.client.settings
+        batch = _KMinBatch(
+            self.client,
+            calls,
+            settings.forward_timeout,
+            settings.backward_timeout,
+            tolerant=True,
+            grace=self.timeout_after_k_min,
+            k_min=self.k_min,
+            backward_k_min=self.backward_k_min,
+            choices=topk_idx,
+        )
+        outputs = batch.run() if calls else [None]
+        kinds = Counter((y.dtype, y.shape[1:]) for y in outputs if y is not None)
+        if kinds:  # the kind that most experts return counts: one liar must not make the others misfits
+            ((kind, _),) = kinds.most_common(1)
+            usual = next(y for y in outputs if y is not None and (y.dtype, y.shape[1:]) == kind)
+            outputs = batch.refuse_misfits(outputs, [usual] * len(outputs))
+        # 3. enough of them must have answered each sample
         answered = torch.tensor([error is None for error in batch.failed] or [False], device=topk_idx.device)
         alive = answered[topk_idx.clamp(min=0)] & (topk_idx >= 0)  # [T, K]: choices whose expert answered
-        self._check_enough(alive.sum(1), batch, found)
-        logits = self._logits(scores, found, topk_idx)
+        fewest = int(alive.sum(1).min()) if alive.shape[0] else self.k_min
+        if fewest < self.k_min and not self.allow_zero_outputs:
+            failures = zip(batch.calls, batch.failed, strict=True)
+            reasons = [f"{call.handle.uid}: {error}" for call, error in failures if error is not None]
+            if found.missing:
+                reasons.append(_unfound(found))
+            if not found.records:
+                reasons.append(f"discovery names no live expert below {self.uid_prefix}")
+            raise ExpertGone(
+                f"{fewest} of {len(found.records)} experts of {self.uid_prefix} answered for some sample, but "
+                f"k_min={self.k_min} are needed; {'; '.join(reasons[:3])}"
+            )
+        # 4. a softmax over the scores of those that did: the sum of the scores of an expert's coordinates
+        uids = [coordinates(r.uid) for r in found.records] or [(0,) * len(scores)]
+        places = torch.tensor(uids, device="cpu").to(topk_idx.device)  # [N, dimensions of the grid]
+        chosen = places[topk_idx.clamp(min=0)]  # [T, K, dimensions]
+        logits = torch.stack([axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]).sum(
+            0
+        )  # [T, K]
         if logits.dtype != torch.float64:
             logits = logits.float()
         # the lowest number instead of -inf: a sample without a living expert gets zeros, not NaN
         floor = torch.finfo(logits.dtype).min
         weights = logits.masked_fill(~alive, floor).softmax(-1) * alive
+        # 5. their weighted sum; who did not answer has rows of zeros, and no weight
         some = next((y for y in outputs if y is not None), x[:0])
         width, shape = math.prod(some.shape[1:]), some.shape[1:]
         flat = [
@@ -117,60 +161,6 @@ class RemoteMixtureOfExperts(nn.Module):
         if found.missing:
             log.warning("%s", _unfound(found))
         return found
-
-    def _call(
-        self, found: Found, rows: torch.Tensor, counts: list[int], shape: torch.Size, topk_idx: torch.Tensor
-    ) -> tuple[list[torch.Tensor | None], "_KMinBatch"]:
-        parts = rows[: sum(counts)].split(counts)
-        calls = []
-        for record, part in zip(found.records, parts, strict=False):
-            handle = self._handles.setdefault(record.uid, self.client.handle(record.uid, record))
-            handle.record = record
-            calls.append(Call(handle, (part.view(-1, *shape),)))
-        settings = self.client.settings
-        batch = _KMinBatch(
-            self.client,
-            calls,
-            settings.forward_timeout,
-            settings.backward_timeout,
-            tolerant=True,
-            grace=self.timeout_after_k_min,
-            k_min=self.k_min,
-            backward_k_min=self.backward_k_min,
-            choices=topk_idx,
-        )
-        outputs = batch.run() if calls else []
-        answered = [y for y in outputs if y is not None]
-        if answered:  # the kind that most experts return counts: one liar must not make the others misfits
-            ((kind, _),) = Counter((y.dtype, y.shape[1:]) for y in answered).most_common(1)
-            usual = next(y for y in answered if (y.dtype, y.shape[1:]) == kind)
-            outputs = batch.refuse_misfits(outputs, [usual] * len(outputs))
-        return outputs or [None], batch
-
-    def _check_enough(self, num_alive: torch.Tensor, batch: "_KMinBatch", found: Found) -> None:
-        fewest = int(num_alive.min()) if num_alive.numel() else self.k_min
-        if fewest >= self.k_min or self.allow_zero_outputs:
-            return
-        reasons = [
-            f"{c.handle.uid}: {e}" for c, e in zip(batch.calls, batch.failed, strict=True) if e is not None
-        ]
-        if found.missing:
-            reasons.append(_unfound(found))
-        if not found.records:
-            reasons.append(f"discovery names no live expert below {self.uid_prefix}")
-        raise ExpertGone(
-            f"{fewest} of {len(found.records)} experts of {self.uid_prefix} answered for some sample, but "
-            f"k_min={self.k_min} are needed; {'; '.join(reasons[:3])}"
-        )
-
-    def _logits(self, scores: tuple[torch.Tensor, ...], found: Found, topk_idx: torch.Tensor) -> torch.Tensor:
-        """[T, K]: the sum of the scores of each chosen expert's coordinates."""
-        places = torch.tensor(
-            [coordinates(r.uid) for r in found.records] or [[0] * len(scores)], device="cpu"
-        )
-        chosen = places.to(topk_idx.device)[topk_idx.clamp(min=0)]  # [T, K, dimensions]
-        parts = [axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]
-        return torch.stack(parts).sum(0)
 
 
 @dataclass

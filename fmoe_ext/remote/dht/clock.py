@@ -44,6 +44,7 @@ class NetworkClock:
             return
         if abs(offset - self.offset) <= (received - sent) / 2:
             offset = self.offset  # no further away than the measurement can tell
+        # one voice an address, or a host could outvote the others with many ids
         self._offsets[address] = offset
         self._offsets.move_to_end(address)
         while len(self._offsets) > MAX_VOICES:

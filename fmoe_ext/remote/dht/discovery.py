@@ -1,8 +1,15 @@
-"""KademliaDiscovery: experts as most of the nearest nodes say; DHT: the same for programs without a loop."""
+"""KademliaDiscovery: experts as most of the nearest nodes say; DHT: the same for programs without a loop.
+
+Nodes do not agree with each other, so the node that asks counts: this is an *election*. The record of a uid lies at the
+eight nodes nearest to its key. Each of them has one vote, or a liar could repeat itself, and it stands for the first
+claim that it knows. Most votes win, then the oldest claim, then any order that all follow, so that all who see the same
+nodes name the same owner. A server that claims a uid counts in the same way what the nodes answer to it.
+"""
 
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +18,6 @@ from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Settings
 from fmoe_ext.remote.client.expert import MARGIN, Directory
 from fmoe_ext.remote.dht import records
-from fmoe_ext.remote.dht.clock import NetworkClock
-from fmoe_ext.remote.dht.election import elect, is_granted, live_uids, num_showing
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby, NodeOptions
 from fmoe_ext.remote.dht.records import (
@@ -74,16 +79,12 @@ class KademliaDiscovery(Discovery):
         free = [uid for uid in claim.uids if self._may_claim(uid, near)]
         records = [self._sign(uid, claim, near) for uid in free]
         said = await self._put(records, near, end - time.monotonic())
-        mine = Granted(
-            r.uid for r in records if is_granted(r, said[r.uid][uid_key(r.uid)], self.node.clock.now())
-        )
-        mine.found_at = {
-            r.uid: num_showing(r, said[r.uid], self.node.clock.now()) for r in records if r.uid in mine
-        }
-        lost = [r for r in records if r.uid not in mine]
+        now = self.node.clock.now()
+        mine = Granted(r.uid for r in records if _is_granted(r, said[r.uid][uid_key(r.uid)], now))
+        mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in records if r.uid in mine}
         self._declared = {uid: r for uid, r in self._declared.items() if uid not in claim.uids or uid in free}
         self._declared |= {r.uid: r for r in records}
-        await self._take_back(lost, near, end - time.monotonic())
+        await self._take_back([r for r in records if r.uid not in mine], near, end - time.monotonic())
         return mine
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
@@ -100,7 +101,7 @@ class KademliaDiscovery(Discovery):
         clock = self.node.clock
 
         def expert(uid: str, near: Nearby) -> ExpertRecord | None:
-            record = elect(near.holders, uid, clock.now())
+            record = _elect(near.holders, uid, clock.now())
             if record is None:
                 return None
             # the network's time becomes this host's: who reads the record knows no other clock
@@ -130,8 +131,19 @@ class KademliaDiscovery(Discovery):
     async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, records.Value]:
         """The live values of a key by the public key of their owner."""
         prefix, clock = records.value_prefix(key), self.node.clock
-        found = await self._ask({prefix: prefix_key(prefix)}, timeout, lambda _, near: _values(near, clock))
-        return found[prefix]
+
+        def values(_: str, near: Nearby) -> dict[str, records.Value]:
+            found, now = {}, clock.now()
+            for uid in {r.uid for at in near.holders for r in at.records if r.is_live(now)}:
+                record = _elect(near.holders, uid, now)
+                if record is None or records.is_misplaced(uid, record.owner):
+                    continue
+                value = records.load_value(record, time.time() + clock.seconds_until(record.expires))
+                if value is not None:
+                    found[record.owner] = value
+            return found
+
+        return (await self._ask({prefix: prefix_key(prefix)}, timeout, values))[prefix]
 
     async def close(self) -> None:
         await self.node.close()
@@ -170,7 +182,7 @@ class KademliaDiscovery(Discovery):
 
     def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
         """True if the uid is free, or ours and no process with this key that began earlier serves it."""
-        record = elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
+        record = _elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
         if record is None or record.owner != self.identity.public:
             return record is None
         theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
@@ -241,22 +253,63 @@ class KademliaDiscovery(Discovery):
             self._declared.pop(record.uid, None)
 
 
+# -------------------------------------------------------------------- elections
+
+
+def _elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
+    """The record that most nodes vouch for, of those that live and whose owner has said nothing newer."""
+    words = [record for at in holders for record in at.records if record.uid == uid]
+    last: dict[str, SignedRecord] = {}
+    for record in words:
+        if record.owner not in last or last[record.owner].sequence < record.sequence:
+            last[record.owner] = record
+    live = [record for record in last.values() if record.is_live(now)]
+    candidates = {record.owner for record in live}
+    votes: Counter[str] = Counter()
+    for at in holders:  # a node stands for one owner, however many records it repeats
+        kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
+        first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
+        if first is not None:
+            votes[first.owner] += 1
+    return _winner(live, votes) if live else None
+
+
+def _is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) -> bool:
+    """True if a claim wins among the nodes nearest to its key; DiscoveryError if none of them keeps it."""
+    votes = Counter({mine.owner: said.count(None)})
+    others = [r.holder for r in said if r is not None and r.holder is not None]
+    live = [r for r in others if r.uid == mine.uid and r.is_live(now)]
+    votes.update(r.owner for r in live)
+    if not votes[mine.owner] and not live:
+        reasons = {r.reason for r in said if r is not None}
+        raise DiscoveryError(f"no node of the DHT keeps the record of {mine.uid}: {sorted(reasons)[:3]}")
+    return _winner([mine, *live], votes).owner == mine.owner
+
+
+def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
+    """Most votes, then the oldest claim, then any order on which all agree."""
+    return min(live, key=lambda record: (-votes[record.owner], record.fence, record.owner))
+
+
+def _num_showing(mine: SignedRecord, said: Mapping[int, Sequence[Refusal | None]], now: float) -> int:
+    """The nodes that show a uid below each of its prefixes, at least; another owner's record shows it as well.
+
+    said: by key, what the nodes nearest to it have said about the record.
+    """
+
+    def shows(refusal: Refusal | None) -> bool:
+        holder = None if refusal is None else refusal.holder
+        return refusal is None or (holder is not None and holder.uid == mine.uid and holder.is_live(now))
+
+    return min(sum(map(shows, words)) for key, words in said.items() if key != uid_key(mine.uid))
+
+
+# -------------------------------------------------------------------- nodes
+
+
 def _is_answered(nearby: Nearby) -> bool:
     """True if the search reached the nearest nodes, or found records on its way."""
     return bool(nearby.holders) and (nearby.is_complete or any(at.records for at in nearby.holders))
-
-
-def _values(nearby: Nearby, clock: NetworkClock) -> dict[str, records.Value]:
-    """The live values near a key by their owners."""
-    found, now = {}, clock.now()
-    for uid in set(live_uids(nearby, now)):
-        record = elect(nearby.holders, uid, now)
-        if record is None or records.is_misplaced(uid, record.owner):
-            continue
-        value = records.load_value(record, time.time() + clock.seconds_until(record.expires))
-        if value is not None:
-            found[record.owner] = value
-    return found
 
 
 def _too_late(node: KademliaNode, unanswered: int, asked: int, timeout: float) -> str:

@@ -1,8 +1,10 @@
 """Lookup: from node to node towards keys, always asking the nearest that are known (Kademlia's iterative search).
 
-Each answer names nodes that are nearer still. A search ends when the nearest ones known have all answered: then nobody
-nearer is left, unless all of them hide one. A batch has hundreds of keys, so the searches run side by side and
-share calls.
+A node knows most nodes near itself and few far away. So the nodes that it knows nearest to a key know nearer ones, and
+every step at least halves the distance: among n nodes a search takes about log2(n) steps. It ends when the nearest ones
+known have all answered: then nobody nearer is left, unless all of them hide one. ALPHA nodes are asked at a time, for
+one of them may be dead and costs a timeout. A batch has hundreds of keys, so the searches run side by side and share
+calls: a node that is asked for one key is asked for all keys that it is near to.
 """
 
 import asyncio

@@ -99,8 +99,8 @@ def encode_request(request: Request) -> bytes:
         body["keys"] = [_dump_id(key) for key in request.keys]
     items = [item for item in request.items if not isinstance(item, str)]
     if items:
-        body["items"] = [[_dump_id(key), *_dump_record(record)] for key, record in items]
-    return _dump(body)
+        body["items"] = [[_dump_id(key), record.payload, record.signature] for key, record in items]
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -109,20 +109,17 @@ def encode_answer(answer: Answer) -> bytes:
         body["found"] = {
             _dump_id(key): {
                 "peers": [[_dump_id(peer.node_id), peer.endpoint] for peer in found.peers],
-                "records": [_dump_record(record) for record in found.records],
+                "records": [[record.payload, record.signature] for record in found.records],
             }
             for key, found in answer.found.items()
         }
     if answer.refused:
-        body["refused"] = [
-            refusal
-            and {
-                "reason": refusal.reason[:MAX_REASON],
-                "record": refusal.holder and _dump_record(refusal.holder),
-            }
-            for refusal in answer.refused
-        ]
-    return _dump(body)
+        body["refused"] = []
+        for refusal in answer.refused:
+            holder = refusal and refusal.holder
+            record = holder and [holder.payload, holder.signature]
+            body["refused"].append(refusal and {"reason": refusal.reason[:MAX_REASON], "record": record})
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def seal(answer: bytes, nonce: str, identity: Identity) -> bytes:
@@ -151,17 +148,33 @@ def size_of(found: Found) -> int:
 
 
 def decode_request(data: bytes) -> Request:
+    """The request in bytes from anywhere; BadMessage if it is none."""
     body = _load(data, MAX_REQUEST_BYTES)
-    header = _load_header(body, endpoint=_load_own_endpoint(body.get("endpoint")))
+    endpoint, nonce = body.get("endpoint"), body.get("nonce", "")
+    is_port = isinstance(endpoint, str) and _PORT.fullmatch(endpoint) and 0 < int(endpoint[1:]) < 1 << 16
+    if not is_port:
+        try:
+            check_endpoint(endpoint, may_be_empty=True)
+        except BadRecord as error:
+            raise BadMessage(str(error)) from None
+    header = _load_header(body, str(endpoint))
     keys = tuple(_load_id(key) for key in _list("keys", body.get("keys", []), MAX_KEYS))
-    items = tuple(_load_item(item) for item in _list("items", body.get("items", []), MAX_ITEMS))
-    nonce = body.get("nonce", "")
+    items: list[Item | str] = []
+    for value in _list("items", body.get("items", []), MAX_ITEMS):
+        if not isinstance(value, list) or len(value) != 3:
+            raise BadMessage("an item must be [key, payload, signature]")
+        key = _load_id(value[0])
+        try:
+            items.append(Item(key, _load_record(value[1:])))
+        except BadRecord as error:  # the others may be kept
+            items.append(str(error)[:MAX_REASON])
     if not isinstance(nonce, str) or not re.fullmatch(r"[0-9a-f]{0,32}", nonce):
         raise BadMessage(f"a nonce has at most 32 hexadecimal digits, but got {str(nonce)[:100]!r}")
-    return Request(header, keys, items, nonce)
+    return Request(header, keys, tuple(items), nonce)
 
 
 def decode_answer(data: bytes) -> Answer:
+    """The answer in bytes from anywhere; BadMessage if it is none. A forged record in it has no effect at all."""
     body = _load(data, MAX_ANSWER_BYTES)
     found = body.get("found", {})
     if not isinstance(found, dict) or len(found) > MAX_KEYS:
@@ -175,8 +188,21 @@ def decode_answer(data: bytes) -> Answer:
             raise BadMessage("a refusal must say its reason")
         holders = _genuine([value["record"]] if value.get("record") is not None else [])
         refused.append(Refusal(value["reason"][:MAX_REASON], holders[0] if holders else None))
-    by_key = {_load_id(key): _load_found(value) for key, value in found.items()}
+    by_key = {}
+    for text, value in found.items():
+        key = _load_id(text)
+        if not isinstance(value, dict):
+            raise BadMessage("what is found must be an object")
+        peers = _list("peers", value.get("peers"), BUCKET_SIZE)
+        records = _list("records", value.get("records"), max(MAX_OWNERS, MAX_UNDER_PREFIX))
+        for peer in peers:
+            if not isinstance(peer, list) or len(peer) != 2 or not all(isinstance(x, str) for x in peer):
+                raise BadMessage("a node must be [id, endpoint]")
+        by_key[key] = Found(tuple(_peer(*peer) for peer in peers), _genuine(records))
     return Answer(_load_header(body), by_key, tuple(refused))
+
+
+# -------------------------------------------------------------------- parts
 
 
 def _dump_id(node_id: int) -> str:
@@ -187,13 +213,6 @@ def _load_id(text: Any) -> int:
     if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]{64}", text):
         raise BadMessage(f"an id must be 64 hexadecimal digits, but got {str(text)[:100]!r}")
     return int(text, 16)
-
-
-# -------------------------------------------------------------------- parts
-
-
-def _dump(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _load(data: bytes, max_bytes: int) -> dict[str, Any]:
@@ -219,23 +238,10 @@ def _load_header(body: Mapping[str, Any], endpoint: str = "") -> Header:
     return Header(_load_id(body.get("id")), float(moment), endpoint)
 
 
-def _load_own_endpoint(value: Any) -> str:
-    if isinstance(value, str) and _PORT.fullmatch(value) and 0 < int(value[1:]) < 1 << 16:
-        return value
-    try:
-        return check_endpoint(value, may_be_empty=True)
-    except BadRecord as error:
-        raise BadMessage(str(error)) from None
-
-
 def _list(name: str, value: Any, max_length: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > max_length:
         raise BadMessage(f"{name} must be a list of at most {max_length}")
     return value
-
-
-def _dump_record(record: SignedRecord) -> list[str]:
-    return [record.payload, record.signature]
 
 
 def _load_record(value: Any) -> SignedRecord:
@@ -243,29 +249,6 @@ def _load_record(value: Any) -> SignedRecord:
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise BadMessage("a record must be [payload, signature]")
     return read_record(*value)
-
-
-def _load_item(value: Any) -> Item | str:
-    if not isinstance(value, list) or len(value) != 3:
-        raise BadMessage("an item must be [key, payload, signature]")
-    key = _load_id(value[0])
-    try:
-        return Item(key, _load_record(value[1:]))
-    except BadRecord as error:
-        return str(error)[:MAX_REASON]
-
-
-def _load_found(value: Any) -> Found:
-    if not isinstance(value, dict):
-        raise BadMessage("what is found must be an object")
-    peers = _list("peers", value.get("peers"), BUCKET_SIZE)
-    records = _list("records", value.get("records"), max(MAX_OWNERS, MAX_UNDER_PREFIX))
-    nodes: list[Peer] = []
-    for peer in peers:
-        if not isinstance(peer, list) or len(peer) != 2 or not all(isinstance(text, str) for text in peer):
-            raise BadMessage("a node must be [id, endpoint]")
-        nodes.append(_peer(*peer))
-    return Found(tuple(nodes), _genuine(records))
 
 
 @functools.lru_cache(MAX_KNOWN_PEERS)

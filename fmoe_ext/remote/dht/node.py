@@ -6,7 +6,6 @@ Only a node that has answered at its endpoint is believed to be there: what othe
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -22,7 +21,7 @@ from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item
 from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable
-from fmoe_ext.remote.dht.transport import Transport, Unreachable
+from fmoe_ext.remote.dht.transport import GrpcTransport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
 
@@ -36,13 +35,10 @@ RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """listen_on: None for a node that asks but is not asked; announce: host:port for others, if not what they see.
-
-    relay: host:port of a relay, for a node that others cannot reach; relay_token: what that relay asks for.
-    """
+    """Options of a node; the names are those of the flags of fmoe-dht."""
 
     initial_peers: Sequence[str] = flag((), "host:port of other nodes; none: a new DHT begins", nargs="*")
-    listen_on: str | None = flag(
+    listen_on: str | None = flag(  # None: the node asks but is not asked
         "0.0.0.0:0",
         "host:port; [::]:port for IPv6; port 0: any",
         type=endpoint,
@@ -81,86 +77,12 @@ class Nearby:
     hops: int  # nodes between us and the nearest, that one included
 
 
-class _Neighbours:
-    """The nodes that this one knows, and what it learns of them by each call: who lives, and what time it is there.
-
-    lost: endpoints of forgotten nodes. announced: where others find this node; greeting: calls back to strangers.
-    """
-
-    def __init__(self, node_id: int, transport: Transport, clock: NetworkClock, call_timeout: float):
-        self.table = RoutingTable(node_id)
-        self.lost: OrderedDict[str, None] = OrderedDict()
-        self.announced = ""
-        self.attachment: Attachment | None = None
-        self.greeting: dict[str, asyncio.Task[None]] = {}
-        self._transport, self._clock, self._call_timeout = transport, clock, call_timeout
-
-    async def ping(self, endpoint: str, timeout: float) -> Peer | None:
-        """The node at an endpoint; None if none answers, or if it is this node itself."""
-        try:
-            answer = await self.call(Peer(-1, endpoint), messages.PING, Request(self.header()), timeout)
-        except Unreachable:
-            return None
-        return Peer(answer.header.node_id, endpoint)
-
-    async def reach(self, peer: Peer) -> None:
-        with contextlib.suppress(Unreachable):
-            await self.call(peer, messages.PING, Request(self.header()), self._call_timeout)
-
-    async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """One call; a node that answers is remembered, one that fails twice is forgotten."""
-        nonce, sent = secrets.token_hex(16), self._clock.local()
-        try:
-            data = messages.encode_request(replace(request, nonce=nonce))
-            answer = messages.unseal(await self._transport.call(peer.endpoint, method, data, timeout), nonce)
-        except (Unreachable, BadMessage) as error:
-            self._forget(peer)
-            raise Unreachable(f"{peer.endpoint}: {error}") from None
-        node_id = answer.header.node_id
-        if node_id == self.table.own_id:
-            raise Unreachable(f"{peer.endpoint} is this node itself")
-        received = self._clock.local()
-        self.table.heard(replace(peer, node_id=node_id))
-        address = await self._transport.address(peer.endpoint)
-        self._clock.hear(address, answer.header.time, sent, received)
-        if peer.node_id not in (-1, node_id):
-            self._forget(peer)
-            raise Unreachable(f"{peer.endpoint} is another node now")
-        return answer
-
-    def _forget(self, peer: Peer) -> None:
-        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
-            self.lost[peer.endpoint] = None
-            while len(self.lost) > MAX_LOST:
-                self.lost.popitem(last=False)
-
-    def header(self) -> Header:
-        endpoint = self.attachment.endpoint if self.attachment else self.announced
-        return Header(self.table.own_id, self._clock.now(), endpoint)
-
-    def notice(self, header: Header, host: str) -> None:
-        """Calls back a stranger who says where it listens: only who answers there is believed."""
-        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
-        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
-        if is_wanted and len(self.greeting) < MAX_GREETED:
-            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
-
-    async def _greet(self, endpoint: str) -> None:
-        """Call a stranger back, without our endpoint: two nodes would greet each other forever."""
-        request = Request(Header(self.table.own_id, self._clock.now()))
-        try:
-            with contextlib.suppress(Unreachable):
-                await self.call(Peer(-1, endpoint), messages.PING, request, self._call_timeout)
-        finally:
-            self.greeting.pop(endpoint, None)
-
-
 class KademliaNode:
     """start() before anything else, close() at the end; everything on one event loop."""
 
     def __init__(
         self,
-        transport: Transport,
+        transport: GrpcTransport,
         options: NodeOptions | None = None,
         clock: NetworkClock | None = None,
         rng: random.Random | None = None,
@@ -171,8 +93,11 @@ class KademliaNode:
         self.rng = rng or random.Random(secrets.randbits(64))
         self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
         self.node_id = node_id_of(self._identity.public)
-        self.neighbours = _Neighbours(self.node_id, transport, self.clock, self.options.call_timeout)
-        self.table = self.neighbours.table
+        self.table = RoutingTable(self.node_id)
+        self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes
+        self.greeting: dict[str, asyncio.Task[None]] = {}  # calls back to strangers, by endpoint
+        self.announced = ""  # where others find this node
+        self.attachment: Attachment | None = None  # to a relay, which then announces it
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None
         self._maintenance: asyncio.Task[None] | None = None
@@ -187,17 +112,26 @@ class KademliaNode:
         """Listens and joins; DiscoveryError if not one initial peer answers within join_timeout."""
         if self.options.listen_on is not None:
             self.port = await self.transport.serve(self.options.listen_on, self.handle)
-            self.neighbours.announced = self.options.announce or f":{self.port}"
+            self.announced = self.options.announce or f":{self.port}"
         try:
             if self.options.relay is not None and self.is_serving:
                 target = f"{reachable_here(self.options.listen_on)}:{self.port}"
-                self.neighbours.attachment = Attachment(
-                    check_peer(self.options.relay), target, self.options.relay_token
-                )
-                await self.neighbours.attachment.start(self.options.join_timeout)
+                self.attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
+                await self.attachment.start(self.options.join_timeout)
             if self.initial_peers:
                 self.clock.is_joining = True
-                await self._join_within(self.options.join_timeout)
+                timeout, peers = self.options.join_timeout, self.initial_peers
+                end = time.monotonic() + timeout
+                # half of the time at most for one round: a peer that starts a moment later is found by the next
+                while not await self.join(peers, max(0.1, min(timeout / 2, end - time.monotonic()))):
+                    if time.monotonic() + RETRY_PAUSE >= end:
+                        raise DiscoveryError(
+                            f"none of the initial peers {', '.join(peers[:8])} answered within {timeout:.3g} s: "
+                            "is a node listening there (fmoe-dht, fmoe-server --dht_port), and can it be reached "
+                            "from here?"
+                        )
+                    await asyncio.sleep(RETRY_PAUSE)
+                await self.find(self.table.ids_to_refresh(self.rng), max(1.0, end - time.monotonic()))
                 self.clock.is_joining = False
             elif not self.is_serving:
                 raise DiscoveryError(
@@ -209,19 +143,19 @@ class KademliaNode:
         self._maintenance = asyncio.create_task(self._maintain())
 
     async def close(self) -> None:
-        tasks = [*self.neighbours.greeting.values(), *([self._maintenance] if self._maintenance else [])]
+        tasks = [*self.greeting.values(), *([self._maintenance] if self._maintenance else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.neighbours.attachment is not None:
-            await self.neighbours.attachment.close()
-        self._maintenance = self.neighbours.attachment = None
+        if self.attachment is not None:
+            await self.attachment.close()
+        self._maintenance = self.attachment = None
         self.port = None
         await self.transport.close()
 
     async def join(self, endpoints: Iterable[str], timeout: float) -> int:
         """Makes itself known to nodes by their addresses -> how many answered. Two networks become one that way."""
-        calls = (self.neighbours.ping(endpoint, timeout) for endpoint in endpoints)
+        calls = (self.ping(Peer(-1, endpoint), timeout) for endpoint in endpoints)
         return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
 
     async def refresh(self) -> None:
@@ -230,21 +164,10 @@ class KademliaNode:
         timeout = self.options.call_timeout
         known = {peer.endpoint for peer in self.table}
         again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
-        again += list(self.neighbours.lost) if not known else []
-        doubtful = (self.neighbours.reach(peer) for peer in self.table.doubtful())
+        again += list(self.lost) if not known else []
+        doubtful = (self.ping(peer, timeout) for peer in self.table.doubtful())
         await asyncio.gather(self.join(again, timeout), *doubtful)
         await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
-
-    async def _join_within(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while not await self.join(self.initial_peers, max(0.1, min(timeout / 2, end - time.monotonic()))):
-            if time.monotonic() + RETRY_PAUSE >= end:
-                raise DiscoveryError(
-                    f"none of the initial peers {', '.join(self.initial_peers[:8])} answered within {timeout:.3g} s: "
-                    "is a node listening there (fmoe-dht, fmoe-server --dht_port), and can it be reached from here?"
-                )
-            await asyncio.sleep(RETRY_PAUSE)
-        await self.find(self.table.ids_to_refresh(self.rng), max(1.0, end - time.monotonic()))
 
     async def _maintain(self) -> None:
         while True:
@@ -255,30 +178,83 @@ class KademliaNode:
             except Exception:  # a node whose maintenance ends dies slowly and silently
                 log.exception("the DHT node's maintenance failed, it goes on")
 
+    # ---------------------------------------------------------------- the nodes that this one knows
+
+    async def ping(self, peer: Peer, timeout: float, header: Header | None = None) -> Peer | None:
+        """The node at an endpoint (id -1: any); None if none answers, or if it is this node itself."""
+        try:
+            answer = await self.call(peer, messages.PING, Request(header or self._header()), timeout)
+        except Unreachable:
+            return None
+        return Peer(answer.header.node_id, peer.endpoint)
+
+    async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
+        """One call; a node that answers is remembered, one that fails twice is forgotten."""
+        nonce, sent = secrets.token_hex(16), self.clock.local()
+        try:
+            data = messages.encode_request(replace(request, nonce=nonce))
+            answer = messages.unseal(await self.transport.call(peer.endpoint, method, data, timeout), nonce)
+        except (Unreachable, BadMessage) as error:
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint}: {error}") from None
+        node_id = answer.header.node_id
+        if node_id == self.node_id:
+            raise Unreachable(f"{peer.endpoint} is this node itself")
+        received = self.clock.local()
+        self.table.heard(replace(peer, node_id=node_id))
+        address = await self.transport.address(peer.endpoint)
+        self.clock.hear(address, answer.header.time, sent, received)
+        if peer.node_id not in (-1, node_id):
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint} is another node now")
+        return answer
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
+            self.lost[peer.endpoint] = None
+            while len(self.lost) > MAX_LOST:
+                self.lost.popitem(last=False)
+
+    def _header(self) -> Header:
+        endpoint = self.attachment.endpoint if self.attachment else self.announced
+        return Header(self.node_id, self.clock.now(), endpoint)
+
+    def _notice(self, header: Header, host: str) -> None:
+        """Calls back a stranger who says where it listens: only who answers there is believed."""
+        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
+        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
+        if is_wanted and len(self.greeting) < MAX_GREETED:
+            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
+
+    async def _greet(self, endpoint: str) -> None:
+        # without our endpoint: two nodes would greet each other for ever
+        header = Header(self.node_id, self.clock.now())
+        try:
+            await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
+        finally:
+            self.greeting.pop(endpoint, None)
+
     # ---------------------------------------------------------------- what others ask
 
     async def handle(self, method: str, data: bytes, host: str) -> bytes:
         """The answer to one request from a host; BadMessage if it makes no sense."""
         request = messages.decode_request(data)
-        self.neighbours.notice(request.header, host)
+        self._notice(request.header, host)
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
-            answer = replace(answer, found=self._look_up(request))
+            found: dict[int, Found] = {}
+            size = 0
+            for key in request.keys:
+                peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
+                found[key] = Found(peers, self.store.find(key, self.clock.now()))
+                size += messages.size_of(found[key])
+                # who asks sees which keys are missing, and asks for them again
+                if size > messages.FULL_ANSWER_BYTES:
+                    break
+            answer = replace(answer, found=found)
         elif method == messages.STORE:
             answer = replace(answer, refused=[self._put(item) for item in request.items])
         return messages.seal(messages.encode_answer(answer), request.nonce, self._identity)
-
-    def _look_up(self, request: Request) -> dict[int, Found]:
-        found: dict[int, Found] = {}
-        size = 0
-        for key in request.keys:
-            peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
-            found[key] = Found(peers, self.store.find(key, self.clock.now()))
-            size += messages.size_of(found[key])
-            # who asks sees which keys are missing, and asks for them again
-            if size > messages.FULL_ANSWER_BYTES:
-                break
-        return found
 
     def _put(self, item: Item | str) -> Refusal | None:
         return Refusal(item) if isinstance(item, str) else self.store.put(*item, self.clock.now())
@@ -291,7 +267,16 @@ class KademliaNode:
         for search in searches:
             search.add(self.table.closest(search.key), hops=1)
         await Lookup(self._ask_for, searches, self.node_id).run(timeout)
-        return {search.key: self._nearby(search) for search in searches}
+        near = {}
+        for search in searches:
+            holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
+            if self.is_serving:
+                holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
+            # XOR is Kademlia's distance: every node orders the others by it in the same way
+            key = search.key
+            holders.sort(key=lambda at, key=key: (at.peer.node_id if at.peer else self.node_id) ^ key)
+            near[search.key] = Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
+        return near
 
     async def put(
         self, placed: Mapping[Holder, Sequence[Item]], timeout: float
@@ -299,34 +284,24 @@ class KademliaNode:
         """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
         return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
 
-    def _nearby(self, search: Search) -> Nearby:
-        holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
-        if self.is_serving:
-            holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
-        # XOR is Kademlia's distance: every node orders the others by it in the same way
-        holders.sort(key=lambda at: (at.peer.node_id if at.peer else self.node_id) ^ search.key)
-        return Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
-
     async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
-        request = Request(self.neighbours.header(), keys=keys)
-        answer = await self.neighbours.call(peer, messages.FIND, request, self.options.call_timeout)
+        request = Request(self._header(), keys=keys)
+        answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
         return {key: answer.found[key] for key in keys if key in answer.found}
 
     async def _put_at(self, at: Holder, items: Sequence[Item], timeout: float) -> list[Refusal | None]:
         if at.peer is None:
             return [self._put(item) for item in items]
         refused: list[Refusal | None] = []
+        limit = min(timeout, self.options.call_timeout)
         for first in range(0, len(items), messages.MAX_ITEMS):
             some = items[first : first + messages.MAX_ITEMS]
-            request = Request(self.neighbours.header(), items=some)
+            request = Request(self._header(), items=some)
             try:
-                answer = await self.neighbours.call(
-                    at.peer, messages.STORE, request, min(timeout, self.options.call_timeout)
-                )
+                answer = await self.call(at.peer, messages.STORE, request, limit)
                 if len(answer.refused) != len(some):
-                    raise Unreachable(
-                        f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
-                    )
+                    text = f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
+                    raise Unreachable(text)
                 refused += answer.refused
             except Unreachable as error:
                 return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]

@@ -1,7 +1,13 @@
 """Records that every node may carry and only their owner can write: signed with ed25519, ordered, mortal.
 
 A record says "this expert is at this endpoint until then". It lies under the key of its uid, and under the key of
-each prefix of the uid, which is how beam search finds it. The bytes that were signed are what travels.
+each prefix of the uid, which is how beam search finds it. The bytes that were signed are what travels, so that nobody
+has to write JSON twice in the same way.
+    sequence  orders the records of one owner: the greater one holds, and an old copy cannot come back
+    fence     is when the owner claimed the uid: of two owners with equally many nodes behind them the older one wins
+    expires   ends the record, by the time on which the network agrees; who wants to keep a uid signs anew before that
+A small value for programs (DHT.store) is a record too: its metadata holds the value, and its uid follows from the key
+and the owner, so that nobody can write in another owner's place.
 """
 
 import functools
@@ -136,23 +142,26 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         uid = check_uid(values["uid"])
     except ValueError as error:
         raise BadRecord(str(error)) from None
-    expires = values["expires"]
+    endpoint = check_endpoint(values["endpoint"], may_be_empty=True)
+    expires, metadata = values["expires"], values["metadata"]
     if type(expires) not in (int, float) or not math.isfinite(expires) or not 0 <= expires < 1e12:
         raise BadRecord(f"expires must be seconds since 1970, but got {str(expires)[:100]}")
-    record = SignedRecord(
-        uid,
-        check_endpoint(values["endpoint"], may_be_empty=True),
-        _hexadecimal("owner", values["owner"], 64),
-        _count("fence", values["fence"]),
-        _count("sequence", values["sequence"]),
-        float(expires),
-        _metadata(values["metadata"]),
-        payload,
-        _hexadecimal("signature", signature, 128),
-    )
-    if not is_signed(bytes.fromhex(record.owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
-        raise BadRecord(f"the record of {record.uid} is not signed by its owner")
-    return record
+    for name, value, length in (("owner", values["owner"], 64), ("signature", signature, 128)):
+        if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{length}}}", value):
+            raise BadRecord(f"{name} must be {length} hexadecimal digits, but got {str(value)[:200]!r}")
+    for name in ("fence", "sequence"):
+        if type(values[name]) is not int or not 0 <= values[name] < 1 << 63:
+            given = str(values[name])[:100]
+            raise BadRecord(f"{name} must be a whole number below 2^63, but got {given}")
+    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
+        raise BadRecord(f"metadata must be an object of at most {MAX_METADATA} entries")
+    for key, text in metadata.items():
+        if not isinstance(text, str) or max(len(key), len(text)) > MAX_METADATA_TEXT:
+            raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
+    owner, counts = values["owner"], (values["fence"], values["sequence"])
+    if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
+        raise BadRecord(f"the record of {uid} is not signed by its owner")
+    return SignedRecord(uid, endpoint, owner, *counts, float(expires), metadata, payload, signature)
 
 
 def is_signed(public: bytes, signature: bytes, data: bytes) -> bool:
@@ -172,27 +181,6 @@ def check_endpoint(endpoint: Any, may_be_empty: bool = False) -> str:
     if match is None or len(endpoint) > MAX_ENDPOINT_LENGTH or not 0 < int(match[1]) < 1 << 16:
         raise BadRecord(f"an endpoint must be host:port or [IPv6]:port, but got {str(endpoint)[:100]!r}")
     return str(endpoint)
-
-
-def _hexadecimal(name: str, value: Any, length: int) -> str:
-    if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{length}}}", value):
-        raise BadRecord(f"{name} must be {length} hexadecimal digits, but got {str(value)[:200]!r}")
-    return value
-
-
-def _count(name: str, value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise BadRecord(f"{name} must be a whole number below 2^63, but got {str(value)[:100]}")
-    return value
-
-
-def _metadata(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > MAX_METADATA:
-        raise BadRecord(f"metadata must be an object of at most {MAX_METADATA} entries")
-    for key, text in value.items():
-        if not isinstance(text, str) or max(len(key), len(text)) > MAX_METADATA_TEXT:
-            raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
-    return value
 
 
 def node_id_of(public: str) -> int:

@@ -30,13 +30,13 @@ Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
 
 @dataclass(frozen=True)
 class RelayOptions:
-    """token: what hosts must know to be let in. idle: seconds without a byte after which a connection is closed."""
+    """Options of a relay."""
 
-    token: str = ""
+    token: str = ""  # what hosts must know to be let in
     max_hosts: int = 64
     max_connections: int = 256  # of each host
     bytes_per_second: float = float("inf")  # of each direction of a connection
-    idle: float = 600.0
+    idle: float = 600.0  # seconds without a byte after which a connection is closed
 
 
 @dataclass
@@ -78,27 +78,38 @@ class Relay:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection of a host: the answer to a call from outside, or the one by which it attaches."""
         line = await _read(reader, PATIENCE)
         call = self._waiting.pop(str(line.get("accept")), None)
         if call is not None and not call.accepted.done():
             call.accepted.set_result((reader, writer))
             await call.ended.wait()
-        elif "attach" in line:
-            await self._host_of(reader, writer, line)
-
-    async def _host_of(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: dict[str, Any]
-    ) -> None:
+            return
+        if "attach" not in line:
+            return
         # in constant time, or the token could be guessed byte by byte
         if not hmac.compare_digest(str(line["attach"]).encode(), self.options.token.encode()):
             return await _write(writer, {"error": "the relay asks for another token"})
         if self.num_hosts >= self.options.max_hosts:
-            return await _write(
-                writer, {"error": f"the relay serves no more than {self.options.max_hosts} hosts"}
-            )
+            most = f"the relay serves no more than {self.options.max_hosts} hosts"
+            return await _write(writer, {"error": most})
         self.num_hosts += 1
         calls: set[asyncio.Task[None]] = set()
-        server = await self._open_port(line.get("port"), writer, calls)
+
+        def accept(caller: asyncio.StreamReader, to_caller: asyncio.StreamWriter) -> None:
+            if len(calls) >= self.options.max_connections:
+                to_caller.close()
+                return
+            task = _keep(self._tasks, _closing(to_caller, self._join(caller, to_caller, writer)))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+
+        wanted = line.get("port")
+        port = wanted if type(wanted) is int and 1024 <= wanted < 1 << 16 else 0
+        try:
+            server = await asyncio.start_server(accept, self._host, port)
+        except OSError:  # the port that it had before is taken: any other, which it then announces
+            server = await asyncio.start_server(accept, self._host, 0)
         try:
             await _write(writer, {"port": server.sockets[0].getsockname()[1]})
             while True:
@@ -106,25 +117,8 @@ class Relay:
         finally:
             self.num_hosts -= 1
             server.close()
-            for call in calls:
-                call.cancel()
-
-    async def _open_port(
-        self, wanted: Any, control: asyncio.StreamWriter, calls: set[asyncio.Task[None]]
-    ) -> asyncio.Server:
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if len(calls) >= self.options.max_connections:
-                writer.close()
-                return
-            task = _keep(self._tasks, _closing(writer, self._join(reader, writer, control)))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
-
-        port = wanted if type(wanted) is int and 1024 <= wanted < 1 << 16 else 0
-        try:
-            return await asyncio.start_server(accept, self._host, port)
-        except OSError:  # the port that it had before is taken: any other, which it then announces
-            return await asyncio.start_server(accept, self._host, 0)
+            for call_from_outside in calls:
+                call_from_outside.cancel()
 
     async def _join(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, control: asyncio.StreamWriter
@@ -176,27 +170,35 @@ class Attachment:
         except BaseException:
             writer.close()
             raise
+        # asked for again after a break: those who know the endpoint find this host there
         self._port = line["port"]
         self.endpoint = f"{self.relay.rpartition(':')[0]}:{self._port}"
         return reader, writer
 
     async def _stay(self) -> None:
         """Answers calls; attaches again, to the same port if it can be had, when the relay was away."""
+
+        async def say_alive(writer: asyncio.StreamWriter) -> None:
+            while True:
+                await asyncio.sleep(ALIVE_EVERY)
+                with contextlib.suppress(OSError):
+                    await _write(writer, {})
+
+        async def answer_calls(reader: asyncio.StreamReader) -> None:
+            while True:
+                line = await _read(reader, None)
+                _keep(self._tasks, self._answer(str(line.get("call"))[:64]))
+
         while True:
             if self._control is not None:
                 reader, writer = self._control
-                alive = _keep(self._tasks, _say_alive(writer))
-                await _closing(writer, self._answer_calls(reader))
+                alive = _keep(self._tasks, say_alive(writer))
+                await _closing(writer, answer_calls(reader))
                 alive.cancel()
             await asyncio.sleep(RETRY_PAUSE)
             self._control = None
             with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, asyncio.TimeoutError):
                 self._control = await asyncio.wait_for(self._attach(), PATIENCE)
-
-    async def _answer_calls(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            line = await _read(reader, None)
-            _keep(self._tasks, self._answer(str(line.get("call"))[:64]))
 
     async def _answer(self, name: str) -> None:
         inside, outside = await asyncio.gather(
@@ -232,13 +234,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate
         await writer.drain()
         if rate != float("inf"):
             await asyncio.sleep(len(data) / rate)
-
-
-async def _say_alive(writer: asyncio.StreamWriter) -> None:
-    while True:
-        await asyncio.sleep(ALIVE_EVERY)
-        with contextlib.suppress(OSError):
-            await _write(writer, {})
 
 
 async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """The memory of a node: RoutingTable, other nodes by XOR distance (Kademlia's k-buckets), and RecordStore.
 
+Bucket i has the nodes at distances [2^i, 2^(i+1)): half of the network lies in the last one, a quarter in the one
+before. Each keeps at most k nodes, so a node knows all that are near and few that are far.
+
 Everything here may come from an attacker. So each collection has a bound, and entries of a full one are not pushed
 out by newcomers: nodes that answer stay, records that live stay. Where owners compete for room below a prefix, each has
 an equal share, or one could fill it with claims alone.
@@ -20,6 +23,8 @@ MAX_REFRESHED = 24  # buckets: enough for 2^24 nodes
 
 @dataclass(frozen=True)
 class Peer:
+    """Another node."""
+
     node_id: int
     endpoint: str
 
@@ -66,6 +71,7 @@ class RoutingTable:
         bucket.spare.pop(peer.node_id, None)
         members[peer.node_id] = peer
         members.move_to_end(peer.node_id)
+        # the spare that answered longest ago goes
         while len(bucket.spare) > self.bucket_size:
             bucket.spare.popitem(last=False)
 
@@ -193,23 +199,42 @@ class RecordStore:
 
     def put(self, key: int, record: SignedRecord, now: float) -> Refusal | None:
         """Keeps a verified record under a key, or says why not."""
-        places = places_of(record.uid)
+        uid, owner = record.uid, record.owner
+        places = places_of(uid)
         if key not in places:
             return Refusal("this is not a key of its uid")
         if not now < record.expires <= now + MAX_TTL + MAX_SKEW:
             return Refusal("it has expired" if record.expires <= now else f"it lives over {MAX_TTL:.0f} s")
-        if is_misplaced(record.uid, record.owner):
+        if is_misplaced(uid, owner):
             return Refusal("this place is for a value of another owner")
         if record.fence > (now + MAX_SKEW) * 1000:
             return Refusal("it was claimed in the future")
         slot = self._slots.get(key)
-        entries = slot.by_uid.get(record.uid, {}) if slot else {}
-        refusal = _against_the_last_word(entries, record, now)
-        if refusal is not None or (record.is_withdrawn and record.owner not in entries):
-            return refusal  # who has said nothing here has nothing to take back
-        if record.owner not in entries and (refusal := self._full(slot, entries, record, now)) is not None:
-            return refusal
-        self._keep(key, places[key], record)
+        entries = slot.by_uid.get(uid, {}) if slot else {}
+        own = entries.get(owner)
+        is_repeated = False
+        if own is not None and now < own.forget_at:
+            is_repeated = record.payload == own.record.payload  # a message that came twice
+            if not is_repeated and record.sequence <= own.record.sequence:
+                newest = f"its owner has said something newer (sequence {own.record.sequence})"
+                return Refusal(newest, own.record)
+        if not (is_repeated or record.is_withdrawn):
+            for other, entry in entries.items():
+                if other != owner and entry.record.is_live(now):
+                    return Refusal(f"{uid} belongs to another owner", entry.record)
+        if own is None:
+            if record.is_withdrawn:
+                return None  # who has said nothing here has nothing to take back
+            if (refusal := self._make_room(slot, entries, record, now)) is not None:
+                return refusal
+        slot = self._slots.setdefault(key, _Slot(places[key]))
+        owners = slot.by_uid.setdefault(uid, {})
+        before = owners.get(owner)  # making room may have forgotten it
+        if before is None:
+            self._num_of_owner[owner] += 1
+            slot.num_of_owner[owner] += 1
+        forget_at = record.expires if before is None else max(before.forget_at, record.expires)
+        owners[owner] = _Entry(record, forget_at)
         return None
 
     def find(self, key: int, now: float) -> list[SignedRecord]:
@@ -244,9 +269,10 @@ class RecordStore:
             if not slot.by_uid:
                 del self._slots[key]
 
-    def _full(
+    def _make_room(
         self, slot: _Slot | None, entries: dict[str, _Entry], record: SignedRecord, now: float
     ) -> Refusal | None:
+        """Makes room for the first record of an owner under a uid, or says why there is none."""
         is_new_uid = slot is not None and record.uid not in slot.by_uid
         crowded = is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX
         if len(self) >= self.max_records or crowded or len(entries) >= MAX_OWNERS:
@@ -260,23 +286,12 @@ class RecordStore:
         if is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX:
             uid = slot.give_way(record.owner, now)
             if uid is None:
-                return Refusal(
-                    f"{slot.prefix} has {MAX_UNDER_PREFIX} experts, and this owner has its share of them"
-                )
+                full = f"{slot.prefix} has {MAX_UNDER_PREFIX} experts"
+                return Refusal(f"{full}, and this owner has its share of them")
             for owner in list(slot.by_uid[uid]):
                 self._drop(slot, uid, owner)
             del slot.by_uid[uid]
         return None
-
-    def _keep(self, key: int, prefix: str | None, record: SignedRecord) -> None:
-        slot = self._slots.setdefault(key, _Slot(prefix))
-        owners = slot.by_uid.setdefault(record.uid, {})
-        before = owners.get(record.owner)
-        if before is None:
-            self._num_of_owner[record.owner] += 1
-            slot.num_of_owner[record.owner] += 1
-        forget_at = record.expires if before is None else max(before.forget_at, record.expires)
-        owners[record.owner] = _Entry(record, forget_at)
 
     def _drop(self, slot: _Slot, uid: str, owner: str) -> None:
         del slot.by_uid[uid][owner]
@@ -284,17 +299,3 @@ class RecordStore:
             counter[owner] -= 1
             if not counter[owner]:
                 del counter[owner]
-
-
-def _against_the_last_word(entries: dict[str, _Entry], record: SignedRecord, now: float) -> Refusal | None:
-    own = entries.get(record.owner)
-    if own is not None and now < own.forget_at:
-        if record.payload == own.record.payload:  # a message that was repeated
-            return None
-        if record.sequence <= own.record.sequence:
-            return Refusal(f"its owner has said something newer (sequence {own.record.sequence})", own.record)
-    holders = (e.record for owner, e in entries.items() if owner != record.owner and e.record.is_live(now))
-    holder = next(holders, None)
-    if holder is not None and not record.is_withdrawn:
-        return Refusal(f"{record.uid} belongs to another owner", holder)
-    return None

@@ -6,7 +6,7 @@ import re
 import urllib.parse
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -26,17 +26,11 @@ class Unreachable(Exception):
     """A node did not answer; the text says which and why."""
 
 
-class Transport(Protocol):
-    """call() raises Unreachable within about `timeout` seconds; serve() returns the port."""
-
-    async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> bytes: ...
-    async def serve(self, listen_on: str, handler: Handler) -> int: ...
-    async def address(self, endpoint: str) -> str: ...
-    async def close(self) -> None: ...
-
-
 class GrpcTransport:
-    """Calls over grpc.aio, with caps on sizes, calls at a time, open channels, and rates of each peer."""
+    """Calls over grpc.aio, with caps on sizes, calls at a time, open channels, and rates of each peer.
+
+    call() raises Unreachable within about `timeout` seconds; serve() returns the port.
+    """
 
     def __init__(self, calls_per_second: float = 1000.0, bytes_per_second: float = 32 << 20):
         self._calls, self._bytes = Rates(calls_per_second), Rates(bytes_per_second)
@@ -98,6 +92,7 @@ class GrpcTransport:
 
     def _method(self, name: str, handler: Handler) -> Callable[[bytes, Any], Awaitable[bytes]]:
         async def method(data: bytes, context: Any) -> bytes:
+            # by address and not by id: ids cost nothing
             host = host_seen(context.peer())
             if not (self._calls.take(host, 1) and self._bytes.take(host, len(data))):
                 await context.abort(

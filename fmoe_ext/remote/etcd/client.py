@@ -1,18 +1,22 @@
-"""EtcdClient: keys, transactions, leases and watches, protocol buffers by hand; EtcdDiscovery: experts in etcd.
+"""EtcdClient: keys, transactions, leases and watches of etcd; EtcdDiscovery: experts in etcd.
 
-Field numbers are those of etcd's rpc.proto (API v3); https://protobuf.dev/programming-guides/encoding.
+etcd is a small store that several machines keep in agreement. Each change gives it a new *revision*. A *transaction*
+compares revisions of keys and then writes, at one moment, so of two servers that want the same key one gets it. A key
+put under a *lease* vanishes when its owner has not renewed the lease in time. A *watch* tells all changes since a
+revision. The messages are aetcd's, which are generated from etcd's own; the calls are ours, for each has to end within
+its timeout.
 """
 
 import asyncio
 import math
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import grpc
 
+from fmoe_ext._require import require
 from fmoe_ext.remote.discovery import (
     Claim,
     Discovery,
@@ -24,101 +28,19 @@ from fmoe_ext.remote.discovery import (
 )
 from fmoe_ext.remote.etcd.keys import EXPERTS, Leader, dump, leader_key, load_leader, load_members, uid_of
 
-Value: TypeAlias = "int | bytes | str | Sequence[int | bytes | str]"
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-
-
-class _ProtoError(ValueError):
-    """Bytes that are no protocol buffer."""
-
-
-class _Fields(defaultdict[int, list[int | bytes]]):
-    """Decode a message: every value of every field."""
-
-    def number(self, field: int) -> int:
-        """An int64, 0 where it is left out."""
-        value = self[field][-1] if self.get(field) else 0
-        if not isinstance(value, int):
-            raise _ProtoError(f"field {field} is no number")
-        return value - (1 << 64) if value >= 1 << 63 else value
-
-    def data(self, field: int) -> bytes:
-        value = self[field][-1] if self.get(field) else b""
-        if not isinstance(value, bytes):
-            raise _ProtoError(f"field {field} is no string of bytes")
-        return value
-
-    def messages(self, field: int) -> list["_Fields"]:
-        return [parse(value) for value in self.get(field, []) if isinstance(value, bytes)]
-
-
-def build(fields: Mapping[int, Value]) -> bytes:
-    """A message: {field number: value or values}; 0 and empty are left out, except in a list."""
-    parts = []
-    for number, value in fields.items():
-        if isinstance(value, (int, bytes, str)):
-            value = [value] if value else []
-        for one in value:
-            if isinstance(one, int):
-                parts.append(_varint(number << 3 | _VARINT) + _varint(one))
-            else:
-                data = one.encode() if isinstance(one, str) else one
-                parts.append(_varint(number << 3 | _BYTES) + _varint(len(data)) + data)
-    return b"".join(parts)
-
-
-def parse(data: bytes) -> _Fields:
-    """The fields of a message; _ProtoError for bytes that are none."""
-    fields, place = _Fields(list), 0
-    while place < len(data):
-        tag, place = _read_varint(data, place)
-        number, kind = tag >> 3, tag & 7
-        if kind == _VARINT:
-            value, place = _read_varint(data, place)
-            fields[number].append(value)
-            continue
-        if kind == _BYTES:
-            length, place = _read_varint(data, place)
-        elif kind in (_FIXED64, _FIXED32):
-            length = 8 if kind == _FIXED64 else 4
-        else:
-            raise _ProtoError(f"unknown wire type {kind}")
-        if place + length > len(data):
-            raise _ProtoError(f"field {number} ends after its message")
-        fields[number].append(data[place : place + length])
-        place += length
-    return fields
-
-
-def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1  # negative numbers travel as 64 bits in two's complement
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _read_varint(data: bytes, place: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if place >= len(data):
-            break
-        byte = data[place]
-        value |= (byte & 0x7F) << shift
-        place += 1
-        if byte < 0x80:
-            return value, place
-    raise _ProtoError("a number has no end")
-
+try:
+    from aetcd import rpc
+    from google.protobuf.message import DecodeError
+except ImportError:  # who has no registry needs neither; EtcdClient says so
+    rpc, DecodeError = None, ValueError
 
 MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
-_CREATE, _MOD, _VALUE = 1, 2, 3  # what a Compare looks at
 
 
 @dataclass(frozen=True)
 class Entry:
+    """A key with its value, and the revisions at which it was made and last changed."""
+
     key: str
     value: bytes
     create_revision: int
@@ -127,9 +49,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Event:
-    """A change that a watch saw; entry.value is empty for a deletion."""
+    """A change that a watch saw."""
 
-    entry: Entry
+    entry: Entry  # its value is empty for a deletion
     is_deletion: bool
 
 
@@ -143,26 +65,30 @@ class Answer:
     cluster: int = 0  # the id of the cluster
 
 
-def created_at(key: str, revision: int) -> bytes:
-    """Holds if key was created at that revision; 0: if it does not exist."""
-    return build({2: _CREATE, 3: key, 5: [revision]})
+def created_at(key: str, revision: int) -> Any:
+    """A comparison: key was created at that revision; 0: it does not exist."""
+    return rpc.Compare(target=rpc.Compare.CREATE, key=key.encode(), create_revision=revision)
 
 
-def changed_at(key: str, revision: int) -> bytes:
-    """Holds if key was last changed at that revision; 0: if it does not exist."""
-    return build({2: _MOD, 3: key, 6: [revision]})
+def changed_at(key: str, revision: int) -> Any:
+    """A comparison: key was last changed at that revision; 0: it does not exist."""
+    return rpc.Compare(target=rpc.Compare.MOD, key=key.encode(), mod_revision=revision)
 
 
-def put(key: str, value: bytes, lease: int = 0) -> bytes:
-    return build({2: build({1: key, 2: value, 3: lease})})
+def put(key: str, value: bytes, lease: int = 0) -> Any:
+    """An operation of a transaction."""
+    return rpc.RequestOp(request_put=rpc.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
-def delete(key: str) -> bytes:
-    return build({3: build({1: key})})
+def delete(key: str) -> Any:
+    """An operation of a transaction."""
+    return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode()))
 
 
-def read(key: str, is_prefix: bool = False, keys_only: bool = False) -> bytes:
-    return build({1: build({1: key, 2: _prefix_end(key) if is_prefix else b"", 8: int(keys_only)})})
+def read(key: str, is_prefix: bool = False, keys_only: bool = False) -> Any:
+    """An operation of a transaction."""
+    end = _prefix_end(key) if is_prefix else b""
+    return rpc.RequestOp(request_range=rpc.RangeRequest(key=key.encode(), range_end=end, keys_only=keys_only))
 
 
 def _prefix_end(prefix: str) -> bytes:
@@ -175,20 +101,18 @@ class EtcdClient:
     """One cluster at host:port[,host:port...]; every call ends within its timeout, DiscoveryError if it fails."""
 
     def __init__(self, endpoints: str):
-        self.endpoints = [endpoint for endpoint in endpoints.split(",") if endpoint]
-        if not self.endpoints:
+        require("aetcd", "a registry in etcd")
+        addresses = [endpoint for endpoint in endpoints.split(",") if endpoint]
+        if not addresses:
             raise ValueError("etcd needs an address: etcd://host:2379")
-        target = self.endpoints[0]
-        if len(self.endpoints) > 1:
-            target = "ipv4:" + ",".join(self.endpoints)
-        options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
-        self._target, self._options = target, options
+        self._target = "ipv4:" + ",".join(addresses) if len(addresses) > 1 else addresses[0]
         self._open: grpc.aio.Channel | None = None
 
     @property
     def _channel(self) -> grpc.aio.Channel:
         if self._open is None:
-            self._open = grpc.aio.insecure_channel(self._target, self._options)
+            options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
+            self._open = grpc.aio.insecure_channel(self._target, options)
         return self._open
 
     async def close(self) -> None:
@@ -198,22 +122,20 @@ class EtcdClient:
 
     async def transact(
         self,
-        compare: Sequence[bytes] = (),
-        success: Sequence[bytes] = (),
-        failure: Sequence[bytes] = (),
+        compare: Sequence[Any] = (),
+        success: Sequence[Any] = (),
+        failure: Sequence[Any] = (),
         timeout: float = 5.0,
     ) -> Answer:
         """success if every comparison holds, otherwise failure; all at one revision."""
-        request = build({1: compare, 2: success, 3: failure})
-        reply = await self._call("/etcdserverpb.KV/Txn", request, timeout)
-        header = reply.messages(1)
+        request = rpc.TxnRequest(compare=compare, success=success, failure=failure)
+        reply = await self._call("KV/Txn", request, rpc.TxnResponse, timeout)
         found = [
-            [_entry(kv) for kv in response.messages(1)[0].messages(2)]
-            for response in reply.messages(3)
-            if response.messages(1)
+            [_entry(kv) for kv in response.response_range.kvs]
+            for response in reply.responses
+            if response.HasField("response_range")
         ]
-        revision, cluster = (header[0].number(3), header[0].number(1)) if header else (0, 0)
-        return Answer(bool(reply.number(2)), revision, found, cluster)
+        return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id)
 
     async def read(self, key: str, is_prefix: bool = False, timeout: float = 5.0) -> tuple[list[Entry], int]:
         """The entries of a key or a prefix, and the revision at which they were so."""
@@ -222,64 +144,62 @@ class EtcdClient:
 
     async def grant(self, ttl: float, timeout: float = 5.0) -> int:
         """A new lease: keys under it vanish unless it is kept alive within ttl seconds (whole ones, at least 1)."""
-        reply = await self._call(
-            "/etcdserverpb.Lease/LeaseGrant", build({1: max(1, math.ceil(ttl))}), timeout
-        )
-        return reply.number(2)
+        request = rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl)))
+        reply = await self._call("Lease/LeaseGrant", request, rpc.LeaseGrantResponse, timeout)
+        return int(reply.ID)
 
     async def keep_alive(self, lease: int, timeout: float = 5.0) -> bool:
         """Renew the lease for another ttl; False if it has ended."""
 
-        async def once() -> _Fields:
+        async def once() -> Any:
             stream = self._channel.stream_stream("/etcdserverpb.Lease/LeaseKeepAlive")(timeout=timeout)
             try:
-                await stream.write(build({1: lease}))
-                return parse(await stream.read())
+                await stream.write(rpc.LeaseKeepAliveRequest(ID=lease).SerializeToString())
+                return rpc.LeaseKeepAliveResponse.FromString(await stream.read())
             finally:
                 stream.cancel()
 
-        return (await self._guard(once(), "LeaseKeepAlive", timeout)).number(3) > 0
+        return (await self._guard(once(), "LeaseKeepAlive", timeout)).TTL > 0
 
     async def revoke(self, lease: int, timeout: float = 5.0) -> None:
-        await self._call("/etcdserverpb.Lease/LeaseRevoke", build({1: lease}), timeout)
+        request = rpc.LeaseRevokeRequest(ID=lease)
+        await self._call("Lease/LeaseRevoke", request, rpc.LeaseRevokeResponse, timeout)
 
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[Event]]:
         """The changes under a prefix since revision, as they come; DiscoveryError when the stream ends."""
         stream = self._channel.stream_stream("/etcdserverpb.Watch/Watch")()
+        keys = {"key": prefix.encode(), "range_end": _prefix_end(prefix)}
+        create = rpc.WatchCreateRequest(**keys, start_revision=revision)
         try:
-            await stream.write(build({1: build({1: prefix, 2: _prefix_end(prefix), 3: revision})}))
+            await stream.write(rpc.WatchRequest(create_request=create).SerializeToString())
             while True:
                 message = await stream.read()
                 if message is grpc.aio.EOF:
                     raise DiscoveryError(f"etcd at {self._target} ended the watch")
-                reply = parse(message)
-                if reply.number(4):
-                    raise DiscoveryError(f"etcd refused the watch: {reply.data(6).decode(errors='replace')}")
-                events = [Event(_entry(e.messages(2)[0]), e.number(1) == 1) for e in reply.messages(11)]
-                if events:
+                reply = rpc.WatchResponse.FromString(message)
+                if reply.canceled:
+                    raise DiscoveryError(f"etcd refused the watch: {reply.cancel_reason}")
+                if events := [Event(_entry(e.kv), e.type == rpc.Event.DELETE) for e in reply.events]:
                     yield events
-        except (grpc.aio.AioRpcError, _ProtoError) as error:
+        except (grpc.aio.AioRpcError, DecodeError) as error:
             raise DiscoveryError(f"the watch on etcd at {self._target} ended: {_details(error)}") from None
         finally:
             stream.cancel()
 
-    async def _call(self, method: str, request: bytes, timeout: float) -> _Fields:
-        async def once() -> _Fields:
-            return parse(await self._channel.unary_unary(method)(request, timeout=timeout))
+    async def _call(self, method: str, request: Any, reply_type: Any, timeout: float) -> Any:
+        async def once() -> Any:
+            send = self._channel.unary_unary(f"/etcdserverpb.{method}")
+            return reply_type.FromString(await send(request.SerializeToString(), timeout=timeout))
 
         return await self._guard(once(), method.rpartition("/")[2], timeout)
 
-    async def _guard(self, call: "asyncio.Future[_Fields] | object", name: str, timeout: float) -> _Fields:
+    async def _guard(self, call: Awaitable[Any], name: str, timeout: float) -> Any:
         begin = time.monotonic()
+        failures = grpc.aio.AioRpcError, DecodeError, asyncio.TimeoutError
         try:
-            return await asyncio.wait_for(call, max(0.0, timeout) + 0.1)  # type: ignore[arg-type]
-        except (
-            grpc.aio.AioRpcError,
-            _ProtoError,
-            asyncio.TimeoutError,
-            TypeError,
-            asyncio.InvalidStateError,
-        ) as error:
+            return await asyncio.wait_for(call, max(0.0, timeout) + 0.1)
+        # the last two: a stream that has ended before it was written to, or read
+        except (*failures, asyncio.InvalidStateError, TypeError) as error:
             seconds = time.monotonic() - begin
             raise DiscoveryError(
                 f"etcd at {self._target} did not do {name} ({seconds:.1f} s): {_details(error)}; is it running, "
@@ -287,8 +207,8 @@ class EtcdClient:
             ) from None
 
 
-def _entry(kv: _Fields) -> Entry:
-    return Entry(kv.data(1).decode(errors="replace"), kv.data(5), kv.number(2), kv.number(3))
+def _entry(kv: Any) -> Entry:
+    return Entry(kv.key.decode(errors="replace"), kv.value, kv.create_revision, kv.mod_revision)
 
 
 def _details(error: BaseException) -> str:
@@ -324,41 +244,40 @@ class EtcdDiscovery(Discovery):
         value = dump(Leader("", endpoint))
         for uid in uids:
             key = leader_key(uid)
-            is_own = build({2: _VALUE, 3: key, 7: [value]})  # the key is not another server's by now
+            # the key is not another server's by now
+            is_own = rpc.Compare(target=rpc.Compare.VALUE, key=key.encode(), value=value)
             await self.etcd.transact([is_own], [delete(key)], timeout=timeout)
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
-        deadline, records = time.monotonic() + timeout, []
-        for first in range(0, len(uids), MAX_OPERATIONS):
-            some = [check_uid(uid) for uid in uids[first : first + MAX_OPERATIONS]]
-            reads = [read(f"{EXPERTS}{uid}/", is_prefix=True) for uid in some]
-            answer = await self.etcd.transact(success=reads, timeout=deadline - time.monotonic())
-            records += [_record(uid, entries) for uid, entries in zip(some, answer.ranges, strict=True)]
+        names = [check_uid(uid) for uid in uids]
+        ranges = await self._read_all([read(f"{EXPERTS}{uid}/", is_prefix=True) for uid in names], timeout)
+        records: list[ExpertRecord | None] = []
+        for uid, entries in zip(names, ranges, strict=True):
+            by_key = {entry.key.removeprefix(f"{EXPERTS}{uid}/"): entry for entry in entries}
+            leader = load_leader(by_key["leader"].value) if "leader" in by_key else None
+            if leader is None:
+                records.append(None)
+                continue
+            members = load_members(by_key["members"].value) if "members" in by_key else None
+            others = [] if members is None else list(members.endpoints.values())
+            endpoints = leader.endpoint, *(endpoint for endpoint in others if endpoint != leader.endpoint)
+            expires, fence = time.monotonic() + UNSEEN_FOR, by_key["leader"].create_revision
+            records.append(ExpertRecord(uid, endpoints, expires, fence))
         return records
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
-        uids: set[str] = set()
-        deadline = time.monotonic() + timeout
-        for first in range(0, len(prefixes), MAX_OPERATIONS):
-            some = [check_prefix(prefix) for prefix in prefixes[first : first + MAX_OPERATIONS]]
-            reads = [read(f"{EXPERTS}{prefix}.", is_prefix=True, keys_only=True) for prefix in some]
-            answer = await self.etcd.transact(success=reads, timeout=deadline - time.monotonic())
-            leaders = (entry for found in answer.ranges for entry in found if entry.key.endswith("/leader"))
-            uids.update(uid for entry in leaders if (uid := uid_of(entry.key)))
-        return successors_among(sorted(uids), prefixes)
+        places = [f"{EXPERTS}{check_prefix(prefix)}." for prefix in prefixes]
+        ranges = await self._read_all([read(at, is_prefix=True, keys_only=True) for at in places], timeout)
+        keys = {entry.key for found in ranges for entry in found if entry.key.endswith("/leader")}
+        return successors_among(sorted(uid for key in keys if (uid := uid_of(key))), prefixes)
+
+    async def _read_all(self, reads: Sequence[Any], timeout: float) -> list[list[Entry]]:
+        """The entries that each read finds, in as many transactions as are needed."""
+        deadline, found = time.monotonic() + timeout, []
+        for first in range(0, len(reads), MAX_OPERATIONS):
+            some = reads[first : first + MAX_OPERATIONS]
+            found += (await self.etcd.transact(success=some, timeout=deadline - time.monotonic())).ranges
+        return found
 
     async def close(self) -> None:
         await self.etcd.close()
-
-
-def _record(uid: str, entries: Sequence[Entry]) -> ExpertRecord | None:
-    by_key = {entry.key.removeprefix(f"{EXPERTS}{uid}/"): entry for entry in entries}
-    if "leader" not in by_key:
-        return None
-    leader = load_leader(by_key["leader"].value)
-    members = load_members(by_key["members"].value) if "members" in by_key else None
-    if leader is None:
-        return None
-    others = [] if members is None else [e for e in members.endpoints.values() if e != leader.endpoint]
-    fence = by_key["leader"].create_revision
-    return ExpertRecord(uid, (leader.endpoint, *others), time.monotonic() + UNSEEN_FOR, fence)

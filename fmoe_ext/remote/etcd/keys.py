@@ -1,4 +1,11 @@
-"""etcd key layout and value encodings."""
+"""The keys of etcd and their values, which are JSON.
+
+    /fmoe/servers/SERVER                     a server that lives: its entry lies under its lease
+    /fmoe/experts/UID/leader                 who takes the gradients, under the leader's lease
+    /fmoe/experts/UID/members                the record of the expert, for ever
+    /fmoe/experts/UID/candidates/SERVER      what a server offers while nobody leads, under its lease
+A value that cannot be read counts as one that is not there: a server of another release may have written it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -40,6 +47,8 @@ def uid_of(key: str) -> str | None:
 
 @dataclass(frozen=True)
 class Leader:
+    """The server that takes the gradients of an expert."""
+
     server: str
     endpoint: str
 
@@ -74,10 +83,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class ServerEntry:
+    """A server that lives."""
+
     endpoint: str
     expert_cls: str
     hidden_dim: int
-    num_experts: int
+    num_experts: int  # that it hosts
 
 
 def dump(value: Leader | Members | ServerEntry | Offer) -> bytes:
@@ -118,12 +129,8 @@ def _typed(default: T, entries: dict[str, Any]) -> T | None:
 def load_server(value: bytes) -> ServerEntry | None:
     entries = _load(value)
     try:
-        return ServerEntry(
-            str(entries["endpoint"]),
-            str(entries["expert_cls"]),
-            int(entries["hidden_dim"]),
-            int(entries["num_experts"]),
-        )
+        kind = str(entries["expert_cls"]), int(entries["hidden_dim"])
+        return ServerEntry(str(entries["endpoint"]), *kind, int(entries["num_experts"]))
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -1,11 +1,13 @@
 """Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for.
 
-A term goes through three phases. It *confirms*: every member is brought to this log, or removed from the record. It is
-*open*: an update gets the next version and goes to all members at once; it is answered when they all have it, so a
-member that does not answer has to leave the record in etcd first. It *ends* when the lease does, when a larger term is
-seen, or when etcd refuses a write: whatever is not answered by then fails, and the client asks the next leader again
-under the same request id. How far a leader may answer stands in etcd ahead of it (`reserved`), so that a server which
-finds all members dead knows how much may be missing.
+A term goes through three phases; the numbers are those of the invariants of docs/replication.md.
+    confirms  Every member is brought to this log, or removed from the record (3).
+    is open   An update gets the next version and goes to all members at once. It is answered when they all have it,
+              so a member that does not answer has to leave the record in etcd first (2, 6). How far a leader may
+              answer stands in etcd ahead of it (`reserved`): a server which finds all members dead then knows how much
+              may be missing (7).
+    ends      When the lease does, when a larger term is seen, or when etcd refuses a write (5). Whatever is not
+              answered by then fails, and the client asks the next leader again under the same request id (4).
 """
 
 import asyncio
@@ -83,8 +85,8 @@ class _Members:
         if not is_written:
             self._site.server.metrics.add("fenced_total")
             self._leader.end(reason)
-            text = f"not the leader of {self._uid} any more: the registry says so, or does not answer"
-            raise NotLeader(text)
+            why = "the registry says so, or does not answer"
+            raise NotLeader(f"not the leader of {self._uid} any more: {why}")
         self.record, self.reserved = record, record.reserved
 
     async def reserve(self, version: int) -> None:
@@ -100,9 +102,8 @@ class _Members:
         """The record for a leader that leaves: a member that has every update leads next."""
         left = {n: e for n, e in self.record.endpoints.items() if n != self._site.name}
         healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
-        record = replace(
-            self._noted(left), successor=next(healthy, ""), reserved=self._leader.committed.version
-        )
+        end = self._leader.committed.version
+        record = replace(self._noted(left), successor=next(healthy, ""), reserved=end)
         self.reserved = min(self.reserved, record.reserved)
         return record
 
@@ -185,11 +186,14 @@ class _Members:
         alive, now = self._site.registry.view.servers(), self._site.now()
         try:
             for sender in list(self.senders.values()):
+                # a server that takes a copy gets every update meanwhile: not for ever, or its queue would grow
                 late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
                 if sender.is_dead or late or sender.server not in alive:
                     await self.remove(sender, sender.failure or "its server is gone")
+            # a term that confirms changes nothing else
             if not self._leader.is_open:
                 return
+            # a note every few seconds: what a recovery has lost can then be counted, at a write to etcd now and then
             end = self._leader.committed.version
             if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
                 self._noted_at = now
@@ -219,11 +223,7 @@ class _Members:
 
 
 class Leader:
-    """guard: create revision of the leader key, which every write to the registry compares. ended() is called once.
-
-    The log up to `shipped` was given to the senders, up to `committed` every member has it; start: the version at which
-    this term began.
-    """
+    """A server's leadership of an expert. ended() is called once."""
 
     def __init__(
         self,
@@ -235,12 +235,14 @@ class Leader:
         record: keys.Members,
         ended: Callable[[], None],
     ):
-        self.site, self.uid, self.ledger, self.term, self.guard = site, uid, ledger, term, guard
+        self.site, self.uid, self.ledger, self.term = site, uid, ledger, term
+        self.guard = guard  # create revision of the leader key, which every write to the registry compares
         self.is_open = self.is_closing = self.has_ended = False
         self._ended, self._lease = ended, site.registry.lease
-        self.shipped = self.committed = ledger.lead(term)
-        self.start = self.shipped.version
-        self._waiting: list[tuple[int, Finish, Fail]] = []
+        self.shipped = ledger.lead(term)  # up to here the log was given to the senders
+        self.committed = self.shipped  # up to here every member has it
+        self.start = self.shipped.version  # at which this term began
+        self._waiting: list[tuple[int, Finish, Fail]] = []  # updates that are not answered, by version
         self._commits: set[asyncio.Task[None]] = set()
         self.members = _Members(self, record)
 
@@ -322,6 +324,7 @@ class Leader:
             fail(NotLeader(f"not the leader of {self.uid}, or not yet"))
             return
         self._waiting.append((version, finish, fail))
+        # updates are shipped in the order of the log, by whichever call comes first; later ones wait for their own call
         for logged in self.ledger.tail_after(self.shipped) or ():
             if logged.end.version > version:
                 break

@@ -10,13 +10,13 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import grpc
 import torch
 
 from fmoe_ext.remote import errors, protocol
-from fmoe_ext.remote.replication.registry import Peers
+from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.server.ledger import End, Logged, Request, Term, Update
 from fmoe_ext.remote.server.service import SHARE_FOR_ROOM, Call, ComputeThread, Intake
 from fmoe_ext.remote.wire import Message, WireError, encode
@@ -49,27 +49,55 @@ class Reply:
 
 
 def append_message(append: Append) -> Message:
+    """The message of an append; an update has one tensor an input, whatever the number of its requests."""
     logged = append.logged
-    meta = {
-        "uid": append.uid,
-        "committed": str(append.committed),
-        **_term("term", append.term),
-        **_end("end", append.end),
-    }
+    meta = {"uid": append.uid, "committed": str(append.committed)}
+    meta |= {**_term("term", append.term), **_end("end", append.end)}
     if logged is None:
         return Message({}, meta)
     meta |= {**_end("previous", logged.previous), "digest": logged.digest}
-    return Message(_tensors(logged.update.requests), meta)
+    requests = logged.update.requests
+    ids = b"".join(bytes.fromhex(r.request_id or "0" * 2 * _ID_BYTES) for r in requests)
+    inputs = [_joined(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
+    tensors = {
+        "ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8),
+        "rows": torch.tensor([r.grad.shape[0] for r in requests], dtype=torch.int64, device="cpu"),
+        "grad": _joined([r.grad for r in requests]),
+        **{str(n): x for n, x in enumerate(inputs)},
+    }
+    return Message(tensors, meta)
 
 
 def read_append(message: Message) -> Append:
     """The append in a message; WireError if there is none."""
     uid, end = message.meta.get("uid", ""), _read_end(message, "end")
-    logged = None
-    if "ids" in message.tensors:
-        update = Update(uid, end.version, _requests(message))
-        logged = Logged(_read_end(message, "previous"), end, update, message.meta.get("digest", ""))
-    return Append(uid, _read_term(message, "term"), message.number("committed"), end, logged)
+    term, committed = _read_term(message, "term"), message.number("committed")
+    if "ids" not in message.tensors:
+        return Append(uid, term, committed, end)
+    given = dict(message.tensors)
+    ids, rows, grad = (given.pop(key, None) for key in ("ids", "rows", "grad"))
+    inputs = [given[str(n)] for n in range(len(given)) if str(n) in given]
+    if ids is None or rows is None or grad is None or not inputs or len(inputs) != len(given):
+        raise WireError("an update needs ids, rows, grad and inputs")
+    if ids.dtype != torch.uint8 or ids.dim() != 1 or ids.numel() != rows.numel() * _ID_BYTES:
+        raise WireError("the ids of an update must be 16 bytes for each request")
+    counts = rows.tolist() if rows.dtype == torch.int64 and rows.dim() == 1 else []
+    total = sum(counts)
+    if not counts or min(counts) < 1 or any(x.dim() < 1 or x.shape[0] != total for x in (grad, *inputs)):
+        raise WireError("the rows of an update do not add up")
+    names = [bytes(one.tolist()).hex() for one in ids.split(_ID_BYTES)]
+    by_request = zip(*(x.split(counts) for x in inputs), strict=True)
+    requests = tuple(
+        Request(name if name.strip("0") else "", tuple(xs), g)
+        for name, g, xs in zip(names, grad.split(counts), by_request, strict=True)
+    )
+    update = Update(uid, end.version, requests)
+    logged = Logged(_read_end(message, "previous"), end, update, message.meta.get("digest", ""))
+    return Append(uid, term, committed, end, logged)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _term(key: str, term: Term) -> dict[str, str]:
@@ -88,48 +116,15 @@ def _read_end(message: Message, key: str) -> End:
     return End(_read_term(message, f"{key}_term"), message.number(f"{key}_version"))
 
 
-def _tensors(requests: Sequence[Request]) -> dict[str, torch.Tensor]:
-    """One tensor an input, whatever the number of requests."""
-    ids = b"".join(bytes.fromhex(r.request_id or "0" * 2 * _ID_BYTES) for r in requests)
-    inputs = [_joined(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
-    return {
-        "ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8),
-        "rows": torch.tensor([r.grad.shape[0] for r in requests], dtype=torch.int64, device="cpu"),
-        "grad": _joined([r.grad for r in requests]),
-        **{str(n): x for n, x in enumerate(inputs)},
-    }
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _requests(message: Message) -> tuple[Request, ...]:
-    given = dict(message.tensors)
-    ids, rows, grad = (given.pop(key, None) for key in ("ids", "rows", "grad"))
-    inputs = [given[str(n)] for n in range(len(given)) if str(n) in given]
-    if ids is None or rows is None or grad is None or not inputs or len(inputs) != len(given):
-        raise WireError("an update needs ids, rows, grad and inputs")
-    if ids.dtype != torch.uint8 or ids.dim() != 1 or ids.numel() != rows.numel() * _ID_BYTES:
-        raise WireError("the ids of an update must be 16 bytes for each request")
-    counts = rows.tolist() if rows.dtype == torch.int64 and rows.dim() == 1 else []
-    total = sum(counts)
-    if not counts or min(counts) < 1 or any(x.dim() < 1 or x.shape[0] != total for x in (grad, *inputs)):
-        raise WireError("the rows of an update do not add up")
-    names = [bytes(one.tolist()).hex() for one in ids.split(_ID_BYTES)]
-    parts = zip(names, grad.split(counts), zip(*(x.split(counts) for x in inputs), strict=True), strict=True)
-    return tuple(Request(name if name.strip("0") else "", tuple(xs), g) for name, g, xs in parts)
-
-
 MAX_UNSENT = 1024  # entries; a server that is further behind takes a copy instead
 PAUSE = 0.05  # seconds between attempts
-QUICK = (errors.ExpertGone, errors.NoLeader)
+QUICK = (errors.ExpertGone, errors.NoLeader)  # failures at once: the server may be about to listen
 
 
 class Sender:
     """put() messages; each future has the reply, or None if there never will be one (then is_dead)."""
 
-    def __init__(self, peers: Peers, server: str, endpoint: str, timeout: float):
+    def __init__(self, peers: Caller, server: str, endpoint: str, timeout: float):
         self.server, self.endpoint = server, endpoint
         self.is_dead = False
         self.failure = ""
@@ -190,17 +185,8 @@ def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None
         future.set_result(result)
 
 
-class _Replicas(Protocol):
-    """Handlers of the calls."""
-
-    def append(self, append: Append) -> Reply: ...
-    async def admit(self, uid: str, name: str, endpoint: str) -> Message: ...
-    async def promote(self, uid: str, name: str) -> None: ...
-    async def host_expert(self, uid: str) -> None: ...
-
-
-async def answer(replicas: _Replicas, method: str, message: Message) -> Message:
-    """The answer to a call of another server."""
+async def answer(replicas: Any, method: str, message: Message) -> Message:
+    """Have ReplicatedExperts answer a call of another server."""
     if method == APPEND:
         reply = replicas.append(read_append(message))
         meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
@@ -215,7 +201,7 @@ async def answer(replicas: _Replicas, method: str, message: Message) -> Message:
     return Message()
 
 
-def replica_handlers(replicas: _Replicas, intake: Intake, compute: ComputeThread) -> grpc.GenericRpcHandler:
+def replica_handlers(replicas: Any, intake: Intake, compute: ComputeThread) -> grpc.GenericRpcHandler:
     """The methods. Servers admit each other as they admit those who send gradients; a copy comes in parts.
 
     intake: with a budget of its own. Calls of clients wait for updates at other servers, and would these wait for the

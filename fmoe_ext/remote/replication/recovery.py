@@ -53,24 +53,24 @@ def decide(vacancy: Vacancy) -> Action:
     if vacancy.offers.get(me) != make_offer(vacancy.end, vacancy.revision):
         return Action.OFFER
     offers = {
-        name: (_end_of(offer), name)
+        name: (_end_of(offer), name)  # the name decides between equal ends, everywhere alike
         for name, offer in vacancy.offers.items()
         if offer.record == vacancy.revision and name in vacancy.alive
     }
     if any(name in vacancy.alive and name not in offers for name in record.endpoints):
         return Action.WAIT  # a member that can lead does so
-    is_best = max(offers.values(), default=None) == (vacancy.end, me)
-    return Action.RECOVER if is_best and vacancy.hopeless_seconds >= _patience(vacancy) else Action.WAIT
-
-
-def _patience(vacancy: Vacancy) -> float:
-    """Seconds until a server leads by recovery: short only for one that has all that the record knows of."""
-    record = vacancy.record or keys.Members()
-    if vacancy.record is None and set(vacancy.alive) == {vacancy.server} and not vacancy.lacks:
-        return 0.0  # a new expert, and the only server
-    is_whole = vacancy.end >= _end_of(record) and not vacancy.lacks
-    seconds = RECOVERY_LOOK if is_whole else vacancy.recovery_wait
-    return max(seconds, vacancy.ttl) if record.voided else seconds
+    if max(offers.values(), default=None) != (vacancy.end, me):
+        return Action.WAIT
+    # the wait is short only for one that has all that the record knows of
+    if vacancy.record is None and set(vacancy.alive) == {me} and not vacancy.lacks:
+        wait = 0.0  # a new expert, and the only server
+    elif vacancy.end >= _end_of(record) and not vacancy.lacks:
+        wait = RECOVERY_LOOK
+    else:
+        wait = vacancy.recovery_wait
+    if record.voided:  # a leader of before may have its lease still
+        wait = max(wait, vacancy.ttl)
+    return Action.RECOVER if vacancy.hopeless_seconds >= wait else Action.WAIT
 
 
 def count_lost(vacancy: Vacancy) -> int:

@@ -3,6 +3,10 @@
 Every TICK, and whenever its view of etcd changes, a server looks at each of its experts: who leads, what the record
 says, and what it does itself. From that alone follows one step: end a term, fill a vacancy, join, or find members.
 Nothing is remembered as done, so a message that was lost costs a look and not the expert.
+
+A vacancy is filled by an election without votes. recovery.decide() says at each look whether this server leads, offers
+its state or waits. To lead is one transaction, which fails if another server leads or the record has changed since it
+was read: of several servers that decide the same, one wins, and the others see its record at their next look.
 """
 
 import asyncio
@@ -11,7 +15,7 @@ import dataclasses
 import logging
 import random
 import secrets
-from collections.abc import Set
+import time
 
 from fmoe_ext.memory import limits
 from fmoe_ext.remote import errors, protocol
@@ -19,15 +23,17 @@ from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
-from fmoe_ext.remote.replication.follower import Following, Replica, Role
+from fmoe_ext.remote.flags import DATE_FORMAT
+from fmoe_ext.remote.replication import recovery
+from fmoe_ext.remote.replication.follower import Loss, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
-from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Site, Store
-from fmoe_ext.remote.replication.succession import Succession
+from fmoe_ext.remote.replication.recovery import Action, Vacancy
+from fmoe_ext.remote.replication.registry import Registry, Site
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
-from fmoe_ext.remote.server.ledger import NotLeader
+from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import Intake
@@ -46,18 +52,18 @@ class ReplicatedExperts:
         replication: Replication,
         credentials: Credentials | None = None,
         *,
-        store: Store | None = None,
-        peers: Peers | None = None,
+        store: EtcdClient | None = None,
+        peers: Caller | None = None,
     ):
         self.options = replication
         self.name = secrets.token_hex(8)  # of this process: new after a restart, which is another server
         self.registry = Registry(store or EtcdClient(replication.registry or ""), self.name, replication.ttl)
         self.registry.changed = lambda: self._wake.set()
-        self.peers: Peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
+        self.peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
         self.replicas: dict[str, Replica] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._confirming: set[asyncio.Task[None]] = set()
+        self._confirming: set[asyncio.Task[None]] = set()  # terms that begin
         self._hosting: set[str] = set()  # experts that are being added
         self._stopping = False
         sizes = [limit.num_bytes for limit in limits()]
@@ -75,11 +81,10 @@ class ReplicatedExperts:
         server.add_handlers(replica_handlers(self, intake, server.compute))
         server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
-    async def begin(self, server: Hosting) -> None:
+    async def begin(self, server: Server) -> None:
+        """start() without the methods that other servers call."""
         self.server = server
-        site = Site(self.name, self.options, self.registry, self.peers, server)
-        self.following = Following(site)
-        self.succession = Succession(site, self._confirming, self._wake.set)
+        self._site = Site(self.name, self.options, self.registry, self.peers, server)
         loop = asyncio.get_running_loop()
 
         def await_commit(uid: str, version: int, finish: Finish, fail: Fail) -> None:
@@ -96,13 +101,23 @@ class ReplicatedExperts:
         server.host.is_replicated = True
         server.host.when_committed = when_committed
         server.host.may_step = server.service.may_step = self.may_step
+        server.service.may_read = self.may_read
         await self.registry.start(self._server_entry())
-        uids = _wanted(server, set(self.registry.view.uids()))
+        # named experts; else those with checkpoints, and as many others as are missing
+        uids = [check_uid(uid) for uid in server.options.expert_uids]
+        if not uids:
+            uids, known = server.saved_uids(), set(self.registry.view.uids())
+            if (missing := server.options.num_experts - len(uids)) > 0:
+                pattern = Pattern(server.options.expert_pattern)
+                free = [u for u in pattern.sample(missing + len(known), random.Random()) if u not in known]
+                uids = uids + [uid for uid in free if uid not in uids][:missing]
         await server.add_experts(uids)
         for uid in uids:
             self._add(uid)
-        server.metrics.gauge("led_experts", lambda: self._count(Role.LEADER))
-        server.metrics.gauge("followed_experts", lambda: self._count(Role.FOLLOWER))
+        for name, role in (("led_experts", Role.LEADER), ("followed_experts", Role.FOLLOWER)):
+            server.metrics.gauge(
+                name, lambda role=role: sum(r.role is role for r in list(self.replicas.values()))
+            )
         await self._reconcile()  # a second one decides on the offers of the first
         await self._reconcile()
         await asyncio.gather(*self._confirming)
@@ -130,11 +145,8 @@ class ReplicatedExperts:
         ledger = replica.ledger
         is_confirming = replica.leader is not None and not replica.leader.takes_steps()
         role = "broken" if ledger.broken else "confirming" if is_confirming else replica.role.value
-        return {
-            protocol.ROLE: role,
-            protocol.TERM: str(ledger.seen.number),
-            protocol.COMMITTED: str(ledger.committed),
-        }
+        term, committed = str(ledger.seen.number), str(ledger.committed)
+        return {protocol.ROLE: role, protocol.TERM: term, protocol.COMMITTED: committed}
 
     def may_step(self, uid: str) -> None:
         """Raises NotLeader unless this server takes the gradients of an expert; from any thread."""
@@ -144,25 +156,28 @@ class ReplicatedExperts:
             other, _ = self.registry.view.leader(uid)
             raise NotLeader(f"not the leader of {uid}: {other.endpoint if other else 'nobody'} is")
 
+    def may_read(self, uid: str) -> None:
+        """Raises NotLeader unless this server is a member of an expert, as it sees etcd: others may lack updates."""
+        record, _ = self.registry.view.members(uid)
+        if record is None or self.name not in record.endpoints:
+            # begins as clients know it: they look up where the expert is now
+            raise NotLeader(f"not the leader of {uid}, and no member: it may lack acknowledged updates")
+
     def _add(self, uid: str) -> None:
         if uid not in self.replicas:
-            ledger = self.server.host.find(uid).ledger
-            self.replicas[uid] = Replica(uid, ledger, num_returns=self.registry.num_returns)
+            self.replicas[uid] = Replica(self._site, uid, self.server.host.find(uid).ledger)
 
     def _server_entry(self) -> keys.ServerEntry:
         options = self.server.options
         kind = options.expert_cls, options.hidden_dim
         return keys.ServerEntry(self.server.endpoint, *kind, len(self.replicas))
 
-    def _count(self, role: Role) -> int:
-        return sum(replica.role is role for replica in list(self.replicas.values()))
-
     # ---------------------------------------------------------------- calls of other servers
 
     def append(self, append: Append) -> Reply:
         if append.uid not in self.replicas:
             raise ExpertMissing(f"{append.uid} is not hosted here")
-        return self.following.receive(self.replicas[append.uid], append)
+        return self.replicas[append.uid].receive(append)
 
     async def admit(self, uid: str, name: str, endpoint: str) -> Message:
         return await self._led(uid).members.admit(name, endpoint)
@@ -177,7 +192,12 @@ class ReplicatedExperts:
         state of all experts fits in half of the memory.
         """
         if uid not in self.replicas and uid not in self._hosting and not self._stopping:
-            record = await self.registry.members_soon(check_uid(uid))
+            check_uid(uid)
+            for _ in range(20):  # a record that another server has just written shows within a second
+                record, _ = self.registry.view.members(uid)
+                if record is not None:
+                    break
+                await asyncio.sleep(0.05)
             if record is None or len(record.endpoints) >= self.options.replicas:
                 why = "has its replicas" if record else "is no expert that the registry knows"
                 raise ValueError(f"{uid} {why}: this server does not host it")
@@ -228,45 +248,115 @@ class ReplicatedExperts:
             await self._look_at(replica)
 
     async def _look_at(self, replica: Replica) -> None:
+        """The next step for one expert, whatever was done before."""
         record, revision = self.registry.view.members(replica.uid)
         leader, guard = self.registry.view.leader(replica.uid)
+        own = replica.leader
         if replica.needs_void(record, self.registry.num_returns):
-            await self.succession.void(replica, record, revision)
+            await self._void(replica, record, revision)
         elif leader is None:
-            if replica.leader is not None:
-                replica.leader.end("its key is gone")
-            self.following.stop_copying(replica)
-            await self.succession.fill(replica, record, revision)
-        elif leader.server == self.name:
-            await self._look_after(replica, guard)
-        else:
+            if own is not None:
+                own.end("its key is gone")
+            replica.stop_copying()
+            await self._fill(replica, record, revision)
+        elif leader.server != self.name:
             replica.vacant, replica.loss = None, None
-            if replica.leader is not None:
-                replica.leader.end(f"{leader.endpoint} leads")
-            self.following.follow(replica, leader, record)
-
-    async def _look_after(self, replica: Replica, guard: int) -> None:
-        leader = replica.leader
-        # the key is not this leader's: an answer of the registry was lost, on the way up or down
-        if leader is None or leader.guard != guard:
-            if leader is not None:
-                leader.end("its key is another one")
+            if own is not None:
+                own.end(f"{leader.endpoint} leads")
+            replica.follow(leader, record)
+        elif own is None or own.guard != guard:
+            # the key is not this leader's: an answer of the registry was lost, on the way up or down
+            if own is not None:
+                own.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)
-        elif leader.holds():
-            await leader.members.look_after()
+        elif own.holds():
+            await own.members.look_after()
         else:
-            leader.end("its lease is over")
+            own.end("its lease is over")
 
+    # ---------------------------------------------------------------- nobody leads
 
-def _wanted(server: Hosting, known: Set[str]) -> list[str]:
-    """The uids to begin with: named ones, those with checkpoints, then those of the pattern that are not known."""
-    named = [check_uid(uid) for uid in server.options.expert_uids]
-    if named:
-        return named
-    kept = server.saved_uids()
-    missing = server.options.num_experts - len(kept)
-    if missing <= 0:
-        return kept
-    pattern = Pattern(server.options.expert_pattern)
-    free = [u for u in pattern.sample(missing + len(known), random.Random()) if u not in known]
-    return kept + [uid for uid in free if uid not in kept][:missing]
+    async def _void(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
+        """The registry went back: it may name members that are none. Nobody leads until all have offered."""
+        if replica.leader is not None:
+            replica.leader.end("the registry went back")
+        ledger = replica.ledger
+        new = recovery.voided(record, ledger.end, ledger.seen, replica.epoch)
+        if await self.registry.void(replica.uid, new, revision):
+            text = "%s: the registry went back; epoch %d begins with term %d"
+            log.error(text, replica.uid, new.epoch, new.term)
+            self.server.metrics.add("registry_returns_total")
+            replica.epoch, replica.num_returns = new.epoch, self.registry.num_returns
+
+    async def _fill(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
+        """Leads, offers this server's state, or waits."""
+        now, alive = self._site.now(), self.registry.view.servers().keys()
+        offers = self.registry.view.offers(replica.uid)
+        members = set() if record is None else record.endpoints.keys() - {self.name}
+        if replica.vacant is None or replica.vacant[0] != revision:
+            replica.vacant = revision, now
+            replica.hopeless_since = now
+        if any(name in alive and name not in offers for name in members):
+            replica.hopeless_since = now  # a member that has not offered can lead
+        if replica.role is Role.JOINING:
+            return
+        vacancy = Vacancy(
+            server=self.name,
+            end=replica.ledger.end,
+            is_able=replica.is_able(),
+            record=record,
+            revision=revision,
+            alive=alive,
+            offers=offers,
+            seconds=now - replica.vacant[1],
+            hopeless_seconds=now - replica.hopeless_since,
+            recovery_wait=self.options.recovery_wait,
+            ttl=self.options.ttl,
+            start=replica.ledger.start,
+            requests=replica.ledger.num_requests,
+            lacks=replica.ledger.lacks,
+        )
+        action = recovery.decide(vacancy)
+        if action is Action.OFFER:
+            await self.registry.offer(replica.uid, recovery.make_offer(vacancy.end, revision))
+        elif action in (Action.LEAD, Action.RECOVER):
+            await self._lead(replica, vacancy, action)
+
+    async def _lead(self, replica: Replica, vacancy: Vacancy, action: Action) -> None:
+        """Begins a term, if etcd lets this server: first it confirms its log with all members."""
+        known = 0 if vacancy.record is None else vacancy.record.term
+        term = Term(max(known, replica.ledger.seen.number) + 1, self.name)
+        record = recovery.next_record(vacancy, action, term, self.server.endpoint)
+        if action is Action.RECOVER:
+            lost, gradients = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
+            noted = 0.0 if vacancy.record is None else vacancy.record.noted
+            replica.loss = Loss(lost, gradients, recovery.count_lost_at_most(vacancy), noted)
+        me, lease = keys.Leader(self.name, self.server.endpoint), self.registry.lease
+        guard = await self.registry.lead(replica.uid, me, record, vacancy.revision)
+        if not guard or lease != self.registry.lease or replica.role is Role.JOINING:
+            return
+        replica.vacant = None
+
+        def ended() -> None:
+            replica.become_idle()
+            self._wake.set()
+
+        leader = Leader(self._site, replica.uid, replica.ledger, term, guard, record, ended)
+        replica.role, replica.leader = Role.LEADER, leader
+        metrics = self.server.metrics
+        metrics.add("leads_won_total")
+        if (loss := replica.loss) is not None and loss.most:
+            replica.loss = None
+            metrics.add("updates_lost_total", loss.updates)
+            metrics.add("gradients_lost_total", loss.gradients)
+            metrics.add("updates_lost_at_most_total", loss.most)
+            when = f"after {time.strftime(DATE_FORMAT, time.localtime(loss.since))} " if loss.since else ""
+            log.error(
+                "%s: up to %d acknowledged updates %sare lost, because no replica has them; at least %d updates "
+                "with %d gradients or more are",
+                *(replica.uid, loss.most, when, loss.updates, loss.gradients),
+            )
+        replica.ledger.lacks = 0
+        task = asyncio.create_task(leader.confirm())
+        self._confirming.add(task)
+        task.add_done_callback(self._confirming.discard)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 
@@ -48,27 +48,8 @@ class Misnamed(ValueError):
     """A checkpoint has the name of another expert."""
 
 
-class _Files(Protocol):
-    """The files of one folder; every method may raise OSError."""
-
-    def names(self) -> list[str]: ...
-    def open(self, name: str, fresh: bool = False) -> BinaryIO:
-        """fresh: reads the disk, not what the system remembers of it."""
-
-    def write(self, name: str, parts: Iterable[Any]) -> None:
-        """Creates a file with these bytes, which are on the disk when it returns."""
-
-    def rename(self, old: str, new: str) -> None: ...
-    def remove(self, name: str) -> None: ...
-    def sync(self) -> None:
-        """Returns when all renames are on the disk."""
-
-    def lock(self) -> None: ...
-    def unlock(self) -> None: ...
-
-
 class Folder:
-    """Files of a folder of this machine; it is made if it is missing."""
+    """Files of a folder of this machine, which is made if it is missing; every method may raise OSError."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -82,12 +63,14 @@ class Folder:
         return os.listdir(self.path)
 
     def open(self, name: str, fresh: bool = False) -> BinaryIO:
+        """fresh: reads the disk, not what the system remembers of it."""
         file = open(self.path / name, "rb")  # noqa: SIM115
         if fresh and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
+        """Creates a file with these bytes, which are on the disk when it returns."""
         with open(self.path / name, "wb") as file:
             for part in parts:
                 file.write(part)
@@ -101,6 +84,7 @@ class Folder:
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
+        """Returns when all renames are on the disk."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -123,8 +107,8 @@ class Folder:
 class Checkpoints:
     """The checkpoints of a server; its methods are safe from any thread."""
 
-    def __init__(self, where: Path | _Files):
-        self.files: _Files = Folder(where) if isinstance(where, (str, Path)) else where
+    def __init__(self, where: Path | Folder):
+        self.files = Folder(where) if isinstance(where, (str, Path)) else where
         self._lock = threading.Lock()  # of what a name stands for
 
     def begin(self) -> None:
@@ -177,17 +161,12 @@ class Checkpoints:
             if read == READS:
                 raise Damaged(f"the checkpoint {self.files}/{name} is damaged: {failure}", failure.version)
         if TABLE not in state.meta:
-            log.warning(
-                "%s/%s has no checksums, so that damage cannot be found: the next save adds them",
-                self.files,
-                name,
-            )
+            text = "%s/%s has no checksums, so that damage cannot be found: the next save adds them"
+            log.warning(text, self.files, name)
         if state.meta.get("uid") != uid:
             raise _misnamed(self.files, uid, state.meta.get("uid", ""))
-        return Message(
-            {n: x for n, x in state.tensors.items() if n != TABLE},
-            {k: v for k, v in state.meta.items() if k != TABLE},
-        )
+        tensors = {n: x for n, x in state.tensors.items() if n != TABLE}
+        return Message(tensors, {k: v for k, v in state.meta.items() if k != TABLE})
 
     def check(self, uid: str) -> Iterator[int]:
         """Reads a file from the disk and yields the bytes read; Damaged if it is."""
@@ -234,7 +213,7 @@ def _file_name(uid: str) -> str:
     return f"{check_uid(uid)}{SUFFIX}"
 
 
-def _misnamed(files: _Files, uid: str, holds: str) -> Misnamed:
+def _misnamed(files: Folder, uid: str, holds: str) -> Misnamed:
     return Misnamed(
         f"{files}/{uid}{SUFFIX} holds the state of {holds or 'no expert'}: give it back its name, or move it away"
     )
@@ -245,33 +224,32 @@ def _misnamed(files: _Files, uid: str, holds: str) -> Misnamed:
 
 def encode_with_checksums(state: Message) -> Iterator[Any]:
     """The bytes of a checkpoint, in parts."""
+
+    def without_table(num_chunks: int) -> list[Any]:
+        table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8, device="cpu")
+        return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
+
     # the table's size depends on the file's, and the header that names it may grow by a digit: try until it holds
-    count, parts = 1, _parts(state, 1)
+    count, parts = 1, without_table(1)
     while (needed := -(-sum(map(len, parts)) // CHUNK)) != count:
-        count, parts = needed, _parts(state, needed)
-    digests, digest, room = [], _new_digest(), CHUNK
+        count, parts = needed, without_table(needed)
+    digests, chunk, room = [], hashlib.blake2b(digest_size=DIGEST), CHUNK
     for part in parts:
         view = memoryview(part).cast("B")
         begin = 0
-        while begin < len(view):
+        while begin < len(view):  # chunks do not end where parts do
             piece = view[begin : begin + room]
-            digest.update(piece)
+            chunk.update(piece)
             begin += len(piece)
             room -= len(piece)
             if room == 0:
-                digests.append(digest.digest())
-                digest, room = _new_digest(), CHUNK
+                digests.append(chunk.digest())
+                chunk, room = hashlib.blake2b(digest_size=DIGEST), CHUNK
         yield part
     if room < CHUNK:
-        digests.append(digest.digest())
+        digests.append(chunk.digest())
     rows = b"".join(digests)
     yield rows + _digest(rows)
-
-
-def _parts(state: Message, num_chunks: int) -> list[Any]:
-    """Encode a file with num_chunks chunks, without its table."""
-    table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8, device="cpu")
-    return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
 
 
 def decode_with_checksums(data: bytes) -> Message:
@@ -287,18 +265,9 @@ def decode_with_checksums(data: bytes) -> Message:
         raise Damaged(str(error), int(version) if version.isdecimal() else None) from None
 
 
-def _decode_old(data: bytes) -> Message | None:
-    """The state in a file of a release before the checksums; no single damaged byte makes one of a newer file."""
-    try:
-        message = decode(data, FILE)
-    except WireError:
-        return None
-    is_old = TABLE not in message.meta and all(name.startswith(OLD_NAMES) for name in message.tensors)
-    return message if is_old else None
-
-
 def _num_chunks(size: int) -> int:
     """The chunks of a file, which follow from its size alone; Damaged if no file has this size."""
+    # n chunks have n + 1 digests: size = end + DIGEST * (n + 1), with end between CHUNK * (n - 1) and CHUNK * n
     count = max(1, -(-(size - DIGEST) // (CHUNK + DIGEST)))
     if size - DIGEST * (count + 1) <= CHUNK * (count - 1):
         raise Damaged(f"it was cut off: no checkpoint has {size} bytes")
@@ -323,9 +292,13 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
                 raise Damaged(f"bytes {begin} to {stop} differ from what was written")
             yield stop - begin
     except Damaged:
+        # a release before the checksums may have written it; no single damaged byte of a newer file looks like that
         file.seek(0)
-        if _decode_old(file.read()) is None:
-            raise
+        with contextlib.suppress(WireError):
+            old = decode(file.read(), FILE)
+            if TABLE not in old.meta and all(name.startswith(OLD_NAMES) for name in old.tensors):
+                return
+        raise
 
 
 def _read_meta(file: BinaryIO) -> dict[str, str]:
@@ -343,10 +316,6 @@ def _read_meta(file: BinaryIO) -> dict[str, str]:
         return {}
     is_trusted = _digest(data) == expected or (isinstance(meta, dict) and TABLE not in meta)
     return meta if is_trusted and isinstance(meta, dict) else {}
-
-
-def _new_digest() -> Any:
-    return hashlib.blake2b(digest_size=DIGEST)
 
 
 def _digest(data: bytes) -> bytes:

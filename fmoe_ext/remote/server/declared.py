@@ -9,14 +9,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import (
     Discovery,
     DiscoveryError,
-    ExpertRecord,
     Granted,
     Pattern,
     check_uid,
@@ -71,23 +70,20 @@ class WarmCopies:
                     log.warning("copies wait for the directory: %s", error)
                     continue
                 for uid, record in zip(self.uids, records, strict=True):
-                    await self._look_at(server, uid, record)
+                    if uid in server.host.experts:
+                        continue  # it is owned here
+                    if record is None and uid in self._copies:
+                        await self._take_over(server, uid)
+                    elif record is not None:
+                        try:
+                            await self._refresh(uid, record.endpoints[0])
+                        except RemoteError as error:
+                            log.warning("%s could not be copied: %s", uid, error)
         finally:
             await self._caller.close()
 
-    async def _look_at(self, server: Server, uid: str, record: ExpertRecord | None) -> None:
-        if uid in server.host.experts:
-            return
-        if record is None:
-            if uid in self._copies:
-                await self._take_over(server, uid)
-            return
-        try:
-            await self._refresh(uid, record.endpoints[0])
-        except RemoteError as error:
-            log.warning("%s could not be copied: %s", uid, error)
-
     async def _refresh(self, uid: str, endpoint: str) -> None:
+        """Looks at the owner, and takes a copy if there is something new and it is time, or the owner leaves."""
         request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
         self._seen[uid] = _number(info, protocol.VERSION), _number(info, protocol.REQUESTS)
@@ -115,18 +111,14 @@ class WarmCopies:
             log.error("%s cannot be taken over: %s", uid, error)
             await self.discovery.withdraw([uid], server.endpoint)
             return
-        seen = self._seen.get(uid, (0, 0))
-        lost = [
-            max(0, n - _number(copy, k))
-            for n, k in zip(seen, (protocol.VERSION, protocol.REQUESTS), strict=True)
-        ]
-        server.metrics.add("updates_lost_total", lost[0])
-        server.metrics.add("gradients_lost_total", lost[1])
+        version, requests = self._seen.get(uid, (0, 0))
+        updates = max(0, version - _number(copy, protocol.VERSION))
+        gradients = max(0, requests - _number(copy, protocol.REQUESTS))
+        server.metrics.add("updates_lost_total", updates)
+        server.metrics.add("gradients_lost_total", gradients)
         server.metrics.add("takeovers_total")
-        log.warning(
-            "%s is owned here from version %s on; %d updates of %d gradients, or more, are lost",
-            *(uid, copy.meta["version"], *lost),
-        )
+        text = "%s is owned here from version %s on; %d updates of %d gradients, or more, are lost"
+        log.warning(text, uid, copy.meta["version"], updates, gradients)
 
 
 def _number(message: Message, key: str) -> int:
@@ -149,10 +141,33 @@ class DeclaredExperts:
         self._hidden: frozenset[str] = frozenset()  # experts that no beam search finds
 
     async def start(self, server: Server) -> None:
-        """Claims the server's experts in discovery."""
+        """Claims the server's experts in discovery; ValueError if it cannot have as many as it shall."""
         self._server = server
         server.metrics.gauge("hidden_experts", lambda: len(self._hidden))
-        await server.add_experts(await self._claim(server))
+        options, endpoint = server.options, server.endpoint
+        mine = [check_uid(uid) for uid in options.expert_uids]
+        if mine:
+            granted = await self.discovery.declare(mine, endpoint, options.ttl)
+            self._note_hidden(granted)
+            if taken := [uid for uid in mine if uid not in granted]:
+                await self.discovery.withdraw(list(granted), endpoint)
+                raise ValueError(
+                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
+                )
+        else:  # those with checkpoints first, then free ones
+            pattern, wanted = Pattern(options.expert_pattern), options.num_experts
+            if before := server.saved_uids()[:wanted]:
+                mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
+            mine += await claim_free_uids(
+                self.discovery, pattern, wanted - len(mine), endpoint, options.ttl, random.Random()
+            )
+            if len(mine) < wanted:
+                await self.discovery.withdraw(mine, endpoint)
+                raise ValueError(
+                    f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
+                    "give a wider --expert_pattern or a smaller --num_experts"
+                )
+        await server.add_experts(mine)
         self._renewing = asyncio.create_task(self._renew(server))
         if self.copies is not None:
             self._copying = asyncio.create_task(self.copies.run(server))
@@ -161,49 +176,34 @@ class DeclaredExperts:
         """Nothing: an expert that is declared has one server."""
         return {}
 
-    async def _claim(self, server: Server) -> list[str]:
-        options, endpoint = server.options, server.endpoint
-        mine = [check_uid(uid) for uid in options.expert_uids]
-        if mine:
-            granted = await self.discovery.declare(mine, endpoint, options.ttl)
-            self._note_hidden(granted)
-            taken = [uid for uid in mine if uid not in granted]
-            if taken:
-                await self.discovery.withdraw(list(granted), endpoint)
-                raise ValueError(
-                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
-                )
-            return mine
-        pattern, wanted = Pattern(options.expert_pattern), options.num_experts
-        before = server.checkpoints.uids() if server.checkpoints else []
-        kept = sorted(await self.discovery.declare(before[:wanted], endpoint, options.ttl)) if before else []
-        mine = kept + await claim_free_uids(
-            self.discovery, pattern, wanted - len(kept), endpoint, options.ttl, random.Random()
-        )
-        if len(mine) < wanted:
-            await self.discovery.withdraw(mine, endpoint)
-            raise ValueError(
-                f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
-                "give a wider --expert_pattern or a smaller --num_experts"
-            )
-        return mine
-
     async def _renew(self, server: Server) -> None:
-        ttl = server.options.ttl
+        ttl, withheld = server.options.ttl, server.service.withheld
         while True:
             await asyncio.sleep(ttl / 3)  # one renewal may fail without the loss of the claim
-            uids = list(server.host.experts)
-            metadata = {"version": str(max((e.version for e in server.host.experts.values()), default=0))}
+            experts = dict(server.host.experts)
+            metadata = {"version": str(max((e.version for e in experts.values()), default=0))}
             try:
                 mine = await self.discovery.declare(
-                    uids, server.endpoint, ttl, metadata=metadata, timeout=ttl / 3
+                    list(experts), server.endpoint, ttl, metadata=metadata, timeout=ttl / 3
                 )
             except DiscoveryError as error:
                 log.warning("the directory does not answer: %s", error)
                 server.metrics.add("declare_failures_total")
                 continue
             self._note_hidden(mine)
-            await self._withhold(server, set(uids) - mine, mine)
+            # serve only experts that the directory gives to this server; the others stay here as they are
+            lost = experts.keys() - mine
+            newly_lost = lost - withheld
+            for uid in sorted(newly_lost):
+                text = "another server claims %s: it is kept here at version %d and not served until that claim ends"
+                log.error(text, uid, experts[uid].version)
+                server.metrics.add("experts_lost_total")
+            for uid in sorted(withheld & mine):
+                log.warning("%s belongs to this server again and is served", uid)
+            withheld |= lost
+            withheld -= mine
+            if newly_lost:
+                await server.save()
 
     def _note_hidden(self, granted: frozenset[str]) -> None:
         """Warns of experts that are granted, but that no node shows to a beam search."""
@@ -216,24 +216,6 @@ class DeclaredExperts:
                 ", ".join(new[:8]) + (f" and {len(new) - 8} more" if len(new) > 8 else ""),
             )
         self._hidden = hidden
-
-    async def _withhold(self, server: Server, lost: Set[str], mine: Set[str]) -> None:
-        """Serves only experts that the directory gives to this server; the others stay here as they are."""
-        withheld = server.service.withheld
-        for uid in sorted(lost - withheld):
-            version = server.host.experts[uid].version
-            text = (
-                "another server claims %s: it is kept here at version %d and not served until that claim ends"
-            )
-            log.error(text, uid, version)
-            server.metrics.add("experts_lost_total")
-        for uid in sorted(withheld & mine):
-            log.warning("%s belongs to this server again and is served", uid)
-        newly_lost = lost - withheld
-        withheld |= lost
-        withheld -= mine
-        if newly_lost:
-            await server.save()
 
     async def stop(self) -> None:
         """Withdraws them; they stay declared until the copies elsewhere are complete."""

@@ -1,4 +1,12 @@
-"""Calls that wait, for memory or for the device: bounded, fair among peers, taken in batches of one kind."""
+"""Calls that wait, for memory (ByteBudget) or for the device (FairQueue): bounded, and fair among peers.
+
+A server that takes all that comes dies of the one client that sends too much. So a call first waits for memory, by the
+size that it announces, before a byte of it is read; then it waits in the queue of its peer, until the device is free.
+    bounded   what finds no room is refused at once, and its caller may go elsewhere
+    fair      of the memory a peer has half at most; the device takes one call of each peer in turn, so that a thousand
+              calls of one peer delay another one by one call and not by a thousand
+    batched   calls of one kind that wait are computed together, as many as fit
+"""
 
 import asyncio
 import threading
@@ -26,11 +34,13 @@ class DeadlinePassed(Exception):
 
 @dataclass
 class Job:
-    """A call that waits. done(result) or done(exception) is called once, on the thread that computes."""
+    """A call that waits."""
 
     uid: str
     inputs: tuple[torch.Tensor, ...]
-    done: Callable[[object], None]
+    done: Callable[
+        [object], None
+    ]  # called once, with the result or an exception, on the thread that computes
     grad: torch.Tensor | None = None  # of the output: a backward call
     request_id: str = ""
     seen_version: int | None = None  # of the expert, when the caller went forward
@@ -106,10 +116,30 @@ class ByteBudget:
 
     async def take(self, peer: str, count: int, seconds: float) -> Held:
         """Waits until there is room for a call, which holds it until its release(); QueueFull after so many seconds."""
-        if self._waiting or not self.has_room(peer, count):
-            await self._wait(peer, count, seconds)
-        else:
+        if not self._waiting and self.has_room(peer, count):
             self.add(peer, count)
+            return Held(self, peer, count)
+        others = [(name, min(size, WINDOW_BYTES)) for name, size in self._waiting.values()]
+        of_peer = [size for name, size in others if name == peer]
+        size, most = min(count, WINDOW_BYTES), max(self.limit, LEAST_WAITING)
+        is_too_much = size + sum(other for _, other in others) > most or size + sum(of_peer) > most // 2
+        if is_too_much or len(others) >= self.max_waiting:
+            raise QueueFull(
+                f"{len(others)} calls wait for memory, {len(of_peer)} of them of {peer}, and no more may: {self}"
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = peer, count
+        self._admit()  # those that wait may be of peers with more than their share
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), seconds)
+        except BaseException as error:
+            if self._waiting.pop(turn, None) is None:  # it was admitted in the moment in which it gave up
+                self.add(peer, -count)
+            self._admit()
+            if isinstance(error, asyncio.TimeoutError):
+                text = f"no room for a call of {count} bytes within {seconds:.1f} s: {self}"
+                raise QueueFull(text) from None
+            raise
         return Held(self, peer, count)
 
     def has_room(self, peer: str, count: int, own: int = 0) -> bool:
@@ -139,41 +169,9 @@ class ByteBudget:
                 self.add(peer, count)
                 turn.set_result(None)
 
-    async def _wait(self, peer: str, count: int, seconds: float) -> None:
-        others = [(name, min(size, WINDOW_BYTES)) for name, size in self._waiting.values()]
-        of_peer = [size for name, size in others if name == peer]
-        size = min(count, WINDOW_BYTES)
-        if (
-            len(others) >= self.max_waiting
-            or size + sum(other for _, other in others) > max(self.limit, LEAST_WAITING)
-            or size + sum(of_peer) > max(self.limit, LEAST_WAITING) // 2
-        ):
-            raise QueueFull(
-                f"{len(others)} calls wait for memory, {len(of_peer)} of them of {peer}, and no more may: {self}"
-            )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = peer, count
-        self._admit()  # those that wait may be of peers with more than their share
-        try:
-            await asyncio.wait_for(asyncio.shield(turn), seconds)
-        except BaseException as error:
-            if self._waiting.pop(turn, None) is None:  # it was admitted in the moment in which it gave up
-                self.add(peer, -count)
-            self._admit()
-            if isinstance(error, asyncio.TimeoutError):
-                raise QueueFull(
-                    f"no room for a call of {count} bytes within {seconds:.1f} s: {self}"
-                ) from None
-            raise
-
 
 class FairQueue:
-    """First in, first out for each peer, and in turn among peers.
-
-    max_waiting: calls in all; max_of_peer: of one peer, so that nobody can fill the queue alone; max_batch_rows:
-    rows of a batch, exceeded only by a single call; max_batch_bytes: of the tensors of a batch. A batch has no more
-    tensors than a follower accepts in one update. tasks run alone, before the next batch.
-    """
+    """First in, first out for each peer, and in turn among peers. Tasks run alone, before the next batch."""
 
     def __init__(
         self,
@@ -182,9 +180,11 @@ class FairQueue:
         max_batch_rows: int = 4096,
         max_batch_bytes: float = float("inf"),
     ):
-        self.max_batch_bytes = max_batch_bytes
-        self.max_waiting, self.max_of_peer, self.max_batch_rows = max_waiting, max_of_peer, max_batch_rows
-        self._peers: OrderedDict[str, deque[Job]] = OrderedDict()
+        self.max_waiting = max_waiting  # calls in all
+        self.max_of_peer = max_of_peer  # calls of one peer, so that nobody can fill the queue alone
+        self.max_batch_rows = max_batch_rows  # exceeded only by a single call
+        self.max_batch_bytes = max_batch_bytes  # of the tensors of a batch
+        self._peers: OrderedDict[str, deque[Job]] = OrderedDict()  # in the order in which their turn comes
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._num_waiting = 0
@@ -227,34 +227,34 @@ class FairQueue:
                 self._changed.wait()
             if self._tasks:
                 return self._tasks.popleft()
-            return self._take_batch() if self._num_waiting else None
-
-    def _take_batch(self) -> list[Job]:
-        batch: list[Job] = []
-        sums: tuple[int, ...] = (0, 0, 0)
-        now = time.monotonic()
-        limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
-        expired: list[Job] = []
-        passed = 0  # peers in a row that had nothing that fits
-        # round robin: one job of each peer in turn, until no peer's next job fits
-        while self._peers and passed < len(self._peers):
-            peer, waiting = next(iter(self._peers.items()))
-            self._peers.move_to_end(peer)
-            job = waiting[0]
-            grown = tuple(map(sum, zip(sums, (job.num_rows, len(job.tensors), job.num_bytes), strict=True)))
-            if job.deadline <= now:
-                expired.append(self._pop(peer))
-            elif batch and (
-                job.is_backward != batch[0].is_backward
-                or any(size > limit for size, limit in zip(grown, limits, strict=True))
-            ):
-                passed += 1
-            else:
-                batch.append(self._pop(peer))
-                sums, passed = grown, 0
-        for job in expired:
-            job.done(DeadlinePassed(f"the deadline passed after {now - job.arrived:.1f} s in the queue"))
-        return batch
+            if not self._num_waiting:
+                return None
+            batch: list[Job] = []
+            expired: list[Job] = []
+            sums: tuple[int, ...] = (0, 0, 0)  # rows, tensors and bytes of the batch
+            # a batch has no more tensors than a follower accepts in one update
+            limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
+            now = time.monotonic()
+            passed = 0  # peers in a row that had nothing that fits
+            # round robin: one job of each peer in turn, until no peer's next job fits
+            while self._peers and passed < len(self._peers):
+                peer, waiting = next(iter(self._peers.items()))
+                self._peers.move_to_end(peer)
+                job = waiting[0]
+                sizes = job.num_rows, len(job.tensors), job.num_bytes
+                grown = tuple(map(sum, zip(sums, sizes, strict=True)))
+                is_full = any(size > limit for size, limit in zip(grown, limits, strict=True))
+                if job.deadline <= now:
+                    expired.append(self._pop(peer))
+                elif batch and (is_full or job.is_backward != batch[0].is_backward):
+                    passed += 1
+                else:
+                    batch.append(self._pop(peer))
+                    sums, passed = grown, 0
+            for job in expired:
+                waited = f"{now - job.arrived:.1f} s in the queue"
+                job.done(DeadlinePassed(f"the deadline passed after {waited}"))
+            return batch
 
     def _pop(self, peer: str) -> Job:
         self._num_waiting -= 1

@@ -1,4 +1,9 @@
-"""The experts of a server: batches through them and updates of them. Used by the computing thread alone."""
+"""ExpertHost: the experts of a server, batches through them and updates of them. For the computing thread alone.
+
+A batch becomes *rounds* in which every expert has rows of one shape; a round is one product over all its experts. A
+backward steps each expert once for all gradients that came together: this is an *update*, it gets the next version, and
+its senders are answered when `when_committed` says so. Replicas repeat the update and get the same bits.
+"""
 
 import functools
 import hashlib
@@ -39,12 +44,12 @@ class Hosted:
     """An expert here."""
 
     uid: str
-    place: int
+    place: int  # in the stack
     optimizer: torch.optim.Optimizer | None
     ledger: Ledger = field(default_factory=Ledger)
-    num_rows: int = 0
+    num_rows: int = 0  # that went forward
     num_refused: int = 0  # updates that were not finite
-    grad_norm: float = 0.0
+    grad_norm: float = 0.0  # of the last update
 
     @property
     def version(self) -> int:
@@ -77,18 +82,13 @@ class Hosted:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def move_optimizer(self, views: dict[str, torch.Tensor], training: Training) -> None:
-        """The optimizer on new views of the parameters, with what it has gathered."""
-        if (old := self.optimizer) is not None:
-            self.optimizer = training.make_optimizer(views.values())
-            assert self.optimizer is not None
-            self.optimizer.load_state_dict(old.state_dict())
-
 
 @dataclass(frozen=True)
 class Answer:
+    """The answer to a job."""
+
     tensors: tuple[torch.Tensor, ...]
-    version: int
+    version: int  # of the weights that gave them, or to which they led
 
 
 Finish: TypeAlias = "Callable[[], None]"
@@ -97,10 +97,7 @@ WhenCommitted: TypeAlias = "Callable[[str, int, Finish, Fail], None]"
 
 
 class ExpertHost:
-    """when_committed(uid, version, finish, fail): calls finish() once the update may be answered, otherwise fail().
-
-    may_step(uid) is called before a batch, and raises to refuse it.
-    """
+    """Hosts experts of one class and width."""
 
     def __init__(
         self,
@@ -115,22 +112,32 @@ class ExpertHost:
         self.training = training or Training()
         self.training.make_optimizer([torch.zeros(1, device="cpu")])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
-        # without replicas nobody else has to know of an update before its senders do
+        # (uid, version, finish, fail): calls finish() once the update may be answered, otherwise fail(); without
+        # replicas nobody else has to know of an update before its senders do
         self.when_committed: WhenCommitted = lambda uid, version, finish, fail: finish()
         self.is_replicated = False  # set before the first expert: steps need a leader
-        self.may_step: Callable[[str], None] = lambda uid: None
+        self.may_step: Callable[[str], None] = lambda uid: None  # raises to refuse a gradient
+        self.schema = find_schema(expert_class, hidden_dim)
         self._stack = stack or make_stack(expert_class, hidden_dim, torch.device(device))
         self._num_places = 0
-        self._free: list[int] = []
+        self._free: list[int] = []  # places of the stack
         self._replies = ReplyCache()
-        self.schema = find_schema(expert_class, hidden_dim)
 
     # ---------------------------------------------------------------- which experts
 
     def add(self, uids: Sequence[str]) -> None:
         """Hosts experts with the weights that they start from: a function of class, width, seed and uid."""
         new = [uid for uid in uids if uid not in self.experts]
-        self._make_room(len(new))
+        if (missing := len(new) - len(self._free)) > 0:
+            first, self._num_places = self._num_places, self._num_places + missing
+            self._stack.resize(self._num_places)
+            self._free += range(first, self._num_places)
+            # all views of parameters are new ones: each optimizer begins on its own with what it has gathered
+            for expert in self.experts.values():
+                if (old := expert.optimizer) is not None:
+                    expert.optimizer = self.training.make_optimizer(self._stack.views(expert.place).values())
+                    assert expert.optimizer is not None
+                    expert.optimizer.load_state_dict(old.state_dict())
         for uid in new:
             place = self._free.pop(0)
             views = self._stack.views(place)
@@ -173,29 +180,28 @@ class ExpertHost:
             total.update(bytes_of(p))
         return total.hexdigest()
 
-    def _make_room(self, count: int) -> None:
-        missing = count - len(self._free)
-        if missing <= 0:
-            return
-        first, self._num_places = self._num_places, self._num_places + missing
-        self._stack.resize(self._num_places)
-        self._free += range(first, self._num_places)
-        for expert in self.experts.values():
-            expert.move_optimizer(self._stack.views(expert.place), self.training)
-
     # ---------------------------------------------------------------- batches
 
     def run(self, batch: Sequence[Job]) -> None:
         """Answers every job of a batch; one that fails does so alone."""
         work = self._backward if batch[0].is_backward else self._forward
-        for together in _rounds(batch):
+        rounds: list[tuple[dict[str, list[torch.Size]], list[Job]]] = []  # (shapes of a row by uid, jobs)
+        for job in batch:
+            shapes = [x.shape[1:] for x in job.inputs]
+            for seen, jobs in rounds:
+                if seen.setdefault(job.uid, shapes) == shapes:
+                    jobs.append(job)
+                    break
+            else:
+                rounds.append(({job.uid: shapes}, [job]))
+        for _, jobs in rounds:
             try:
-                work(together)
+                work(jobs)
             except Exception as error:
-                if len(together) == 1:
-                    together[0].done(error)
+                if len(jobs) == 1:
+                    jobs[0].done(error)
                 else:
-                    for job in together:
+                    for job in jobs:
                         self.run([job])
 
     def _forward(self, jobs: Sequence[Job]) -> None:
@@ -207,16 +213,26 @@ class ExpertHost:
                 job.done(Answer((y,), expert.version))
 
     def _backward(self, jobs: Sequence[Job]) -> None:
-        fresh = [job for job in jobs if not self._answer_repeated(job)]
-        by_expert = self._by_expert(_once(fresh))
+        first: dict[tuple[str, str], Job] = {}
+        fresh = []
+        for job in jobs:
+            if self._answer_repeated(job):
+                continue
+            known = first.setdefault((job.uid, job.request_id), job) if job.request_id else job
+            if known is job:
+                fresh.append(job)
+            else:  # the same request twice in this batch: the second one gets the answer of the first
+                known.done = functools.partial(_tell, (known.done, job.done))
+        by_expert = self._by_expert(fresh)
         if not by_expert:
             return
         gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
         for (expert, group), grads in zip(by_expert, gradients, strict=True):
-            self._finish_group(expert, group, grads)
+            self._update(expert, group, grads)
 
-    def _finish_group(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
-        ledger = expert.ledger
+    def _update(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
+        """One step of one expert, for all gradients that came together."""
+        ledger, tell = expert.ledger, functools.partial(_tell, [job.done for job in group])
         try:
             with ledger.lock:  # who may step is decided together with the step, or the log would not have it
                 ledger.check_open(expert.uid)
@@ -226,8 +242,7 @@ class ExpertHost:
                 has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
                 ledger.append(update, self.digest(expert.uid) if has_digest else "")
         except NotLeader as error:
-            for job in group:
-                job.done(error)
+            tell(error)
             return
         except SchemaError as error:
             if len(group) > 1:  # which of them it was shows when each goes alone
@@ -242,46 +257,39 @@ class ExpertHost:
             for job, answer in zip(group, answers, strict=True):
                 job.done(answer)
 
-        def fail(error: Exception) -> None:
-            for job in group:
-                job.done(error)
-
-        self.when_committed(expert.uid, update.version, finish, fail)
+        self.when_committed(expert.uid, update.version, finish, tell)
 
     def _answer_repeated(self, job: Job) -> bool:
-        """Answers a job that was applied before, or comes too late; False if it is new."""
-        expert = self.experts.get(job.uid)
-        if expert is None:
-            job.done(ExpertMissing(f"this server does not host {job.uid}"))
-            return True
+        """Answers a job that was applied before, or that may not be; False if it is a new one."""
         try:
+            expert = self.find(job.uid)
             self.may_step(job.uid)
+            version = expert.ledger.applied.get(job.request_id) if job.request_id else None
+            behind = 0 if job.seen_version is None else expert.version - job.seen_version
+            bound = self.training.max_staleness
+            if version is None and bound is not None and behind > bound:
+                text = f"{job.uid} made {behind} updates since that forward, {bound} are allowed"
+                raise StaleGradient(text)
         except Exception as error:
             job.done(error)
             return True
-        version = expert.ledger.applied.get(job.request_id) if job.request_id else None
-        if version is not None:
-            tensors = self._replies.get(expert.uid, job.request_id)
-            # where the answer is forgotten: the gradient by the weights of now, without an update
-            if tensors is None:
-                (grads,) = self._stack.backward([_part(expert, [job])])
-                tensors = _given(grads.inputs)
-            answer = Answer(tensors, version)
-            self.when_committed(job.uid, version, lambda: job.done(answer), job.done)
-            return True
-        bound, seen = self.training.max_staleness, job.seen_version
-        if bound is not None and seen is not None and expert.version - seen > bound:
-            text = f"{job.uid} made {expert.version - seen} updates since that forward, {bound} are allowed"
-            job.done(StaleGradient(text))
-            return True
-        return False
+        if version is None:
+            return False
+        tensors = self._replies.get(expert.uid, job.request_id)
+        if tensors is None:  # forgotten: the gradient by the weights of now, without an update
+            (grads,) = self._stack.backward([_part(expert, [job])])
+            tensors = _given(grads.inputs)
+        answer = Answer(tensors, version)
+        self.when_committed(job.uid, version, lambda: job.done(answer), job.done)
+        return True
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
+        """The answer of each request of an update, which is kept for when it comes again."""
         sizes = [request.grad.shape[0] for request in update.requests]
         given = [d.split(sizes) for d in _given(grads.inputs)]
-        split = [tuple(parts[n] for parts in given) for n in range(len(sizes))]  # () for integer inputs
         answers = []
-        for request, tensors in zip(update.requests, split, strict=True):
+        for n, request in enumerate(update.requests):
+            tensors = tuple(parts[n] for parts in given)  # () for integer inputs
             answers.append(Answer(tensors, update.version))
             if request.request_id:
                 self._replies.put(expert.uid, request.request_id, tensors)
@@ -300,50 +308,20 @@ class ExpertHost:
         self._remember(expert, update, grads)
 
     def _by_expert(self, jobs: Sequence[Job]) -> list[tuple[Hosted, list[Job]]]:
+        """The jobs of each expert, in the order of the stack's places."""
         groups: dict[str, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.uid, []).append(job)
         return sorted(((self.find(uid), group) for uid, group in groups.items()), key=lambda g: g[0].place)
 
 
-def _rounds(batch: Sequence[Job]) -> list[list[Job]]:
-    """Jobs that can go together: rows of one expert have one shape. Each round has one shape an expert."""
-    rounds: list[tuple[dict[str, list[torch.Size]], list[Job]]] = []
-    for job in batch:
-        shapes = [x.shape[1:] for x in job.inputs]
-        for seen, jobs in rounds:
-            if seen.setdefault(job.uid, shapes) == shapes:
-                jobs.append(job)
-                break
-        else:
-            rounds.append(({job.uid: shapes}, [job]))
-    return [jobs for _, jobs in rounds]
-
-
-def _once(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs whose request ids are new in this batch; a second one gets the answer of the first."""
-    first: dict[tuple[str, str], Job] = {}
-    chosen = []
-    for job in jobs:
-        known = first.setdefault((job.uid, job.request_id), job) if job.request_id else job
-        if known is job:
-            chosen.append(job)
-        else:
-            _answer_both(known, job)
-    return chosen
-
-
-def _answer_both(first: Job, second: Job) -> None:
-    done = first.done
-
-    def both(result: object) -> None:
+def _tell(several: Sequence[Callable[[object], None]], result: object) -> None:
+    for done in several:
         done(result)
-        second.done(result)
-
-    first.done = both
 
 
 def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:
+    """The rows of all jobs, one behind the other."""
     if len(jobs) == 1:
         return Part(expert.place, jobs[0].inputs, jobs[0].grad)
     inputs = tuple(torch.cat(parts) for parts in zip(*(job.inputs for job in jobs), strict=True))

@@ -1,8 +1,13 @@
 """Ledger: the history of one expert (term, version, request ids, uncommitted updates); ReplyCache: late answers.
 
 A client whose answer was lost sends its gradient again. So that it counts once, the ledger remembers the ids of the
-requests that were applied, and a copy of the expert carries them along. Logs are compared by their end, a term and a
-version: two logs with the same end are the same, because a term has one leader, which gives each version once.
+requests that were applied, and a copy of the expert carries them along.
+
+An expert's history is a *log* of updates. Logs are compared by their end, a term and a version: two logs with the same
+end are the same, because a term has one leader, which gives each version once. The log up to `committed` is at every
+member; the *tail* behind it is kept, for a member may lack some of it. A log runs ahead of the weights (`version`) only
+while updates wait for the device. Everything here happens under one lock, the right to make a step included: a step
+that the log does not have could be acknowledged and lost.
 """
 
 import threading
@@ -64,18 +69,14 @@ class Logged:
 
 
 class Ledger:
-    """end: of the log; version: of the weights, behind the end only while updates wait for the device.
-
-    Without replicas everything is committed at once. All methods are safe from any thread. forget(id) is called when a
-    request id is remembered no more.
-    """
+    """The history of an expert. All methods are safe from any thread; without replicas everything is committed."""
 
     def __init__(self, is_replicated: bool = False, forget: Callable[[str], None] = lambda _: None) -> None:
         self.lock = threading.RLock()
-        self.end = End()
+        self.end = End()  # of the log
         self.start: int | None = 0  # version at which the term of the end began; None: not known
-        self.version = 0
-        self.committed = 0
+        self.version = 0  # of the weights
+        self.committed = 0  # up to here every member has the log
         self.seen = Term()  # the largest in any message or record; smaller ones are refused
         self.broken = ""  # why the weights cannot be trusted
         self.lacks = 0  # version in a damaged checkpoint, which may be in no other replica
@@ -83,7 +84,7 @@ class Ledger:
         self.num_requests = 0  # gradients applied since the expert began, each counted once
         self.tail: list[Logged] = []  # what members may lack
         self.is_replicated = is_replicated
-        self._forget = forget
+        self._forget = forget  # called with a request id that is remembered no more
         self._leads: Term | None = None
         self._is_open = False
 
@@ -130,6 +131,7 @@ class Ledger:
         """Every member has the log up to version."""
         with self.lock:
             self.committed = max(self.committed, min(version, self.end.version))
+            # what waits for the device stays: a copy taken now must name the end that its weights have
             while self.tail and self.tail[0].end.version <= min(self.committed, self.version):
                 del self.tail[0]
 
@@ -181,6 +183,7 @@ class Ledger:
         with self.lock:
             self.start = None
             self.end, self.version = end, end.version
+            # a copy may hold updates that not every member has yet
             self.committed = 0 if self.is_replicated else end.version
             self.applied, self.num_requests = applied, num_requests
             self.seen = max(self.seen, end.term)
@@ -235,4 +238,4 @@ class ReplyCache:
 
 
 def _size(tensors: tuple[torch.Tensor, ...]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return sum(x.nbytes for x in tensors)

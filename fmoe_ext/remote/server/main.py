@@ -1,14 +1,13 @@
 """fmoe-server: hosts experts until a signal ends it."""
 
 import argparse
-import dataclasses
 import importlib.util
 import logging
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -22,8 +21,8 @@ from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.security import Credentials, InUse, Security
 from fmoe_ext.remote.server.checkpoints import Damaged
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
-from fmoe_ext.remote.server.options import ETCD, Options, Replication, Training, parse, read_tokens
-from fmoe_ext.remote.server.server import Placement, Server
+from fmoe_ext.remote.server.options import Options, Replication, Training, parse, read_tokens
+from fmoe_ext.remote.server.server import Server
 
 log = logging.getLogger("fmoe_ext.remote")
 
@@ -31,66 +30,40 @@ log = logging.getLogger("fmoe_ext.remote")
 def make_server(flags: argparse.Namespace) -> Server:
     """The server that the flags describe, not yet started."""
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
-    options = build(
-        Options, flags, training=build(Training, flags), security=build(Security, flags, tokens=tokens)
-    )
-    return Server(options, _placement(flags, tokens))
-
-
-def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
+    security = build(Security, flags, tokens=tokens)
+    options = build(Options, flags, training=build(Training, flags), security=security)
     own = next((token for token, name in tokens.items() if name == flags.own_token), None)
+    calls_others = flags.registry or flags.copies_of
     if flags.own_token is not None and own is None:
         raise SystemExit(f"--own_token {flags.own_token} is no name in {flags.tokens}")
-    if tokens and own is None and (flags.registry or flags.copies_of):
+    if tokens and own is None and calls_others:
         raise SystemExit("servers call each other: name this server's token with --own_token")
     if flags.tls_ca is not None:  # this server shows its own certificate to the others
         credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, own)
-    elif flags.tls_certificate is not None and (flags.registry or flags.copies_of):
+    elif flags.tls_certificate is not None and calls_others:
         raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
     else:
         credentials = Credentials(token=own)
     if flags.registry is not None:
-        replication = dataclasses.replace(
-            build(Replication, flags), registry=flags.registry.removeprefix(ETCD)
+        return Server(options, ReplicatedExperts(build(Replication, flags), credentials))
+    discovery: Discovery = StaticList()
+    if not flags.no_dht:
+        host = flags.listen_on.rpartition(":")[0]
+        node = open_node(
+            list(flags.initial_peers),
+            f"{host}:{flags.dht_port or 0}",
+            identity_path=flags.identity_path,
+            alone=True,
+            relay=flags.relay,
+            relay_token=flags.relay_token,
         )
-        return ReplicatedExperts(replication, credentials)
-    discovery = StaticList() if flags.no_dht else _open_dht(flags)
-    copies = (
-        WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials) if flags.copies_of else None
-    )
-    return DeclaredExperts(discovery, copies)
-
-
-def _open_dht(flags: argparse.Namespace) -> Discovery:
-    host = flags.listen_on.rpartition(":")[0]
-    node = open_node(
-        list(flags.initial_peers),
-        f"{host}:{flags.dht_port or 0}",
-        identity_path=flags.identity_path,
-        alone=True,
-        relay=flags.relay,
-        relay_token=flags.relay_token,
-    )
-    discovery = loop.run(node, 30)
-    log.info("DHT node listens on port %d", discovery.node.port)
-    return discovery
-
-
-def _report(server: Server, seconds: float, before: dict[str, float]) -> dict[str, float]:
-    """One line of progress since the last one -> what it has counted up to now."""
-    now = {
-        "forward": server.metrics.count("calls_total", method="forward", code="OK"),
-        "backward": server.metrics.count("calls_total", method="backward", code="OK"),
-        "batches": float(server.compute.num_batches),
-        "rows": float(sum(expert.num_rows for expert in list(server.host.experts.values()))),
-    }
-    new = {key: value - before.get(key, 0) for key, value in now.items()}
-    batches, rows, forward, backward = (new[key] for key in ("batches", "rows", "forward", "backward"))
-    text = (
-        "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting"
-    )
-    log.info(text, batches, seconds, forward, rows, backward, len(server.queue))
-    return now
+        dht = loop.run(node, 30)
+        log.info("DHT node listens on port %d", dht.node.port)
+        discovery = dht
+    copies = None
+    if flags.copies_of:
+        copies = WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials)
+    return Server(options, DeclaredExperts(discovery, copies))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,47 +83,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--device {flags.device} cannot be used here: {why}") from None
     if flags.num_threads is not None:
         torch.set_num_threads(flags.num_threads)
-    if flags.custom_module_path is not None:
-        _run_file(flags.custom_module_path)
+    if (path := flags.custom_module_path) is not None:
+        spec = importlib.util.spec_from_file_location("fmoe_server_custom_module", path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise SystemExit(f"--custom_module_path {path} is no Python file")
+        try:
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as error:
+            raise SystemExit(f"--custom_module_path {path} failed: {_describe(error)}") from None
     protocol.allow_more_files()
     has_to_end = loop.end_signals()
     sys.setswitchinterval(0.001)  # the network's thread must not wait for the one that computes
-    server = _start(flags)
-    if isinstance(server, int):
-        return server
-    counted: dict[str, float] = {}
-    interval = flags.stats_report_interval
-    while not has_to_end(interval):
-        counted = _report(server, interval, counted)
-    return _end(server)
-
-
-def _start(flags: argparse.Namespace) -> Server | int:
-    """The server that the flags describe, started; the exit status, after a logged error, if it cannot start."""
     try:
         server = make_server(flags)
         server.start()
     except InUse as error:
         log.error("%s", error)
         return IN_USE
-    except (OSError, ValueError, DiscoveryError, Damaged, RemoteError) as error:
+    except (OSError, ValueError, ImportError, DiscoveryError, Damaged, RemoteError) as error:
         log.error("%s", error)
         return CANNOT
     except Exception as error:
         log.error("the server cannot start: %s", _describe(error))
         log.debug("it failed here", exc_info=True)
         return CANNOT
-    return server
-
-
-def _end(server: Server) -> int:
-    """Hands over, saves and ends -> the exit status."""
+    before: Counter[str] = Counter()
+    while not has_to_end(interval := flags.stats_report_interval):
+        now = Counter(
+            batches=server.compute.num_batches,
+            forward=int(server.metrics.count("calls_total", method="forward", code="OK")),
+            rows=sum(expert.num_rows for expert in list(server.host.experts.values())),
+            backward=int(server.metrics.count("calls_total", method="backward", code="OK")),
+        )
+        now.subtract(before)
+        before.update(now)
+        log.info(
+            "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting",
+            *(now["batches"], interval, now["forward"], now["rows"], now["backward"], len(server.queue)),
+        )
     server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
         loop.run(server.placement.discovery.close(), 10)
-    if unsaved := server.describe_unsaved():
+    if server.saver is not None and (unsaved := server.saver.describe_unsaved()):
         log.error("not saved: %s", unsaved)
-        if server.is_disk_stuck:  # a thread that waits for the disk would keep the process
+        if server.saver.is_stuck:  # a thread that waits for the disk would keep the process
             logging.shutdown()
             os._exit(NOT_SAVED)
         return NOT_SAVED
@@ -161,16 +137,6 @@ def _describe(error: Exception) -> str:
     """An error that nobody expected: its kind, its text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {reason(error)[:300]} ({frame.filename}:{frame.lineno})"
-
-
-def _run_file(path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("fmoe_server_custom_module", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"--custom_module_path {path} is no Python file")
-    try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except Exception as error:
-        raise SystemExit(f"--custom_module_path {path} failed: {_describe(error)}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Options of Server and of its training, and the command line that sets them."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from fmoe_ext.remote.flags import (
     POSITIVE_INT,
     Parser,
     endpoint,
+    etcd_address,
     flag,
     port,
 )
@@ -155,9 +156,10 @@ class Options:
 class Replication:
     """Options of experts with replicas."""
 
-    registry: str | None = flag(  # "host:port" of etcd, several with commas; as a flag behind etcd://
+    registry: str | None = flag(  # "host:port" of etcd, several with commas
         None,
         "etcd://host:2379: experts with replicas",
+        type=etcd_address,
         excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of", "no_dht"),
         group=NETWORK,
     )
@@ -182,7 +184,6 @@ class Replication:
     )
 
 
-ETCD = "etcd://"
 CALLS_OTHERS = ("registry", "copies_of")
 # What to write instead of hivemind's flags.
 HIVEMIND = MappingProxyType(
@@ -270,8 +271,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--expert_uids has {', '.join(twice)} twice")
     if flags.own_token is not None and flags.tokens is None:
         parser.error("--own_token means nothing without --tokens")
-    if flags.registry is not None and not flags.registry.startswith(ETCD):
-        parser.error(f"--registry must be {ETCD}host:port, but is {flags.registry}")
     if flags.num_experts is None:
         flags.num_experts = len(flags.expert_uids) or 1
     return flags
@@ -279,8 +278,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def read_tokens(path: Path) -> dict[str, str]:
     """`name: token` lines, tokens as they stand -> {token: name}; SystemExit for a file that would let others in."""
+    try:
+        check_private(path)
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be read: {error}") from None
     names: dict[str, str] = {}
-    for number, name, token in _read_lines(path):
+    for number, line in enumerate(lines, 1):
+        text = line.partition(" #")[0].strip()
+        if not text or text.startswith("#"):
+            continue
+        name, colon, token = (part.strip() for part in text.partition(":"))
+        if not colon:
+            raise SystemExit(f"{path}:{number}: write `name: token`, without which this line means nothing")
         if not (name and token):
             raise SystemExit(f"{path}:{number}: write `name: token`; an empty one would admit everybody")
         if token in names:
@@ -289,20 +299,3 @@ def read_tokens(path: Path) -> dict[str, str]:
     if not names:
         raise SystemExit(f"--tokens {path} holds no token: write `name: token` lines, or leave the flag out")
     return names
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(number, name, token) of each line; SystemExit names the first that has another form."""
-    try:
-        check_private(path)
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        text = line.partition(" #")[0].strip()
-        if not text or text.startswith("#"):
-            continue
-        name, colon, token = text.partition(":")
-        if not colon:
-            raise SystemExit(f"{path}:{number}: write `name: token`, without which this line means nothing")
-        yield number, name.strip(), token.strip()

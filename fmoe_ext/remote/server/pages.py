@@ -1,31 +1,43 @@
-"""Metrics in Prometheus' text format, and the status page."""
+"""Counts of a server for people and for Prometheus: Metrics gathers them, Pages shows them over HTTP."""
 
 import asyncio
 import bisect
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
+
+from fmoe_ext._require import require
 
 # Bounds of a histogram's buckets, up to the time that a client gives a call by default.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 PREFIX = "fmoe_remote_"
-Labels: TypeAlias = "tuple[tuple[str, str], ...]"
+_Key: TypeAlias = "tuple[str, tuple[tuple[str, str], ...]]"  # a name and its labels
 
 
 class Metrics:
-    """Counts of a server. Names without prefix; labels have few values each, never one a client."""
+    """Counts of a server. Names without prefix; labels have few values each, never one a client.
+
+    They are gathered here, because the status page and the line of progress need them too; prometheus_client writes
+    them in Prometheus' format, and only who asks for that needs the package.
+    """
 
     def __init__(self) -> None:
-        self._counts: defaultdict[tuple[str, Labels], float] = defaultdict(float)
-        self._times: dict[tuple[str, Labels], _Times] = {}
+        self._counts: defaultdict[_Key, float] = defaultdict(float)
+        self._times: dict[
+            _Key, tuple[list[int], list[float]]
+        ] = {}  # calls in each bucket, and [their seconds]
         self._gauges: dict[str, Callable[[], float]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
         self._counts[name, tuple(sorted(labels.items()))] += amount
 
     def time(self, name: str, seconds: float, **labels: str) -> None:
-        self._times.setdefault((name, tuple(sorted(labels.items()))), _Times()).add(seconds)
+        key = name, tuple(sorted(labels.items()))
+        buckets, total = self._times.setdefault(key, ([0] * (len(SECONDS) + 1), [0.0]))
+        buckets[bisect.bisect_left(SECONDS, seconds)] += 1
+        total[0] += seconds
 
     def gauge(self, name: str, read: Callable[[], float]) -> None:
         """Add a number that is read when the metrics are."""
@@ -36,51 +48,36 @@ class Metrics:
         wanted = labels.items()
         return sum(v for (n, given), v in self._counts.items() if n == name and wanted <= dict(given).items())
 
-    def values(self) -> Mapping[str, float]:
-        return {name: read() for name, read in self._gauges.items()}
-
     def to_text(self) -> str:
-        lines = []
-        for kind, names in (
-            ("counter", sorted({name for name, _ in self._counts})),
-            ("gauge", sorted(self._gauges)),
-            ("histogram", sorted({name for name, _ in self._times})),
-        ):
-            for name in names:
-                lines += [f"# TYPE {PREFIX}{name} {kind}", *self._lines(kind, name)]
-        return "\n".join(lines) + "\n"
+        """All of them in Prometheus' text format; ImportError without prometheus_client."""
+        library = require("prometheus_client", "the page /metrics")
+        registry = library.CollectorRegistry()
+        registry.register(self)
+        return library.generate_latest(registry).decode()
 
-    def _lines(self, kind: str, name: str) -> list[str]:
-        if kind == "gauge":
-            return [f"{PREFIX}{name} {self._gauges[name]():g}"]
-        if kind == "counter":
-            chosen = sorted((labels, v) for (n, labels), v in self._counts.items() if n == name)
-            return [f"{PREFIX}{name}{_text(labels)} {value:.17g}" for labels, value in chosen]
-        times = sorted((labels, t) for (n, labels), t in self._times.items() if n == name)
-        return [line for labels, t in times for line in t.lines(PREFIX + name, labels)]
+    def collect(self) -> Iterator[Any]:
+        """The metrics, one of each name: prometheus_client calls this."""
+        from prometheus_client import core
 
-
-class _Times:
-    def __init__(self) -> None:
-        self.buckets = [0] * (len(SECONDS) + 1)
-        self.total = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.buckets[bisect.bisect_left(SECONDS, seconds)] += 1
-        self.total += seconds
-
-    def lines(self, name: str, labels: Labels) -> list[str]:
-        lines, count = [], 0
-        for bound, number in zip((*SECONDS, "+Inf"), self.buckets, strict=True):
-            count += number
-            lines.append(f"{name}_bucket{_text((*labels, ('le', str(bound))))} {count}")
-        return [*lines, f"{name}_sum{_text(labels)} {self.total:g}", f"{name}_count{_text(labels)} {count}"]
-
-
-def _text(labels: Labels) -> str:
-    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    pairs = (f'{key}="{value.translate(escape)}"' for key, value in labels)
-    return "{" + ",".join(pairs) + "}" if labels else ""
+        counters: dict[str, core.Metric] = {}
+        for (name, labels), value in sorted(self._counts.items()):
+            # the library leaves out the end of a counter's name, and writes it again
+            metric = counters.setdefault(
+                name, core.Metric(PREFIX + name.removesuffix("_total"), name, "counter")
+            )
+            metric.add_sample(PREFIX + name, dict(labels), value)
+        yield from counters.values()
+        for name, read in sorted(self._gauges.items()):
+            yield core.GaugeMetricFamily(PREFIX + name, name, value=read())
+        histograms: dict[str, core.HistogramMetricFamily] = {}
+        for (name, labels), (buckets, (total,)) in sorted(self._times.items()):
+            names = [key for key, _ in labels]
+            family = histograms.setdefault(
+                name, core.HistogramMetricFamily(PREFIX + name, name, labels=names)
+            )
+            bounds, counts = [*map(str, SECONDS), "+Inf"], itertools.accumulate(buckets)
+            family.add_metric([value for _, value in labels], list(zip(bounds, counts, strict=True)), total)
+        yield from histograms.values()
 
 
 MAX_REQUEST = 8 << 10
@@ -145,6 +142,9 @@ class Pages:
         self.port = 0
 
     async def start(self, listen_on: str) -> None:
+        require(
+            "prometheus_client", "--http_on"
+        )  # now, or the first to miss it would be who looks at /metrics
         host, _, port = listen_on.rpartition(":")
         self._http = await asyncio.start_server(
             self._serve, host.strip("[]") or None, int(port), limit=MAX_REQUEST

@@ -22,7 +22,7 @@ PATIENCE = 60.0  # seconds that a server which ends waits for the disk to take o
 
 
 class Saver:
-    """saved: end on disk by uid; failures: why the last attempt failed, by uid; damaged: files put aside."""
+    """Keeps the experts of a server on a disk, which may be slow, full or broken."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Saver:
         read_state: Callable[[str], Awaitable[Message]],
     ):
         self.checkpoints, self.host, self.metrics, self.read_state = checkpoints, host, metrics, read_state
-        self.saved: dict[str, End] = {}
-        self.failures: dict[str, str] = {}
-        self.damaged: list[str] = []
+        self.saved: dict[str, End] = {}  # uid: the end on disk
+        self.failures: dict[str, str] = {}  # uid: why the last attempt failed
+        self.damaged: list[str] = []  # files put aside
         self.late = 0.0  # seconds that a save had taken when that was logged last; 0.0 after one in time
         self.is_stuck = False  # the disk did not answer in time when the server ended
-        self._writing = ""  # uid
         self.checked_at = 0.0  # time.time() at which all files had been read
+        self._writing = ""  # uid
         self._turn = asyncio.Lock()
 
     # ---------------------------------------------------------------- reading
@@ -121,6 +121,7 @@ class Saver:
         patience: seconds for one expert; the disk is not tried again after one that takes longer.
         """
         async with self._turn:
+            # one after the other: a disk that is slow for one must not have to hold the copies of all
             for uid, expert in list(self.host.experts.items()):
                 if expert.ledger.broken:
                     continue  # its file is better than its weights

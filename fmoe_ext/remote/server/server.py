@@ -51,34 +51,33 @@ class Server:
         bounds = options.max_waiting, options.max_waiting // 2, options.max_batch_size
         self.queue = FairQueue(*bounds, body_bytes(options.max_message_bytes))
         self.compute = ComputeThread(self.host, self.queue)
-        self.metrics = Metrics()
+        self.metrics = metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
         self.guard = Guard(options.security)
         sizes = [limit.num_bytes for limit in limits()]  # none where the size of the memory is unknown
         most = options.max_bytes_in_flight or (max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None)
         budget = None if most is None else ByteBudget(most, options.max_waiting)
-        self.service = ExpertService(self.compute, self.guard, self.metrics, call, budget)
+        self.service = ExpertService(self.compute, self.guard, metrics, call, budget)
         self.service.max_rows = options.max_rows
         self.service.describe = self.describe
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.saver: Saver | None = None
         if self.checkpoints is not None:
-            self.saver = Saver(self.checkpoints, self.host, self.metrics, self.read_state)
-        self.pages = Pages(self.status, self.metrics)
+            self.saver = Saver(self.checkpoints, self.host, metrics, self.read_state)
+        self.pages = Pages(self.status, metrics)
         self._endpoint = ""
         self._attachment: Attachment | None = None
         self._has_stopped = False
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc.aio.Server | None = None
-        self.metrics.gauge("experts", lambda: len(self.host.experts))
-        self.metrics.gauge("waiting_calls", lambda: len(self.queue))
-        self.metrics.gauge("bytes_in_flight", lambda: self.service.budget.num_bytes)
-        self.metrics.gauge("batches", lambda: self.compute.num_batches)
-        self.metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
-        self.metrics.gauge(
-            "updates_refused", lambda: sum(e.num_refused for e in list(self.host.experts.values()))
-        )
-        self.metrics.gauge("unsaved_experts", lambda: len(self.saver.failures) if self.saver else 0)
+        experts = self.host.experts
+        metrics.gauge("experts", lambda: len(experts))
+        metrics.gauge("waiting_calls", lambda: len(self.queue))
+        metrics.gauge("bytes_in_flight", lambda: self.service.budget.num_bytes)
+        metrics.gauge("batches", lambda: self.compute.num_batches)
+        metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
+        metrics.gauge("updates_refused", lambda: sum(e.num_refused for e in list(experts.values())))
+        metrics.gauge("unsaved_experts", lambda: len(self.saver.failures) if self.saver else 0)
 
     @property
     def endpoint(self) -> str:
@@ -109,7 +108,15 @@ class Server:
             maximum_concurrent_rpcs=4 * self.options.max_waiting,
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
-        port = _bind(self._grpc, self.options)
+        where, credentials = self.options.listen_on, self.options.security.server_credentials()
+        try:
+            if credentials is None:
+                port = self._grpc.add_insecure_port(where)
+            else:
+                port = self._grpc.add_secure_port(where, credentials)
+        except RuntimeError as error:
+            text = f"cannot listen on {where}: is the port in use, the address this host's? ({error})"
+            raise OSError(text) from None
         self._endpoint = self.options.announce or _announced(self.options.listen_on, port)
         self.compute.start()
         try:
@@ -161,6 +168,7 @@ class Server:
         finally:
             if self.saver is not None:
                 await self.saver.end(save)
+        # the page shows how the end goes
         await self.pages.stop()
         if self._attachment is not None:
             await self._attachment.close()
@@ -207,15 +215,6 @@ class Server:
         if self.saver is not None:
             await self.saver.save()
 
-    def describe_unsaved(self) -> str:
-        """One line: what the checkpoints lack, and why; "" if they have everything."""
-        return self.saver.describe_unsaved() if self.saver else ""
-
-    @property
-    def is_disk_stuck(self) -> bool:
-        """True if the disk did not take the last checkpoints in time, so that a thread still waits for it."""
-        return self.saver is not None and self.saver.is_stuck
-
     def describe(self, uid: str) -> dict[str, str]:
         """Role, term, versions and waiting calls of an expert, as Info and the page show them."""
         saved = {} if self.saver is None else self.saver.describe(uid)
@@ -252,31 +251,15 @@ class Server:
         }
 
 
-def _bind(server: grpc.aio.Server, options: Options) -> int:
-    """The port that is listened on; OSError if it cannot be."""
-    credentials, where = options.security.server_credentials(), options.listen_on
-    try:
-        if credentials is None:
-            return server.add_insecure_port(where)
-        return server.add_secure_port(where, credentials)
-    except RuntimeError as error:
-        text = f"cannot listen on {where}: is the port in use, the address this host's? ({error})"
-        raise OSError(text) from None
-
-
 def _announced(listen_on: str, port: int) -> str:
     """The endpoint that others can reach: the address that is listened on, or for all addresses this host's own."""
     host = listen_on.rpartition(":")[0]
     if host in ("0.0.0.0", "[::]", "*", ""):
-        host = _own_address()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                # the interface that leads outside; a documentation address (RFC 5737), and nothing is sent
+                probe.connect(("192.0.2.1", 9))
+                host = str(probe.getsockname()[0])
+            except OSError:
+                host = "127.0.0.1"
     return f"{host}:{port}"
-
-
-def _own_address() -> str:
-    """Find the address of the interface that leads outside; 127.0.0.1 where none does. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737)
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

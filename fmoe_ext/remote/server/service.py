@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
+import torch
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.schema import SchemaError, check_finite
@@ -118,28 +119,23 @@ class _CopiesElsewhere:
         self.is_leaving = False
         self._copies: dict[str, _Copy] = {}
 
-    def note_look(self, request: Message, uid: str) -> None:
-        every = _seconds(request)
-        if every is not None:
-            self._copies.setdefault(uid, _Copy()).due = time.monotonic() + 2 * every + LATE_LOOK
-
-    def note_copy(self, request: Message, uid: str, version: int) -> None:
-        if _seconds(request) is not None and uid in self._copies:
-            self._copies[uid].version = max(self._copies[uid].version, version)
+    def note(self, request: Message, uid: str, version: int = -1) -> None:
+        """A holder of a copy has looked, or has taken a copy of this version; other callers say no seconds."""
+        try:
+            every = float(request.meta[protocol.LOOKS_EVERY][:20])
+        except (KeyError, ValueError):
+            return
+        if not 0 < every <= LONGEST_LOOK:
+            return
+        copy = self._copies.setdefault(uid, _Copy())
+        copy.version = max(copy.version, version)
+        if version < 0:
+            copy.due = time.monotonic() + 2 * every + LATE_LOOK
 
     def is_awaited(self, uid: str, version: int) -> bool:
         """True if the holder of a copy of an expert will come for this version."""
         copy = self._copies.get(uid)
         return copy is not None and copy.version < version and time.monotonic() < copy.due
-
-
-def _seconds(request: Message) -> float | None:
-    """The seconds between looks of a holder of copies; None for other callers, and for nonsense."""
-    try:
-        every = float(request.meta[protocol.LOOKS_EVERY][:20])
-    except (KeyError, ValueError):
-        return None
-    return every if 0 < every <= LONGEST_LOOK else None
 
 
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
@@ -149,8 +145,6 @@ TRIM_BYTES = 64 << 20  # of calls that have ended, after which their memory goes
 MAX_SHOWN_PEERS = 100
 CHANGES = frozenset(("backward", "append", "join", "ready", "host"))  # experts, or who has them
 Code = grpc.StatusCode
-
-
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (WireError, Code.INVALID_ARGUMENT),
     (SchemaError, Code.INVALID_ARGUMENT),
@@ -222,19 +216,25 @@ class Intake:
         """The call; ends it with a status code if the block raises. Calls that change experts need the right to."""
         begin, code = time.monotonic(), Code.OK
         try:
+            # the size comes before the message, which may be long and is not read yet
             text = str(dict(context.invocation_metadata() or ()).get(protocol.BYTES, ""))
             is_number = text.isascii() and text.isdecimal() and len(text) <= 12
-            announced = int(text) if is_number else None  # nothing, or nonsense: room for the largest call
-            peer = self.guard.admit(context, announced or 0, gradient=name in CHANGES)
+            announced = int(text) if is_number else 0
+            peer = self.guard.admit(context, announced, gradient=name in CHANGES)
+            if announced > self.budget.limit:
+                raise WireError(
+                    f"a call of {announced} bytes is more than this server takes at a time, {self.budget.limit} "
+                    "(--max_bytes_in_flight): send fewer rows a call"
+                )
+            # a call that announces nothing, or nonsense, needs room for the largest
+            room = announced if is_number else min(self.limits.max_message_bytes, self.budget.limit)
             seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
-            room = self._room_for(announced)
             held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
             context.add_done_callback(lambda _: held.release())  # when the reply is on its way
             if in_parts:
                 await context.send_initial_metadata(((protocol.ROOM, "1"),))
-            reading = self._read(requests, held, announced or 0)
             try:
-                message = await asyncio.wait_for(reading, seconds)
+                message = await asyncio.wait_for(self._read(requests, held, announced), seconds)
             except asyncio.TimeoutError:
                 raise DeadlinePassed(f"the call did not come whole within {seconds:.3g} s") from None
             yield Call(message, peer, begin + seconds, held)
@@ -250,17 +250,6 @@ class Intake:
         finally:
             self._ended(name, code, time.monotonic() - begin)
 
-    def _room_for(self, announced: int | None) -> int:
-        """The bytes to keep free for a call before it is read."""
-        if announced is None:
-            return min(self.limits.max_message_bytes, self.budget.limit)
-        if announced > self.budget.limit:
-            raise WireError(
-                f"a call of {announced} bytes is more than this server takes at a time, {self.budget.limit} "
-                "(--max_bytes_in_flight): send fewer rows a call"
-            )
-        return announced
-
     async def _read(self, requests: AsyncIterator[bytes], held: Held, announced: int) -> Message:
         """The message of a call, which comes whole or in parts."""
         data, charged = bytearray(), announced
@@ -271,6 +260,7 @@ class Intake:
                     f"a call has at most {self.limits.max_message_bytes} bytes (--max_message_bytes), but "
                     f"{size} came: send fewer rows a call"
                 )
+            # a caller that announced less than it sends pays, and needs room, as it goes
             self.guard.charge(held.peer, size - charged)
             charged = max(charged, size)
             held.resize(max(held.count, size))
@@ -293,7 +283,7 @@ class Intake:
 
 
 class ExpertService:
-    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
+    """Info, Forward, Backward, State over a computing thread."""
 
     def __init__(
         self,
@@ -312,7 +302,8 @@ class ExpertService:
             metrics.time("call_seconds", seconds, method=name)
 
         self.intake = Intake(guard, self.budget, limits, ended)
-        self.may_step: Callable[[str], None] = lambda uid: None
+        self.may_step: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a gradient
+        self.may_read: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a forward
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         # name: time.monotonic() of its last call, loss it reported
         self.peers: OrderedDict[str, tuple[float, str]] = OrderedDict()
@@ -348,7 +339,7 @@ class ExpertService:
     async def _info(self, call: Call) -> Message:
         host = self.compute.host
         expert = host.find(self._served(call.message))
-        self.copies.note_look(call.message, expert.uid)
+        self.copies.note(call.message, expert.uid)
         meta = {
             protocol.UID: expert.uid,
             protocol.SCHEMA: host.schema.to_text(),
@@ -362,26 +353,21 @@ class ExpertService:
         return Message({}, meta)
 
     async def _forward(self, call: Call) -> Message:
-        message = call.message
-        tensors = decompress(message)
-        inputs = tuple(tensors.pop(str(n)) for n in range(len(tensors)) if str(n) in tensors)
-        uid = self._check(message, inputs, tensors)
+        uid, inputs, _ = self._unpack(call.message, has_grad=False)
+        self.may_read(uid)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.compute.queue.put(Job(uid, inputs, _settle_soon(future), peer=call.peer, deadline=call.deadline))
-        return self._reply(message, await future)
+        return self._reply(call.message, await future)
 
     async def _backward(self, call: Call) -> Message:
         message = call.message
-        tensors = decompress(message)
-        grad = tensors.pop(protocol.GRAD, None)
-        if grad is None:
-            raise SchemaError("a backward call needs a tensor called 'grad'")
-        inputs = tuple(tensors.pop(str(n)) for n in range(len(tensors)) if str(n) in tensors)
-        uid = self._check(message, inputs, tensors)
-        self.compute.host.schema.check_grad(grad, inputs, uid)
-        check_finite({"the gradient": grad}, uid)
+        uid, inputs, grad = self._unpack(message, has_grad=True)
         self.may_step(uid)
-        request_id = _request_id(message)
+        request_id = message.meta.get(protocol.REQUEST_ID, "")
+        is_id = len(request_id) == protocol.ID_LENGTH and set(request_id) <= set("0123456789abcdef")
+        if request_id and not is_id:
+            digits = f"{protocol.ID_LENGTH} hexadecimal digits"
+            raise WireError(f"a request id has {digits}, but this one is {request_id[:50]!r}")
         seen = message.number(protocol.VERSION) if protocol.VERSION in message.meta else None
         key = (uid, request_id)
         # a client that repeats a call while the first one waits gets the answer of that one: it is one update
@@ -389,7 +375,12 @@ class ExpertService:
         if future is None or not request_id:
             future = asyncio.get_running_loop().create_future()
             job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, call.peer, call.deadline)
-            self._check_size(job)
+            most = body_bytes(self.limits.max_message_bytes)
+            if job.num_bytes > most:  # unpacked, it would fit in no message to another server
+                raise SchemaError(
+                    f"inputs and gradient for {uid} hold {job.num_bytes} bytes, at most {most} are taken "
+                    "(--max_message_bytes): send fewer rows a call"
+                )
             self.compute.queue.put(job)
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
@@ -402,17 +393,8 @@ class ExpertService:
         seconds = (call.deadline - time.monotonic()) * SHARE_FOR_ROOM
         await call.held.wait_for(host.state_bytes(uid), seconds)  # its copy is of that size
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(host, uid)))
-        self.copies.note_copy(message, uid, int(state.meta[protocol.VERSION]))
+        self.copies.note(message, uid, int(state.meta[protocol.VERSION]))
         return state
-
-    def _check_size(self, job: Job) -> None:
-        """Refuses a gradient that, unpacked, fits in no message to another server."""
-        most = body_bytes(self.limits.max_message_bytes)
-        if job.num_bytes > most:
-            raise SchemaError(
-                f"inputs and gradient for {job.uid} hold {job.num_bytes} bytes, at most {most} are taken "
-                "(--max_message_bytes): send fewer rows a call"
-            )
 
     def _served(self, message: Message) -> str:
         uid = message.text(protocol.UID)
@@ -420,15 +402,25 @@ class ExpertService:
             raise ExpertMissing(f"{uid} belongs to another server now: it is kept here, but not served")
         return uid
 
-    def _check(self, message: Message, inputs: tuple[Any, ...], others: dict[str, Any]) -> str:
-        uid, host = self._served(message), self.compute.host
-        host.find(uid)
-        if others:
-            raise SchemaError(f"unknown tensors for {uid}: {', '.join(sorted(others))[:200]}")
+    def _unpack(
+        self, message: Message, has_grad: bool
+    ) -> tuple[str, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """uid, inputs and gradient of a call; SchemaError if they are not what the expert takes."""
+        tensors, host = decompress(message), self.compute.host
+        grad = tensors.pop(protocol.GRAD, None) if has_grad else None
+        if has_grad and grad is None:
+            raise SchemaError("a backward call needs a tensor called 'grad'")
+        inputs = tuple(tensors.pop(str(n)) for n in range(len(tensors)) if str(n) in tensors)
+        uid = host.find(self._served(message)).uid
+        if tensors:
+            raise SchemaError(f"unknown tensors for {uid}: {', '.join(sorted(tensors))[:200]}")
         rows = host.schema.check_inputs(inputs, uid, self.max_rows)
         host.schema.check_bytes(rows, body_bytes(self.limits.max_message_bytes), uid)
         check_finite({f"input {n}": x for n, x in enumerate(inputs)}, uid)
-        return uid
+        if grad is not None:
+            host.schema.check_grad(grad, inputs, uid)
+            check_finite({"the gradient": grad}, uid)
+        return uid, inputs, grad
 
     def _reply(self, request: Message, answer: Answer) -> Message:
         codec = request.meta.get(protocol.COMPRESSION, "none")
@@ -440,7 +432,6 @@ class ExpertService:
 
 def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
     """A function for another thread that settles the future on its loop, unless the caller is gone."""
-    loop = future.get_loop()
 
     def settle(result: object) -> None:
         if future.done():
@@ -451,16 +442,4 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
         else:
             future.set_result(result)  # type: ignore[arg-type]
 
-    def settle_soon(result: object) -> None:
-        loop.call_soon_threadsafe(settle, result)
-
-    return settle_soon
-
-
-def _request_id(message: Message) -> str:
-    text = message.meta.get(protocol.REQUEST_ID, "")
-    if text and (len(text) != protocol.ID_LENGTH or not set(text) <= set("0123456789abcdef")):
-        raise WireError(
-            f"a request id has {protocol.ID_LENGTH} hexadecimal digits, but this one is {text[:50]!r}"
-        )
-    return text
+    return functools.partial(future.get_loop().call_soon_threadsafe, settle)

@@ -6,11 +6,10 @@ Metadata: the end of the log that the weights have, and the kind of the expert, 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.remote.server.host import ExpertHost, Hosted
+from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import End, Ledger, Term
 from fmoe_ext.remote.server.options import STATE_NAMES
 from fmoe_ext.remote.wire import Message, WireError
@@ -22,22 +21,23 @@ _ID_BYTES = 16  # of a request id
 def read_state(host: ExpertHost, uid: str) -> Message:
     """A copy of all that makes an expert what it is."""
     expert = host.find(uid)
-    ledger = expert.ledger
+    ledger, end = expert.ledger, end_of_weights(expert.ledger)
     tensors = {f"weight/{name}": p.clone() for name, p in host.parameters(uid).items()}
     tensors |= {f"buffer/{name}": x.clone() for name, x in host.buffers(uid).items()}
-    tensors |= {f"optimizer/{key}": value.clone() for key, value in _optimizer_tensors(expert).items()}
-    ids = [bytes.fromhex(request_id) for request_id in ledger.applied]
-    tensors[_IDS] = (
-        torch.frombuffer(bytearray(b"".join(ids)), dtype=torch.uint8)
-        if ids
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    moments = {} if expert.optimizer is None else expert.optimizer.state_dict()["state"]
+    for place, entries in moments.items():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer/{place}/{name}"] = value.clone()
+    ids = bytearray().join(map(bytes.fromhex, ledger.applied))
+    none = torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer takes no empty buffer
+    tensors[_IDS] = torch.frombuffer(ids, dtype=torch.uint8) if ids else none
     tensors[_IDS_VERSIONS] = torch.tensor(list(ledger.applied.values()), dtype=torch.int64, device="cpu")
     meta = {
         "uid": uid,
         "version": str(ledger.version),
-        "term": str(end_of_weights(ledger).term.number),
-        "term_leader": end_of_weights(ledger).term.leader,
+        "term": str(end.term.number),
+        "term_leader": end.term.leader,
         "requests": str(ledger.num_requests),
         "class": host.expert_class.name,
         "hidden_dim": str(host.hidden_dim),
@@ -50,22 +50,34 @@ def write_state(host: ExpertHost, message: Message) -> None:
     """Makes an expert what read_state() saw, hosting it first if need be; WireError if it is of another kind."""
     uid = message.meta.get("uid", "")
     requests = message.number("requests")
-    for key, ours in (
-        ("class", host.expert_class.name),
-        ("hidden_dim", str(host.hidden_dim)),
-        ("optimizer", host.training.optimizer),
-    ):
+    kind = {"class": host.expert_class.name, "hidden_dim": str(host.hidden_dim)}
+    for key, ours in {**kind, "optimizer": host.training.optimizer}.items():
         if message.meta.get(key) != ours:
-            raise WireError(
-                f"the state of {uid} has {key}={message.meta.get(key)}, but this server has {ours}"
-            )
+            given = f"{key}={message.meta.get(key)}"
+            raise WireError(f"the state of {uid} has {given}, but this server has {ours}")
     host.add([uid])
     expert = host.find(uid)
     expert.ledger.broken = "a copy was not installed to its end"  # install() clears it
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
     buffers = _named(message, "buffer/")  # a state of an earlier release has none
     _copy_all(buffers, {name: x for name, x in host.buffers(uid).items() if name in buffers}, uid)
-    _load_optimizer(expert, _named(message, "optimizer/"), STATE_NAMES[host.training.optimizer])
+    if expert.optimizer is not None:
+        names = set(STATE_NAMES[host.training.optimizer])
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = expert.optimizer.param_groups[0]["params"]
+        for key, value in _named(message, "optimizer/").items():
+            place, _, name = key.partition("/")
+            if not (place.isascii() and place.isdecimal()) or int(place) >= len(parameters):
+                raise WireError(f"the state of {uid} has an optimizer entry for parameter {place[:50]!r}")
+            if name not in names or value.shape not in (torch.Size(), parameters[int(place)].shape):
+                what = f"{name[:50]!r} {list(value.shape)}"
+                raise WireError(f"the state of {uid} has {what} for parameter {place}")
+            state.setdefault(int(place), {})[name] = value
+        if incomplete := [place for place, entries in state.items() if entries.keys() != names]:
+            raise WireError(
+                f"the state of {uid} lacks entries of the optimizer for parameters {incomplete[:9]}"
+            )
+        expert.optimizer.load_state_dict({**expert.optimizer.state_dict(), "state": state})
     expert.ledger.install(end_of_state(message), read_ids(message), requests)
 
 
@@ -82,40 +94,6 @@ def end_of_weights(ledger: Ledger) -> End:
             if logged.previous.version == ledger.version:
                 return logged.previous
         return ledger.end
-
-
-def _optimizer_tensors(expert: Hosted) -> dict[str, torch.Tensor]:
-    if expert.optimizer is None:
-        return {}
-    state = expert.optimizer.state_dict()["state"]
-    return {
-        f"{place}/{key}": value
-        for place, entries in state.items()
-        for key, value in entries.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _load_optimizer(expert: Hosted, tensors: dict[str, torch.Tensor], names: Sequence[str]) -> None:
-    if expert.optimizer is None:
-        return
-    whole = expert.optimizer.state_dict()
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    parameters = expert.optimizer.param_groups[0]["params"]
-    for key, value in tensors.items():
-        place, _, name = key.partition("/")
-        if not (place.isascii() and place.isdecimal()) or int(place) >= len(parameters):
-            raise WireError(f"the state of {expert.uid} has an optimizer entry for parameter {place[:50]!r}")
-        if name not in names or value.shape not in (torch.Size(), parameters[int(place)].shape):
-            raise WireError(
-                f"the state of {expert.uid} has {name[:50]!r} {list(value.shape)} for parameter {place}"
-            )
-        state.setdefault(int(place), {})[name] = value
-    if incomplete := [place for place, entries in state.items() if entries.keys() != set(names)]:
-        raise WireError(
-            f"the state of {expert.uid} lacks entries of the optimizer for parameters {incomplete[:9]}"
-        )
-    expert.optimizer.load_state_dict({**whole, "state": state})
 
 
 def _copy_all(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], uid: str) -> None:

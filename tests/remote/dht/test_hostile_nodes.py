@@ -10,7 +10,7 @@ from fmoe_ext.remote.dht import messages, storage
 from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.messages import Answer, Found, Header
 from fmoe_ext.remote.dht.records import Identity, prefix_key
-from fmoe_ext.remote.dht.storage import RecordStore, Refusal
+from fmoe_ext.remote.dht.storage import Peer, RecordStore, Refusal
 
 TTL = 100.0
 
@@ -169,7 +169,7 @@ def test_node_with_the_key_of_another_is_not_believed():
         nodes = await network.nodes(3)
         victim, thief = nodes[1], nodes[2]
         thief.node.node_id = victim.node.node_id  # answers by the id of another
-        stolen = await nodes[0].node.neighbours.ping(endpoint_of(thief), 1)
+        stolen = await nodes[0].node.ping(Peer(-1, endpoint_of(thief)), 1)
         recorded = []
         answer = victim.node.handle
 
@@ -178,7 +178,7 @@ def test_node_with_the_key_of_another_is_not_believed():
             return recorded[0]
 
         network.handlers[endpoint_of(victim)] = replay
-        first, second = [await nodes[0].node.neighbours.ping(endpoint_of(victim), 1) for _ in range(2)]
+        first, second = [await nodes[0].node.ping(Peer(-1, endpoint_of(victim)), 1) for _ in range(2)]
         await close(nodes)
         return stolen, first, second, victim.node.node_id
 

@@ -306,8 +306,8 @@ def test_node_that_lies_about_its_address_is_not_believed(open_nodes, endpoint_o
     async def lie():
         header = Header(12345, time.time(), "127.0.0.1:1")
         await discovery.node.handle("Ping", messages.encode_request(Request(header)), "127.0.0.1")
-        while discovery.node.neighbours.greeting:
-            await next(iter(discovery.node.neighbours.greeting.values()))
+        while discovery.node.greeting:
+            await next(iter(discovery.node.greeting.values()))
         return list(discovery.node.table)
 
     assert loop.run(lie(), 60) == []

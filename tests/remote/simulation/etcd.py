@@ -3,8 +3,10 @@
 import asyncio
 from collections import deque
 
+from aetcd import rpc
+
 from fmoe_ext.remote.discovery import DiscoveryError
-from fmoe_ext.remote.etcd.client import Answer, Entry, Event, parse
+from fmoe_ext.remote.etcd.client import Answer, Entry, Event
 
 
 class Etcd:
@@ -24,27 +26,27 @@ class Etcd:
 
     def transact(self, compare, success, failure):
         self.expire()
-        succeeded = all(self._holds(parse(one)) for one in compare)
-        operations = [parse(one) for one in (success if succeeded else failure)]
-        changes = any(not o.messages(1) for o in operations)
+        succeeded = all(self._holds(one) for one in compare)
+        operations = success if succeeded else failure
+        changes = any(not one.HasField("request_range") for one in operations)
         revision = self.revision + 1 if changes else self.revision
         ranges, events = [], []
-        puts = [one.messages(2)[0] for one in operations if one.messages(2)]
+        puts = [one.request_put for one in operations if one.HasField("request_put")]
         if puts:
-            self.before_puts([(put.data(1).decode(), put.data(2)) for put in puts])
+            self.before_puts([(put.key.decode(), put.value) for put in puts])
         for operation in operations:
-            if operation.messages(1):
-                ranges.append(self._range(operation.messages(1)[0]))
-            elif operation.messages(2):
-                put = operation.messages(2)[0]
-                key, lease = put.data(1).decode(), put.number(3)
+            if operation.HasField("request_range"):
+                ranges.append(self._range(operation.request_range))
+            elif operation.HasField("request_put"):
+                put = operation.request_put
+                key, lease = put.key.decode(), put.lease
                 if lease and lease not in self.leases:
                     raise DiscoveryError("etcdserver: requested lease not found")
                 created = self.entries[key][1] if key in self.entries else revision
-                self.entries[key] = (put.data(2), created, revision, lease)
+                self.entries[key] = (put.value, created, revision, lease)
                 events.append(Event(self._entry(key), False))
             else:
-                key = operation.messages(3)[0].data(1).decode()
+                key = operation.request_delete_range.key.decode()
                 if self.entries.pop(key, None) is not None:
                     events.append(Event(Entry(key, b"", 0, revision), True))
         if events:
@@ -53,17 +55,15 @@ class Etcd:
         return Answer(succeeded, self.revision, ranges, self.cluster)
 
     def _holds(self, compare):
-        key = compare.data(3).decode()
-        value = self.entries.get(key, (b"", 0, 0, 0))
-        kind = compare.number(2)
-        if kind == 1:
-            return value[1] == compare.number(5)
-        if kind == 2:
-            return value[2] == compare.number(6)
-        return value[0] == compare.data(7)
+        value = self.entries.get(compare.key.decode(), (b"", 0, 0, 0))
+        if compare.target == rpc.Compare.CREATE:
+            return value[1] == compare.create_revision
+        if compare.target == rpc.Compare.MOD:
+            return value[2] == compare.mod_revision
+        return value[0] == compare.value
 
     def _range(self, request):
-        first, end = request.data(1).decode(), request.data(2).decode()
+        first, end = request.key.decode(), request.range_end.decode()
         keys = [k for k in sorted(self.entries) if (first <= k < end if end else k == first)]
         return [self._entry(key) for key in keys]
 

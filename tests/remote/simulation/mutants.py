@@ -5,7 +5,7 @@ import dataclasses
 import time
 
 from fmoe_ext.remote import errors
-from fmoe_ext.remote.replication import recovery, succession
+from fmoe_ext.remote.replication import recovery, replicas
 from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Sender, settle
@@ -89,7 +89,7 @@ def idle_members_never_lead(patch):
 def fall_back_with_the_registry(patch):
     """The number of a term is what the registry says, and nobody notices that it went back."""
     patch.setattr(Replica, "needs_void", lambda self, record, num_returns: False)
-    real = succession.Term
+    real = replicas.Term
 
     def term(number, leader):
         return real(term.known + 1, leader)
@@ -98,9 +98,9 @@ def fall_back_with_the_registry(patch):
         term.known = 0 if vacancy.record is None else vacancy.record.term
         await original(self, replica, vacancy, action)
 
-    original = succession.Succession._lead
-    patch.setattr(succession, "Term", term)
-    patch.setattr(succession.Succession, "_lead", lead)
+    original = ReplicatedExperts._lead
+    patch.setattr(replicas, "Term", term)
+    patch.setattr(ReplicatedExperts, "_lead", lead)
 
 
 def die_in_silence(patch):
@@ -202,6 +202,11 @@ def acknowledge_beyond_the_reservation(patch):
     patch.setattr(Leader, "confirm", confirm_and_forget)
 
 
+def answer_after_the_membership(patch):
+    """A server that was removed from the members answers forward calls by the weights that it has."""
+    patch.setattr(ReplicatedExperts, "may_read", lambda self, uid: None)
+
+
 def count_leases_by_the_clock_on_the_wall(patch):
     """A clock that is set back makes a lease longer than etcd's."""
     patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
@@ -224,4 +229,5 @@ MUTANTS = {  # mutant: (faults, the first seed that finds it)
     stop_saving_at_the_first_failure: (["bad_disk"], 6),
     trust_names_of_files: (["misname"], 40),
     count_leases_by_the_clock_on_the_wall: (["pause"], 99),
+    answer_after_the_membership: (["cut"], 0),
 }

@@ -1,10 +1,12 @@
 """One run of a simulation: machines, trainers, faults drawn from a seed, and the checker of what came of it."""
 
 import asyncio
+import contextlib
 import gc
 import random
 import time
 import types
+from collections import Counter
 from unittest import mock
 
 import torch
@@ -13,6 +15,7 @@ from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import follower
 from fmoe_ext.remote.replication.follower import Role
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.options import Replication
 from tests.remote.simulation.checker import Failed, Held, History, check
 from tests.remote.simulation.disk import Disk
@@ -56,6 +59,9 @@ class World:
         self.etcd.before_puts = lambda puts: self._guarded(lambda: self.losses.before_puts(puts))
         self.failure, self.num_lost = None, 0
         self.is_over = False
+        self.strangers = (
+            Counter()
+        )  # name of a server: seconds for which it answered forward calls and was no member
 
     def note(self, *what):
         self.history.trace.append(f"{self.loop.time():9.4f} " + " ".join(map(str, what)))
@@ -387,6 +393,24 @@ class World:
         while True:
             await asyncio.sleep(0.1)
             self.losses.note_members()
+            self._watch_readers()
+
+    def _watch_readers(self):
+        """A server that answers forward calls is a member, or etcd has not reached it since it was removed."""
+        for uid in UIDS:
+            entry = self.etcd.entries.get(keys.members_key(uid))
+            members = keys.load_members(entry[0]).endpoints if entry else {}
+            for server, _ in self._replicas(uid):
+                process = server.process
+                is_unreached = self.etcd.is_paused or self.network.is_cut_off(process) or process.is_paused
+                with contextlib.suppress(NotLeader):
+                    server.service.may_read(uid)
+                    if server.name not in members and not is_unreached:
+                        self.strangers[server.name] += 0.1
+                        if self.strangers[server.name] > 3 * TTL:
+                            self.fail(f"{server.name} is no member of {uid} and answers forward calls")
+                        continue
+                self.strangers.pop(server.name, None)
 
     def _replicas(self, uid):
         return [
