@@ -5,7 +5,7 @@ All other tensors pass through under their names.
 
 import re
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -28,22 +28,21 @@ from fmoe_ext.checkpoint.layouts import (
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import check_writable, routing_of
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_safetensors
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored, read_safetensors
 
-StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
-T = TypeVar("T")
+StateDict: TypeAlias = Mapping[str, Any]  # values are tensors or StoredTensors
 
-BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
-EXPERTS = re.compile(
+_BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
+_EXPERTS = re.compile(
     rf"(?:.*\.)?(?:experts\.\d+\.(?:{'|'.join(re.escape(leaf) for leaves in PER_EXPERT for leaf in leaves)})"
     rf"|experts\.\d+\.(?:{'|'.join(map(re.escape, UP_DOWN))})"
     rf"|{'|'.join(re.escape(first) for first, _ in (*STACKED, *UNGATED))})"
 )
-OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
+_OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
 
 
 def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[str, Any]:
-    """A state dict in any of the Hugging Face layouts -> the same in ours; values are tensors or StoredTensors.
+    """Convert a state dict in any of the Hugging Face layouts -> the same in ours; values are tensors or StoredTensors.
 
     Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp, unless names, those of
     the model's tensors, have it under its own name.
@@ -61,55 +60,43 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
     out: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for key in tensors:
-        layer, gate, found = _layer_of_gate(tensors, key)
-        if found:
-            _check_shapes(key, found[0])
-            if place := PLACES.get(gate):
-                layer = f"{layer}{place}."
-            elif f"{layer}{W1}" not in names:
-                layer = _renamed(layer, "mlp")
-            out |= {layer + name: tensor for name, tensor in found[0].items()}
-            used |= found[1]
-        else:
+        found = None
+        for gate in GATE_NAMES:  # a layer is where its gate is
+            prefix = key.removesuffix(f"{gate}.weight")
+            if prefix != key and (not prefix or prefix.endswith(".")):
+                found = find_layer(tensors, prefix, gate)
+                if found:
+                    break
+        if not found:
             out[key] = tensors[key]
-    return _returned({key: tensor for key, tensor in out.items() if key not in used}, lazy)
-
-
-def _layer_of_gate(
-    tensors: Mapping[str, StoredTensor], key: str
-) -> tuple[str, str, tuple[dict[str, StoredTensor], set[str]] | None]:
-    """(prefix of the layer whose gate a tensor is, the gate's name, find_layer() of it); None for other tensors."""
-    for gate in GATE_NAMES:
-        layer = key.removesuffix(f"{gate}.weight")
-        if layer != key and (not layer or layer.endswith(".")):
-            found = find_layer(tensors, layer, gate)
-            if found:
-                return layer, gate, found
-    return key, "", None
-
-
-def _check_shapes(gate: str, layer: Mapping[str, StoredTensor]) -> None:
-    w1, w2 = layer[W1], layer[W2]
-    num_experts, rows, width = w1.shape
-    shape = layer["gate.gate.weight"].shape
-    narrow = layer.get(LATENT[0])
-    expected = (num_experts, width) if narrow is None else (num_experts, narrow.shape[1])
-    fits = (
-        len(w2.shape) == 3 and w2.shape[:2] == (num_experts, width) and rows in (w2.shape[2], 2 * w2.shape[2])
-    )
-    if shape != expected or not fits or (narrow is not None and narrow.shape[0] != width):
-        raise CheckpointError(
-            f"{gate} {list(shape)}, gate and up {list(w1.shape)} and down {list(w2.shape)} of experts do "
-            "not fit: expected [E, D], [E, 2H, D] and [E, D, H]"
-        )
+            continue
+        layer, names_used = found
+        w1, w2 = layer[W1], layer[W2]
+        num_experts, rows, width = w1.shape
+        narrow, shape = layer.get(LATENT[0]), layer["gate.gate.weight"].shape
+        expected = (num_experts, width) if narrow is None else (num_experts, narrow.shape[1])
+        fits = len(w2.shape) == 3 and w2.shape[:2] == (num_experts, width)
+        fits = fits and rows in (w2.shape[2], 2 * w2.shape[2])
+        if shape != expected or not fits or (narrow is not None and narrow.shape[0] != width):
+            raise CheckpointError(
+                f"{key} {list(shape)}, gate and up {list(w1.shape)} and down {list(w2.shape)} of experts do "
+                "not fit: expected [E, D], [E, 2H, D] and [E, D, H]"
+            )
+        if place := PLACES.get(gate):
+            prefix = f"{prefix}{place}."
+        elif f"{prefix}{W1}" not in names:
+            prefix = _renamed(prefix, "mlp")
+        out |= {prefix + name: tensor for name, tensor in layer.items()}
+        used |= names_used
+    return as_given({key: tensor for key, tensor in out.items() if key not in used}, lazy)
 
 
 def to_huggingface(
-    state_dict: "nn.Module | StateDict",
+    state_dict: nn.Module | StateDict,
     layout: str | Layout = "fused",
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Converts a model or a state dict in our layout -> the same in a Hugging Face layout, one of LAYOUTS.
+    """Convert a model or a state dict in our layout -> the same in a Hugging Face layout, one of LAYOUTS.
 
     routing: {layer: what its gate computes}, as Manifest.routing has it; taken from a model. A bare state dict does
     not say what its gates compute, so that nothing can be checked.
@@ -135,7 +122,16 @@ def to_huggingface(
     if isinstance(layout, str) and layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
     into = LAYOUTS[layout] if isinstance(layout, str) else layout
-    layers, out = _by_layer(tensors)
+    matches = (_OURS.fullmatch(key) for key in tensors)
+    layers: dict[str, dict[str, StoredTensor]] = {match[1]: {} for match in matches if match}
+    out: dict[str, StoredTensor] = {}
+    for key, tensor in tensors.items():
+        parts = ((p, (f"{p}experts.", f"{p}gate.", f"{p}shared_experts.", f"{p}latent.")) for p in layers)
+        prefix = next((p for p, begins in parts if key.startswith(begins)), None)
+        if prefix is None:
+            out[key] = tensor
+        else:
+            layers[prefix][key.removeprefix(prefix)] = tensor
     if not layers:
         adapters = ": merge the adapters first, by model.merge_and_unload()"
         raise CheckpointError(
@@ -148,24 +144,7 @@ def to_huggingface(
             check_writable(routing or {}, prefix, layout)
         renamed = prefix.removesuffix(f"{into.place}.") if into.place else _renamed(prefix, into.block)
         out |= {renamed + name: tensor for name, tensor in converted.items()}
-    return _returned(out, lazy)
-
-
-def _by_layer(
-    tensors: Mapping[str, StoredTensor],
-) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor]]:
-    """({prefix of an MoE layer: {name in it: tensor}}, the other tensors)."""
-    names = (match for key in tensors if (match := OURS.fullmatch(key)))
-    layers: dict[str, dict[str, StoredTensor]] = {match[1]: {} for match in names}
-    others = {}
-    for key, tensor in tensors.items():
-        parts = ((p, (f"{p}experts.", f"{p}gate.", f"{p}shared_experts.", f"{p}latent.")) for p in layers)
-        prefix = next((p for p, begins in parts if key.startswith(begins)), None)
-        if prefix is None:
-            others[key] = tensor
-        else:
-            layers[prefix][key.removeprefix(prefix)] = tensor
-    return layers, others
+    return as_given(out, lazy)
 
 
 def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:
@@ -180,13 +159,9 @@ def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[st
 
 def is_huggingface(names: Iterable[str]) -> bool:
     """True if tensors of these names have an MoE layer in a Hugging Face layout."""
-    return any(EXPERTS.fullmatch(name) for name in names)
+    return any(_EXPERTS.fullmatch(name) for name in names)
 
 
 def _renamed(prefix: str, block: str) -> str:
-    """Renames the prefix of a layer that is called as in one of the layouts, with another name for it."""
-    return BLOCK.sub(rf"\g<1>{block}.", prefix)
-
-
-def _returned(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:
-    return tensors if lazy else {key: tensor.read().clone() for key, tensor in tensors.items()}
+    """Rename the prefix of a layer that is called as in one of the layouts."""
+    return _BLOCK.sub(rf"\g<1>{block}.", prefix)

@@ -4,13 +4,16 @@ ours     gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh
          FMoETransformerMLP with a gated activation, bias=False, gate_bias=False; without a gate htoh4 is [E, H, D]
 theirs   families/: one file a family has its names and shapes; "fused" is gate.weight, experts.gate_up_proj [E, 2H, D],
          experts.down_proj [E, D, H], as modules of Transformers have them
+
+A state dict does not say which layout it has, so find_layer() looks for the names of all of them, and the shapes tell
+those apart that share names. Tensors are StoredTensors: nothing is read before the result is, an expert at a time.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,9 +30,8 @@ LATENT = ("latent.narrow.weight", "latent.widen.weight")
 GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
 EXPERT_BIAS = "gate.expert_bias"
 TABLE = "gate.expert_of_id"
-PENDING_LOAD = (
-    "gate.pending_load"  # choices that SigmoidGate has not counted yet: of training, not of the model
-)
+# Choices that SigmoidGate has not counted yet: of training, not of the model
+PENDING_LOAD = "gate.pending_load"
 # Every layout that is known, of files and of modules: a state dict does not say which it has.
 KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
 GATE_NAMES = tuple(sorted({layout.gate for layout in KNOWN}))
@@ -39,18 +41,18 @@ BLOCKS = tuple(sorted({layout.block for layout in KNOWN}))
 STACKED = tuple(sorted({layout.experts for layout in KNOWN if layout.gated}))
 UNGATED = tuple(sorted({layout.experts for layout in KNOWN if not layout.gated}))
 PER_EXPERT = tuple(sorted({layout.per_expert for layout in KNOWN if layout.per_expert}))
-# Three weights first: two of them look like experts without a gate.
+# Three weights first: two of them look like experts without a gate
 SHARED_NAMES = tuple(
     sorted({layout.shared_names for layout in KNOWN}, key=lambda names: (-len(names), names))
 )
 
 
 def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTensor]:
-    """Converts a layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
+    """Convert a layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
 
     prefix: where the layer is, for errors. CheckpointError for what the layout has no place for.
     """
-    left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}
+    left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}  # what has no place yet
     w1, w2 = left.pop(W1), left.pop(W2, None)
     if w2 is None or len(w1.shape) != 3 or w1.shape[1] != (2 if layout.gated else 1) * w2.shape[2]:
         kind, rows = ("SwiGLU experts", "2H") if layout.gated else ("experts without a gate", "H")
@@ -58,8 +60,26 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
             f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight "
             f"{None if w2 is None else list(w2.shape)} are no {kind}: expected [E, {rows}, D] and [E, D, H]"
         )
+    num_experts = w1.shape[0]
     out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}
-    out |= _experts_to_layout(left, w1, w2, layout)
+    if layout.interleaved:  # GPT-OSS, whose gate and experts have biases in any case
+        gate_bias = left.pop("gate.gate.bias", None) or zeros((num_experts,), w1.dtype)
+        b1 = left.pop(B1, None) or zeros(w1.shape[:2], w1.dtype)
+        b2 = left.pop(B2, None) or zeros((num_experts, w1.shape[2]), w1.dtype)
+        out |= {
+            f"{layout.gate}.bias": gate_bias,
+            "experts.gate_up_proj": by_rows(w1, _transposed(w1), lambda w: _in_turn(w).transpose(1, 2)),
+            "experts.gate_up_proj_bias": by_rows(b1, b1.shape, _in_turn),
+            "experts.down_proj": by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2)),
+            "experts.down_proj_bias": b2,
+        }
+    elif layout.per_expert is not None:
+        for e in range(num_experts):
+            out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
+    else:
+        if layout.transposed:
+            w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
+        out |= zip(layout.experts, (w1, w2), strict=True)
     if layout.latent and LATENT[0] in left:
         out |= {f"{name}.weight": left.pop(ours) for name, ours in zip(layout.latent, LATENT, strict=True)}
     if layout.gate_scales:
@@ -67,45 +87,11 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
     if layout.table and TABLE in left:
         out[layout.table] = left.pop(TABLE)
     elif layout.expert_bias:
-        bias = left.pop(EXPERT_BIAS, None) or zeros(w1.shape[:1], torch.float32)
+        bias = left.pop(EXPERT_BIAS, None) or zeros((num_experts,), torch.float32)
         shape = (1, *bias.shape) if layout.bias_is_row else bias.shape
         out[layout.expert_bias] = by_rows(bias, shape, lambda b: b.view(shape))
     elif layout.no_bias and EXPERT_BIAS in left and not left[EXPERT_BIAS].read().any():
         del left[EXPERT_BIAS]
-    out |= _shared_to_layout(prefix, left, layout)
-    for name, tensor in left.items():
-        _check_droppable(prefix, name, tensor)
-    return out
-
-
-def _experts_to_layout(
-    left: dict[str, StoredTensor], w1: StoredTensor, w2: StoredTensor, layout: Layout
-) -> dict[str, StoredTensor]:
-    """Renames the weights of experts for a layout, with the biases that it asks for; those leave `left`."""
-    if layout.interleaved:
-        num_experts, two_h, d_model = w1.shape
-        gate_bias = left.pop("gate.gate.bias", None) or zeros((num_experts,), w1.dtype)
-        b1 = left.pop(B1, None) or zeros((num_experts, two_h), w1.dtype)
-        b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
-        return {
-            f"{layout.gate}.bias": gate_bias,
-            "experts.gate_up_proj": by_rows(w1, _transposed(w1), lambda w: _in_turn(w).transpose(1, 2)),
-            "experts.gate_up_proj_bias": by_rows(b1, b1.shape, _in_turn),
-            "experts.down_proj": by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2)),
-            "experts.down_proj_bias": b2,
-        }
-    if layout.per_expert is None:
-        if layout.transposed:
-            w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
-        return dict(zip(layout.experts, (w1, w2), strict=True))
-    out: dict[str, StoredTensor] = {}
-    for e in range(w1.shape[0]):
-        out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
-    return out
-
-
-def _shared_to_layout(prefix: str, left: dict[str, StoredTensor], layout: Layout) -> dict[str, StoredTensor]:
-    out: dict[str, StoredTensor] = {}
     if layout.shared and SHARED + "htoh4.weight" in left:
         w1, w2 = left.pop(SHARED + "htoh4.weight"), left.pop(SHARED + "h4toh.weight")
         if len(layout.shared_names) == 3:
@@ -120,6 +106,24 @@ def _shared_to_layout(prefix: str, left: dict[str, StoredTensor], layout: Layout
             f"{prefix or '(root) '}has no gated shared experts, which every layer of this format has: build it with "
             "shared_expert_hidden=..., shared_expert_gate=True"
         )
+    # What is left may be dropped if it is a bias of zeros, which adds nothing
+    for name, tensor in left.items():
+        if name.startswith(SHARED) or name == SHARED_GATE:
+            if not name.endswith(".bias") or tensor.read().any():
+                raise CheckpointError(
+                    f"{prefix}{name} has no place in this format: it has no such shared experts"
+                )
+        elif name.startswith("latent."):
+            raise CheckpointError(
+                f"{prefix}latent has projections around the experts: this Hugging Face layout has no place for them"
+            )
+        elif name not in ("gate.gate.bias", B1, B2):
+            raise CheckpointError(f"{prefix}{name} has no place in a Hugging Face layer")
+        elif tensor.read().any():
+            raise CheckpointError(
+                f"{prefix}{name} is not zero, but Hugging Face's experts and gates have no bias: build the layer with "
+                "bias=False, gate_bias=False"
+            )
     return out
 
 
@@ -157,7 +161,7 @@ def _transposed(tensor: StoredTensor) -> tuple[int, ...]:
 def by_rows(
     tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
 ) -> StoredTensor:
-    """Applies a function that works on any rows of a tensor, so that one expert is read without the others."""
+    """Apply a function that works on any rows of a tensor, so that one expert is read without the others."""
     return StoredTensor(
         shape,
         tensor.dtype,
@@ -167,27 +171,8 @@ def by_rows(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
-    """Makes a tensor of zeros that takes no memory until it is read."""
+    """Make a tensor of zeros that takes no memory until it is read."""
     return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype, device="cpu"))
-
-
-def _check_droppable(prefix: str, name: str, tensor: StoredTensor) -> None:
-    """Raises CheckpointError for what is left of a layer, unless it is a bias of zeros."""
-    if name.startswith(SHARED) or name == SHARED_GATE:
-        if name.endswith(".bias") and not tensor.read().any():
-            return
-        raise CheckpointError(f"{prefix}{name} has no place in this format: it has no such shared experts")
-    if name.startswith("latent."):
-        raise CheckpointError(
-            f"{prefix}latent has projections around the experts: this Hugging Face layout has no place for them"
-        )
-    if name not in ("gate.gate.bias", B1, B2):
-        raise CheckpointError(f"{prefix}{name} has no place in a Hugging Face layer")
-    if tensor.read().any():
-        raise CheckpointError(
-            f"{prefix}{name} is not zero, but Hugging Face's experts and gates have no bias: build the layer with "
-            "bias=False, gate_bias=False"
-        )
 
 
 def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, StoredTensor], set[str]] | None:
@@ -195,127 +180,107 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
 
     gate: its gate's name in the layout. Raises CheckpointError where experts are missing or differ.
     """
-    read = _Reading(tensors, prefix)
-    if not read.experts():
-        return None
-    read.take("gate.gate.weight", f"{gate}.weight")
-    read.take("gate.gate.bias", f"{gate}.bias")
-    read.expert_bias()
-    read.shared()
-    read.latent()
-    read.gate_scales()
-    return read.layer, read.used
+    layer: dict[str, StoredTensor] = {}
+    used: set[str] = set()  # noted, so that nothing of the layer is left unseen
 
-
-class _Reading:
-    """Reads one layer of Hugging Face's as one of ours; what was taken is noted, so that nothing is left unseen."""
-
-    def __init__(self, tensors: Tensors, prefix: str):
-        self.tensors, self.prefix = tensors, prefix
-        self.layer: dict[str, StoredTensor] = {}
-        self.used: set[str] = set()
-
-    def take(self, ours: str, theirs: str) -> bool:
-        """Takes a tensor as it is, if it is there."""
-        tensor = self._get(theirs)
+    def get(name: str) -> StoredTensor | None:
+        tensor = tensors.get(prefix + name)
         if tensor is not None:
-            self.layer[ours] = tensor
-        return tensor is not None
-
-    def _get(self, name: str) -> StoredTensor | None:
-        tensor = self.tensors.get(self.prefix + name)
-        if tensor is not None:
-            self.used.add(self.prefix + name)
+            used.add(prefix + name)
         return tensor
 
-    def experts(self) -> bool:
-        """Takes the experts; returns whether there are any."""
-        if any(self._stacked(*names) for names in STACKED):
-            return True
-        if any(self._numbered(leaves) for leaves in PER_EXPERT):
-            return True
-        for up, down in UNGATED:  # last: up and down of gated experts have these names too
-            w1, w2 = self._get(up), self._get(down)
-            if w1 is not None and w2 is not None:
-                self.layer |= {W1: w1, W2: w2}
-                return True
-        return self._numbered(UP_DOWN)
+    def take(ours: str, theirs: str) -> None:
+        if (tensor := get(theirs)) is not None:
+            layer[ours] = tensor
 
-    def _stacked(self, gate_up: str, down: str) -> bool:
-        w1, w2 = self._get(gate_up), self._get(down)
+    def stacked(first: str, second: str) -> bool:
+        w1, w2 = get(first), get(second)
         if w1 is None or w2 is None:
             return False
-        b1, b2 = self._get(f"{gate_up}_bias"), self._get(f"{down}_bias")
-        if b1 is not None and b2 is not None:
-            if len(w1.shape) != 3 or len(w2.shape) != 3 or w1.shape[2] != 2 * w2.shape[1]:
+        # [E, D, 2H] and [E, H, D], stored for x @ W; in [E, 2H, D] and [E, D, H] the last would be D == 2D
+        is_turned = len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]
+        b1, b2 = get(f"{first}_bias"), get(f"{second}_bias")
+        if b1 is not None and b2 is not None:  # GPT-OSS
+            if not is_turned:
                 raise CheckpointError(
-                    f"{self.prefix}experts: gate_up_proj {list(w1.shape)} and down_proj {list(w2.shape)} beside biases "
+                    f"{prefix}experts: gate_up_proj {list(w1.shape)} and down_proj {list(w2.shape)} beside biases "
                     "must be [E, D, 2H] and [E, H, D], as those of GPT-OSS"
                 )
             w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
             w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
-            self.layer |= {B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2}
-        # [E, D, 2H] and [E, H, D], stored for x @ W; in [E, 2H, D] and [E, D, H] the last would be D == 2D
-        elif len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]:
+            layer.update({B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2})
+        elif is_turned:
             w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
-        self.layer |= {W1: w1, W2: w2}
+        layer.update({W1: w1, W2: w2})
         return True
 
-    def expert_bias(self) -> None:
-        """Takes the bias of the choices, or the table of them, if there is one."""
-        for name in sorted({layout.table for layout in KNOWN if layout.table}):
-            self.take(TABLE, name)
-        for name in sorted({layout.expert_bias for layout in KNOWN if layout.expert_bias}):
-            bias = self._get(name)
-            if bias is not None:
-                self.layer[EXPERT_BIAS] = by_rows(bias, bias.shape[-1:], torch.Tensor.flatten)
-                self.layer[PENDING_LOAD] = zeros(bias.shape[-1:], torch.int64)
-
-    def _numbered(self, leaves: tuple[str, ...]) -> bool:
-        pattern = re.compile(rf"{re.escape(self.prefix)}experts\.(\d+)\.({'|'.join(map(re.escape, leaves))})")
-        found = {(int(m[1]), m[2]): key for key in self.tensors if (m := pattern.fullmatch(key))}
+    def numbered(leaves: tuple[str, ...]) -> bool:
+        pattern = re.compile(rf"{re.escape(prefix)}experts\.(\d+)\.({'|'.join(map(re.escape, leaves))})")
+        found = {(int(m[1]), m[2]): key for key in tensors if (m := pattern.fullmatch(key))}
         if not any(leaf == leaves[0] for _, leaf in found):
             return False
         num_experts = 1 + max(e for e, _ in found)
         wanted = [(e, leaf) for e in range(num_experts) for leaf in leaves]
-        missing = [f"{self.prefix}experts.{e}.{leaf}" for e, leaf in wanted if (e, leaf) not in found]
+        missing = [f"{prefix}experts.{e}.{leaf}" for e, leaf in wanted if (e, leaf) not in found]
         if missing:
             raise CheckpointError(f"missing: {', '.join(missing)}")
-        *first, down = ([self.tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
-        self.layer |= {W1: joined(self.prefix, *first), W2: joined(self.prefix, down)}
-        self.used |= set(found.values())
+        *first, down = ([tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
+        layer.update({W1: joined(prefix, *first), W2: joined(prefix, down)})
+        used.update(found.values())
         return True
 
-    def shared(self) -> None:
-        """Takes the shared experts, if there are any."""
-        for name in sorted({layout.shared for layout in KNOWN if layout.shared}):
-            for leaves in SHARED_NAMES:
-                *first, down = (self.tensors.get(self.prefix + name + leaf) for leaf in leaves)
-                if down is None or None in first:
-                    continue
-                self.used |= {self.prefix + name + leaf for leaf in leaves}
-                columns = ([tensor] for tensor in first if tensor is not None)
-                self.layer[SHARED + "htoh4.weight"] = joined(self.prefix, *columns)
-                self.layer[SHARED + "h4toh.weight"] = joined(self.prefix, [down])
-                break
-        for name in sorted({layout.shared_gate for layout in KNOWN if layout.shared_gate}):
-            self.take(SHARED_GATE, name)
+    def ungated(up: str, down: str) -> bool:
+        w1, w2 = get(up), get(down)
+        if w1 is None or w2 is None:
+            return False
+        layer.update({W1: w1, W2: w2})
+        return True
 
-    def latent(self) -> None:
-        """Takes the projections around the experts, if there are any."""
-        for names in sorted({layout.latent for layout in KNOWN if layout.latent}):
-            for ours, name in zip(LATENT, names, strict=True):
-                self.take(ours, f"{name}.weight")
+    # Experts without a gate come last: up and down of gated experts have these names too
+    if not (
+        any(stacked(*names) for names in STACKED)
+        or any(numbered(leaves) for leaves in PER_EXPERT)
+        or any(ungated(*names) for names in UNGATED)
+        or numbered(UP_DOWN)
+    ):
+        return None
+    take("gate.gate.weight", f"{gate}.weight")
+    take("gate.gate.bias", f"{gate}.bias")
+    for name in _names("table"):
+        take(TABLE, name)
+    for name in _names("expert_bias"):
+        bias = get(name)
+        if bias is not None:
+            layer[EXPERT_BIAS] = by_rows(bias, bias.shape[-1:], torch.Tensor.flatten)
+            layer[PENDING_LOAD] = zeros(bias.shape[-1:], torch.int64)
+    for name in _names("shared"):
+        for leaves in SHARED_NAMES:
+            *first, down = (tensors.get(prefix + name + leaf) for leaf in leaves)
+            if down is None or None in first:
+                continue
+            used.update(prefix + name + leaf for leaf in leaves)
+            columns = ([tensor] for tensor in first if tensor is not None)
+            layer[SHARED + "htoh4.weight"] = joined(prefix, *columns)
+            layer[SHARED + "h4toh.weight"] = joined(prefix, [down])
+            break
+    for name in _names("shared_gate"):
+        take(SHARED_GATE, name)
+    for names in _names("latent"):
+        for ours, name in zip(LATENT, names, strict=True):
+            take(ours, f"{name}.weight")
+    for names in _names("gate_scales"):
+        for ours, name in zip(GATE_SCALES, names, strict=True):
+            take(ours, name)
+    return layer, used
 
-    def gate_scales(self) -> None:
-        """Takes the factors of a gate's inputs and experts, if there are any."""
-        for names in sorted({layout.gate_scales for layout in KNOWN if layout.gate_scales}):
-            for ours, name in zip(GATE_SCALES, names, strict=True):
-                self.take(ours, name)
+
+def _names(field: str) -> list[Any]:
+    """Return every value that a field has in a layout, "" and None aside."""
+    return sorted({getattr(layout, field) for layout in KNOWN} - {"", None})
 
 
 def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
-    """One tensor [E, sum of rows, *] of lists of E tensors [rows, *]; prefix: whose they are, for errors."""
+    """Join lists of E tensors [rows, *] to one [E, sum of rows, *]; prefix: whose they are, for errors."""
     for column in columns:
         if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
             raise CheckpointError(

@@ -3,22 +3,6 @@
 An architecture of llama.cpp is a class in architectures/; architecture.py says what one is, metadata.py compares files.
 """
 
-from fmoe_ext.gguf.architecture import Architecture
-from fmoe_ext.gguf.metadata import (
-    architecture_for,
-    architecture_of,
-    check,
-    config_of,
-    own_fields,
-)
-from fmoe_ext.gguf.transforms import TensorTransform
+from fmoe_ext.gguf.metadata import architecture_for
 
-__all__ = [
-    "Architecture",
-    "TensorTransform",
-    "architecture_for",
-    "architecture_of",
-    "check",
-    "config_of",
-    "own_fields",
-]
+__all__ = ["architecture_for"]

@@ -10,23 +10,21 @@ from types import MappingProxyType
 
 from fmoe_ext.checkpoint.families.family import Family, Layout
 
-
-def _families() -> dict[str, Family]:
-    names = (
-        module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("family", "refused")
-    )
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
-    found = [family for module in modules for family in (module.FAMILY, *getattr(module, "VARIANTS", ()))]
-    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(_families())
-# How files name and shape the tensors; "fused" as modules of Transformers have them.
+_MODULES = tuple(
+    importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
+    if module.name not in ("family", "refused")
+)
+_FOUND = tuple(family for module in _MODULES for family in (module.FAMILY, *getattr(module, "VARIANTS", ())))
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in sorted(_FOUND, key=lambda family: family.name)}
+)
+# How files name and shape the tensors; "fused" as modules of Transformers have them
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {"fused": Layout(), **{name: family.files for name, family in FAMILIES.items()}}
 )
 
 
 def formats_for(model_type: str) -> tuple[str, ...]:
-    """The families that hold models of a type, once their MLPs are MoE layers."""
+    """Return the families that hold models of a type, once their MLPs are MoE layers."""
     return tuple(name for name, family in FAMILIES.items() if model_type in family.holds)

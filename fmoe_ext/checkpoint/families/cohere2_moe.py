@@ -16,10 +16,6 @@ def _read(values: Values) -> Values:
     return {**values, "gate": gate, "norm_topk_prob": normalize, **scale}
 
 
-def _extra(values: Values, facts: Values) -> Values:
-    return {"expert_selection_fn": next(name for name, gate in GATES.items() if gate == facts["gate"])}
-
-
 FAMILY = Family(
     name="cohere2_moe",
     holds=("cohere2_moe",),
@@ -34,6 +30,8 @@ FAMILY = Family(
     },
     layers=kinds_of_layers,
     read=_read,
-    extra=_extra,
+    extra=lambda values, facts: {
+        "expert_selection_fn": next(name for name, gate in GATES.items() if gate == facts["gate"])
+    },
     fewest_shared=0,
 )

@@ -18,6 +18,7 @@ from fmoe_ext.checkpoint.families.family import (
 
 
 def _no_groups(values: Values) -> Values:
+    """Refuse groups, of A.X-K2, which rank them in another way."""
     if values.get("n_group") not in (None, 1):
         raise CheckpointError(
             f"config.n_group={values['n_group']}: axk2 lets experts outside of the chosen groups compete with score 0"
@@ -49,12 +50,12 @@ FAMILY = Family(
 KIMI = MappingProxyType(
     {
         **FAMILY.config,
+        **{"num_experts": "num_experts", "num_shared": "num_shared_experts"},
         **{
-            "num_experts": "num_experts",
-            "num_shared": "num_shared_experts",
             "top_k": "num_experts_per_token",
+            "normalize": "moe_renormalize",
+            "num_groups": "num_expert_group",
         },
-        **{"normalize": "moe_renormalize", "num_groups": "num_expert_group"},
     }
 )
 # Softmax instead of sigmoid, without a bias

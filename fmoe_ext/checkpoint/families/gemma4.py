@@ -1,13 +1,6 @@
 """Gemma 4: the router sees the tokens before the norm of the experts, which are beside a dense MLP."""
 
-from fmoe_ext.checkpoint.families.family import (
-    Family,
-    Layout,
-    as_configured,
-)
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-
+from fmoe_ext.checkpoint.families.family import Family, Layout, as_configured
 
 FAMILY = Family(
     name="gemma4_text",

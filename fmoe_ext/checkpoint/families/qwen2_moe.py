@@ -6,16 +6,10 @@ from fmoe_ext.checkpoint.families.family import (
     PROJECTIONS,
     Family,
     Layout,
-    Values,
     any_dense,
     every_layer,
     nothing_more,
 )
-
-
-def _attention_bias(values: Values, facts: Values) -> Values:
-    return {"qkv_bias": values["model_type"] == "qwen2"} if values["model_type"] != "qwen2_moe" else {}
-
 
 FAMILY = Family(
     name="qwen2_moe",
@@ -30,7 +24,10 @@ FAMILY = Family(
     },
     defaults={"norm_topk_prob": False},
     layers=any_dense,
-    extra=_attention_bias,
+    # of dense models Qwen2's alone have biases of queries, keys and values
+    extra=lambda values, facts: (
+        {} if values["model_type"] == "qwen2_moe" else {"qkv_bias": values["model_type"] == "qwen2"}
+    ),
 )
 
 VARIANTS = (

@@ -19,21 +19,18 @@ from fmoe_ext.frozen.formats.nf4 import NF4_CODE
 
 
 class Packing(NamedTuple):
-    """A packing of folders.
+    """A packing of folders."""
 
-    format: its name in frozen.FORMATS. tensors: packed [1, out, in] -> {what follows the layer's name: tensor}.
-    config: quantization_config but for the layers that stay as they are; ignored: its key for their names.
-    fused: the layers that a server joins have one factor, or it takes the largest of them for all.
-    """
-
-    format: str
-    tensors: Callable[[Quantized], dict[str, torch.Tensor]]
-    config: Mapping[str, Any]
-    ignored: str
-    fused: bool = False
+    format: str  # a name in frozen.FORMATS
+    tensors: Callable[
+        [Quantized], dict[str, torch.Tensor]
+    ]  # packed [1, out, in] -> {what follows the layer's name}
+    config: Mapping[str, Any]  # quantization_config but for the layers that stay as they are
+    ignored: str  # its key for their names
+    fused: bool = False  # layers that a server joins need one factor: it takes the largest of theirs for all
 
     def quantization_config(self, plain: Iterable[str]) -> dict[str, Any]:
-        """quantization_config of a folder. plain: names of the linear layers that are not packed."""
+        """Make quantization_config of a folder. plain: names of the linear layers that are not packed."""
         return {**self.config, self.ignored: sorted(set(plain))}
 
 
