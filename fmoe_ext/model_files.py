@@ -13,11 +13,12 @@ StoredTensor for the rest, a PackedTensor where a kernel computes with the bytes
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +123,15 @@ class ModelFiles(ABC):
         """Copy what belongs to the weights (configuration, tokenizer), with the index of the weights if asked."""
 
 
-class ModelWeights(ABC):
+@dataclass(frozen=True)
+class ModelWeights:
     """The files of a model as the parameters of one."""
 
     layers: dict[str, Layer]  # {path of an experts module: its experts}
-
-    @abstractmethod
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """Return {name in Transformers' files: tensor} of what is no expert. dtype: packed ones decode to it."""
-
-    @abstractmethod
-    def parameter(self, name: str) -> str | None:
-        """Return the parameter that a tensor of others() becomes as it is; None if Transformers makes it of several."""
+    # {name in Transformers' files: tensor} of what is no expert, by the dtype that packed ones decode to
+    others: Callable[[torch.dtype], dict[str, StoredTensor]]
+    # The parameter that a tensor of others becomes as it is; None if Transformers makes it of several
+    parameter: Callable[[str], str | None]
 
 
 class FolderModel(ModelFiles):
@@ -163,7 +161,21 @@ class FolderModel(ModelFiles):
         return WeightNames(self.base, model, names)
 
     def of(self, model: nn.Module) -> ModelWeights:
-        return _InFolder(self.base, self.names(model), model)
+        base, names = self.base, self.names(model)
+        layers: dict[str, Layer] = {}
+        used: set[str] = set()  # tensors of experts
+        for path, experts in experts_modules(model).items():
+            found = mxfp4_layer(base, path)
+            if found is None:
+                up, down = f"{path}.{up_of(experts)}", f"{path}.down_proj"
+                in_files = names.experts(up), names.experts(down)
+                if in_files[0] is None or in_files[1] is None:
+                    name = up if in_files[0] is None else down
+                    raise CheckpointError(f"{base.folder} has no tensors for {name}: {names.nearest(name)}")
+                found = layer_of(base, path, (in_files[0], in_files[1]))
+            layers[path] = found[0]
+            used |= found[1]
+        return ModelWeights(layers, lambda dtype: dict(outside_experts(base, used, dtype)), names.renamed.get)
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
         copy_small_files(self.base, out, with_index)
@@ -175,30 +187,6 @@ def copy_small_files(base: ModelFolder, out: Path, with_index: bool = False) -> 
         is_index = entry.name.endswith("index.json")
         if entry.suffix in _COPIED and entry.is_file() and (with_index or not is_index):
             copy_file(inside(base.folder, entry.name), out / entry.name)
-
-
-class _InFolder(ModelWeights):
-    def __init__(self, base: ModelFolder, names: WeightNames, model: nn.Module) -> None:
-        self._base, self._names = base, names
-        self._used: set[str] = set()  # tensors of experts
-        self.layers = {}
-        for path, experts in experts_modules(model).items():
-            found = mxfp4_layer(base, path)
-            if found is None:
-                up, down = f"{path}.{up_of(experts)}", f"{path}.down_proj"
-                in_files = names.experts(up), names.experts(down)
-                if in_files[0] is None or in_files[1] is None:
-                    name = up if in_files[0] is None else down
-                    raise CheckpointError(f"{base.folder} has no tensors for {name}: {names.nearest(name)}")
-                found = layer_of(base, path, (in_files[0], in_files[1]))
-            self.layers[path], used = found
-            self._used |= used
-
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        return dict(outside_experts(self._base, self._used, dtype))
-
-    def parameter(self, name: str) -> str | None:
-        return self._names.renamed.get(name)
 
 
 class GgufModel(ModelFiles):
@@ -225,31 +213,20 @@ class GgufModel(ModelFiles):
         self.dtype = max(counts, key=lambda dtype: counts[dtype])
 
     def of(self, model: nn.Module) -> ModelWeights:
-        return _InGguf(self, model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        layers: dict[str, Layer] = {}
+        for path in experts_modules(model):
+            number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
+            layer = self.experts.get(int(number[1])) if number else None
+            if layer is None:
+                raise CheckpointError(f"{self.path} has no blk.N.ffn_down_exps.weight for {path}")
+            layers[path] = replace(layer, path=path)
+        others = functools.partial(reading.outside_experts, self.file, self.config, shapes)
+        return ModelWeights(layers, others, lambda name: name)
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
         if (self.folder / CONFIG).exists():
             copy_file(inside(self.folder, CONFIG), out / CONFIG)
-
-
-class _InGguf(ModelWeights):
-    def __init__(self, files: GgufModel, model: nn.Module) -> None:
-        self._files = files
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.layers = {}
-        for path in experts_modules(model):
-            number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
-            layer = files.experts.get(int(number[1])) if number else None
-            if layer is None:
-                raise CheckpointError(f"{files.path} has no blk.N.ffn_down_exps.weight for {path}")
-            self.layers[path] = replace(layer, path=path)
-
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        files = self._files
-        return reading.outside_experts(files.file, files.config, self._shapes, dtype)
-
-    def parameter(self, name: str) -> str | None:
-        return name
 
 
 def experts_modules(model: nn.Module) -> Mapping[str, Any]:

@@ -210,7 +210,7 @@ class SavePlanner(DefaultSavePlanner):
         }
 
 
-class Fingerprint(NamedTuple):
+class _Fingerprint(NamedTuple):
     """A number that two tensors of the same bytes share and other tensors, but for chance, do not."""
 
     what: str  # dtype and shape
@@ -219,7 +219,7 @@ class Fingerprint(NamedTuple):
 
 def fingerprints(
     chunks: Mapping[Place, Callable[[], torch.Tensor]], shared: Set[Place]
-) -> dict[Place, Fingerprint]:
+) -> dict[Place, _Fingerprint]:
     """Compute fingerprints of the chunks that other ranks have too, each where it is: no copy of it goes to the CPU.
 
     The bytes are numbers mod 2^64; of each block their sum, each times an odd number of its own, is hashed.
@@ -243,7 +243,7 @@ def fingerprints(
             sums.append((numbers * weights[: len(numbers)]).sum())
         of_blocks = torch.stack(sums).tolist() if sums else []
         what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        found[place] = Fingerprint(what, hashlib.sha256(str(of_blocks).encode()).hexdigest())
+        found[place] = _Fingerprint(what, hashlib.sha256(str(of_blocks).encode()).hexdigest())
     return found
 
 

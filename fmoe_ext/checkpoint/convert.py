@@ -15,11 +15,7 @@ from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.model_state import describe_layers
 from fmoe_ext.checkpoint.routing import routing_of_config
-from fmoe_ext.checkpoint.safetensors_file import (
-    StoredTensor,
-    verify_safetensors,
-    write_safetensors,
-)
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, verify_safetensors, write_safetensors
 from fmoe_ext.checkpoint.saving import model_metadata, noted_routing
 
 FORMATS = ("fmoe_ext", "safetensors", *(f"hf-{layout}" for layout in LAYOUTS), "fastmoe")

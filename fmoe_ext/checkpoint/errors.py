@@ -15,7 +15,7 @@ class CheckpointError(RuntimeError):
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """value of every rank, in their order; [value] without process group. A collective call."""
+    """Return the value of every rank, in their order; [value] without process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -28,7 +28,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 @contextmanager
 def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Runs the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
+    """Run the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
     failure: BaseException | None = None
     try:
         yield

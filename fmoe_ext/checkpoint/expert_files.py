@@ -53,7 +53,7 @@ class Part:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of one expert in a buffer."""
+        """Count the bytes of one expert in a buffer."""
         return self.dtype.itemsize * int(np.prod(self.shape))
 
     def read(self, expert: int) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Layer:
             begin += -(-part.num_bytes * num_slots // ALIGNED) * ALIGNED
 
     def num_bytes(self, num_slots: int) -> int:
-        """Bytes of a buffer for some number of experts."""
+        """Count the bytes of a buffer for some number of experts."""
         return sum(-(-part.num_bytes * num_slots // ALIGNED) * ALIGNED for part in self.parts.values())
 
     def spans(self, experts: Sequence[int], slots: Sequence[int], num_slots: int) -> list[Span]:

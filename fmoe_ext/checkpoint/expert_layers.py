@@ -261,7 +261,7 @@ def _part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence
 
 
 def _place_of(base: ModelFolder, name: str) -> Any:
-    """(file, offset) of a tensor."""
+    """Return (file, offset) of a tensor."""
     place = base.tensors[name].place
     if place is None:
         raise CheckpointError(f"{base.folder}: {name} is in no file")

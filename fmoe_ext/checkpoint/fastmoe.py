@@ -157,7 +157,7 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
 
 
 def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
-    """{layer: names of its experts' tensors}."""
+    """Return {layer: names of its experts' tensors}."""
     names: dict[str, set[str]] = {}
     for name in model:
         if (match := EXPERT_NAME.fullmatch(name)) is not None:

@@ -30,7 +30,7 @@ from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored, read_safetensors
 
-StateDict: TypeAlias = Mapping[str, Any]  # values are tensors or StoredTensors
+_StateDict: TypeAlias = Mapping[str, Any]  # values are tensors or StoredTensors
 
 _BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
 _EXPERTS = re.compile(
@@ -41,7 +41,7 @@ _EXPERTS = re.compile(
 _OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
 
 
-def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[str, Any]:
+def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict[str, Any]:
     """Convert a state dict in any of the Hugging Face layouts -> the same in ours; values are tensors or StoredTensors.
 
     Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp, unless names, those of
@@ -92,7 +92,7 @@ def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[
 
 
 def to_huggingface(
-    state_dict: nn.Module | StateDict,
+    state_dict: nn.Module | _StateDict,
     layout: str | Layout = "fused",
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def to_huggingface(
 
 
 def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:
-    """({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
+    """Return ({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
     tensors: dict[str, StoredTensor] = {}
     for found in folder.without_replaced({file: read_safetensors(file)[0] for file in folder.paths}).values():
         tensors |= found

@@ -27,23 +27,23 @@ W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.w
 SHARED = "shared_experts.mlp."
 SHARED_GATE = "shared_experts.gate.weight"
 LATENT = ("latent.narrow.weight", "latent.widen.weight")
-GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
+_GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
 EXPERT_BIAS = "gate.expert_bias"
 TABLE = "gate.expert_of_id"
 # Choices that SigmoidGate has not counted yet: of training, not of the model
 PENDING_LOAD = "gate.pending_load"
 # Every layout that is known, of files and of modules: a state dict does not say which it has.
-KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
-GATE_NAMES = tuple(sorted({layout.gate for layout in KNOWN}))
+_KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
+GATE_NAMES = tuple(sorted({layout.gate for layout in _KNOWN}))
 # {gate: our layer in the decoder layer} of layouts whose tensors are a decoder layer's
-PLACES = MappingProxyType({layout.gate: layout.place for layout in KNOWN if layout.place})
-BLOCKS = tuple(sorted({layout.block for layout in KNOWN}))
-STACKED = tuple(sorted({layout.experts for layout in KNOWN if layout.gated}))
-UNGATED = tuple(sorted({layout.experts for layout in KNOWN if not layout.gated}))
-PER_EXPERT = tuple(sorted({layout.per_expert for layout in KNOWN if layout.per_expert}))
+PLACES = MappingProxyType({layout.gate: layout.place for layout in _KNOWN if layout.place})
+BLOCKS = tuple(sorted({layout.block for layout in _KNOWN}))
+STACKED = tuple(sorted({layout.experts for layout in _KNOWN if layout.gated}))
+UNGATED = tuple(sorted({layout.experts for layout in _KNOWN if not layout.gated}))
+PER_EXPERT = tuple(sorted({layout.per_expert for layout in _KNOWN if layout.per_expert}))
 # Three weights first: two of them look like experts without a gate
-SHARED_NAMES = tuple(
-    sorted({layout.shared_names for layout in KNOWN}, key=lambda names: (-len(names), names))
+_SHARED_NAMES = tuple(
+    sorted({layout.shared_names for layout in _KNOWN}, key=lambda names: (-len(names), names))
 )
 
 
@@ -83,7 +83,7 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
     if layout.latent and LATENT[0] in left:
         out |= {f"{name}.weight": left.pop(ours) for name, ours in zip(layout.latent, LATENT, strict=True)}
     if layout.gate_scales:
-        out |= {name: left.pop(ours) for name, ours in zip(layout.gate_scales, GATE_SCALES, strict=True)}
+        out |= {name: left.pop(ours) for name, ours in zip(layout.gate_scales, _GATE_SCALES, strict=True)}
     if layout.table and TABLE in left:
         out[layout.table] = left.pop(TABLE)
     elif layout.expert_bias:
@@ -143,13 +143,13 @@ def _part(tensor: StoredTensor, e: int, first: int, end: int) -> StoredTensor:
 
 
 def _in_turn(x: torch.Tensor) -> torch.Tensor:
-    """[E, 2H, *], gate before up -> gate and up in turn."""
+    """Rearrange [E, 2H, *], gate before up -> gate and up in turn."""
     gate, up = x.chunk(2, dim=1)
     return torch.stack([gate, up], dim=2).flatten(1, 2)
 
 
 def _one_after_the_other(x: torch.Tensor) -> torch.Tensor:
-    """[E, 2H, *], gate and up in turn -> gate before up."""
+    """Rearrange [E, 2H, *], gate and up in turn -> gate before up."""
     return torch.cat([x[:, ::2], x[:, 1::2]], dim=1)
 
 
@@ -254,7 +254,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
             layer[EXPERT_BIAS] = by_rows(bias, bias.shape[-1:], torch.Tensor.flatten)
             layer[PENDING_LOAD] = zeros(bias.shape[-1:], torch.int64)
     for name in _names("shared"):
-        for leaves in SHARED_NAMES:
+        for leaves in _SHARED_NAMES:
             *first, down = (tensors.get(prefix + name + leaf) for leaf in leaves)
             if down is None or None in first:
                 continue
@@ -269,14 +269,14 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
         for ours, name in zip(LATENT, names, strict=True):
             take(ours, f"{name}.weight")
     for names in _names("gate_scales"):
-        for ours, name in zip(GATE_SCALES, names, strict=True):
+        for ours, name in zip(_GATE_SCALES, names, strict=True):
             take(ours, name)
     return layer, used
 
 
 def _names(field: str) -> list[Any]:
     """Return every value that a field has in a layout, "" and None aside."""
-    return sorted({getattr(layout, field) for layout in KNOWN} - {"", None})
+    return sorted({getattr(layout, field) for layout in _KNOWN} - {"", None})
 
 
 def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:

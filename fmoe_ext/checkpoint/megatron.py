@@ -251,7 +251,7 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def read_torch_dist(path: Path) -> tuple[dict[str, StoredTensor], list[Path], int, list[str]]:
-    """(the model's {name: StoredTensor}, files, iteration, keys of what is left out) of such a folder.
+    """Return (the model's {name: StoredTensor}, files, iteration, keys of what is left out) of such a folder.
 
     What is no tensor is left out, since reading it would run code of the file, and so is the optimizer's state.
     """

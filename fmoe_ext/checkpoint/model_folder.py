@@ -233,7 +233,7 @@ class ModelFolder:
                 f"{path} has adapter_config.json, which names another model to read: load it with PEFT, call "
                 "merge_and_unload(), and give the model itself"
             )
-        refuse_hub_code(path, self.config)
+        _refuse_hub_code(path, self.config)
         for index in path.glob("*.index*.json"):
             weight_map = read_json(index).get("weight_map")
             for name in weight_map.values() if isinstance(weight_map, dict) else [weight_map]:
@@ -325,7 +325,7 @@ def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None 
             "fmoe_ext.huggingface.from_pretrained(folder) reads it"
         )
     with errors_of_transformers(folder):
-        refuse_hub_code(folder, said)
+        _refuse_hub_code(folder, said)
         most = MAX_LAYERS if num_tensors is None else num_tensors
         for values in (said, *(part for part in said.values() if isinstance(part, dict))):
             for key, count in values.items():
@@ -335,7 +335,7 @@ def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None 
                     raise CheckpointError(f"{folder}: config.json has {count} layers, but there are {there}")
 
 
-def refuse_hub_code(path: Path, config: Any) -> None:
+def _refuse_hub_code(path: Path, config: Any) -> None:
     """Raise CheckpointError for a configuration whose kernels Transformers would load from a hub, and run."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
@@ -343,4 +343,4 @@ def refuse_hub_code(path: Path, config: Any) -> None:
                 f"{path}/config.json says {key} {value!r}, code of a hub, which is not run: remove the key, and call "
                 "set_attn_implementation() on the model if you want it"
             )
-        refuse_hub_code(path, value)
+        _refuse_hub_code(path, value)

@@ -166,7 +166,7 @@ class ModelState:
         return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])
 
     def local_rows(self, name: str) -> tuple[int, int] | None:
-        """(first, end): the experts of a layer in order that this rank has; None for what it has whole."""
+        """Return (first, end): the experts of a layer in order that this rank has; None for what it has whole."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return None

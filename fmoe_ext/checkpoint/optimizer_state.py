@@ -200,7 +200,7 @@ class Loading:
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
+        """Return (the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
         name = self.names[param]
         if isinstance(param, DTensor) and shape == tuple(param.shape):
             tensor = torch.zeros_like(param.detach(), dtype=dtype)

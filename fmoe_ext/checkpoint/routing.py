@@ -89,7 +89,7 @@ def _activation_of(experts: Any) -> dict[str, Any]:
 
 
 def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], Numbers]:
-    """(what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
+    """Return (what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
     if not state.layers:
         raise CheckpointError(
             "the model has no FMoETransformerMLP: fmoefy it, or import_model() a Transformers MoE model; a model of "

@@ -74,7 +74,7 @@ class StoredTensor:
 
 
 def as_stored(state_dict: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], bool]:
-    """({name: StoredTensor}, whether they were so already)."""
+    """Return ({name: StoredTensor}, whether they were so already)."""
     lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
     return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
 
@@ -144,7 +144,7 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """({name: StoredTensor}, metadata) of a file; CheckpointError where it is truncated or no safetensors file.
+    """Return ({name: StoredTensor}, metadata) of a file; CheckpointError where it is truncated or no safetensors file.
 
     The tensors are read through the safetensors library, whose checks of the header they have passed.
     """
@@ -231,7 +231,7 @@ def _opened(path: Path) -> Any:
 
 
 def _digest_of(path: Path, checksum: str, progress: Callable[[int], Any] | None = None) -> tuple[str, bytes]:
-    """(SHA-256 of a file with zeros in the place of its checksum, the text of its header with them)."""
+    """Return (SHA-256 of a file with zeros in the place of its checksum, the text of its header with them)."""
     with open(path, "rb") as file:
         (num_header,) = struct.unpack("<Q", size := file.read(8))
         text = file.read(num_header).replace(checksum.encode(), _NO_CHECKSUM.encode(), 1)

@@ -147,7 +147,7 @@ def _check_program(program: bytes) -> None:
 
 
 def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
-    """({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
+    """Return ({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_BYTES:

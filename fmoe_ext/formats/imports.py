@@ -39,12 +39,7 @@ from fmoe_ext.checkpoint.layouts import (
     find_layer,
     zeros,
 )
-from fmoe_ext.checkpoint.model_folder import (
-    ModelFolder,
-    errors_of_transformers,
-    local_path,
-    read_config,
-)
+from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers, local_path, read_config
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
 from fmoe_ext.checkpoint.saving import gathered
@@ -179,7 +174,9 @@ def _family_of(config: dict[str, Any]) -> Family:
         if kind in REFUSED:
             why = f"for {REFUSED[kind]}"
         way_out = "huggingface.use(model) computes its experts and leaves the rest to Transformers"
-        way_out = "Transformers alone computes it" if kind in NOT_USED else f"{way_out}, save_pretrained included"
+        way_out = (
+            "Transformers alone computes it" if kind in NOT_USED else f"{way_out}, save_pretrained included"
+        )
         raise CheckpointError(f"{kind} is not imported, {why}. {way_out}")
     for key, value in family.unsupported.items():
         if config.get(key, value) != value:

@@ -206,10 +206,7 @@ class _Packed(_Job):
         config = {key: value for key, value in base.config.items() if key != "transformers_weights"}
         config["quantization_config"] = self.packing.quantization_config(plain)
         if self.is_stack:
-            config["quantization_config"] = {
-                "quant_method": "mxfp4",
-                "modules_to_not_convert": sorted(plain),
-            }
+            config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": sorted(plain)}
         write_json(work / CONFIG, config)
         return {self.type: len(self.wanted), "as they were": len(base.tensors) - len(self.wanted)}
 

@@ -31,7 +31,7 @@ from fmoe_ext.huggingface.record import take_record
 from fmoe_ext.huggingface.saving import card_of, describe
 
 _GGUF = "gguf"
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     *("token*", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
@@ -80,7 +80,7 @@ def export(
         check_is_free(folder)
         has_files = tokenizer is not None and not hasattr(tokenizer, "save_pretrained")
         if format != _GGUF and has_files and not tokenizer_files(tokenizer):
-            raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
+            raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(_TOKENIZER_FILES)})")
         plan = plan_export(model, format)
         vocabulary = None
         if format == _GGUF and tokenizer is not None:
@@ -97,7 +97,8 @@ def export(
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == _GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config, vocabulary)
+                    tensors = to_huggingface(whole.tensors, plan.family.in_modules)
+                    write_gguf(unfinished / "model.gguf", tensors, plan.config, vocabulary)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                     if has_files:
@@ -127,10 +128,6 @@ class Plan:
         """Return the tensors of Hugging Face's files."""
         tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
         return as_written(self.target, to_huggingface(tensors, self.family.in_modules))
-
-    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
-        """Return all tensors, in the names of Transformers' modules."""
-        return to_huggingface(whole.tensors, self.family.in_modules)
 
 
 def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
@@ -291,4 +288,4 @@ def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: 
 def tokenizer_files(tokenizer: str | Path) -> list[Path]:
     """Find the files of a tokenizer in a folder, or under a name in the hub's cache."""
     folder = local_path(tokenizer, ())
-    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    return sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})

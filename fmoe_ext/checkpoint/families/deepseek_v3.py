@@ -47,7 +47,7 @@ FAMILY = Family(
     layers=first_dense,
 )
 
-KIMI = MappingProxyType(
+_KIMI = MappingProxyType(
     {
         **FAMILY.config,
         **{"num_experts": "num_experts", "num_shared": "num_shared_experts"},
@@ -59,7 +59,7 @@ KIMI = MappingProxyType(
     }
 )
 # Softmax instead of sigmoid, without a bias
-MISTRAL_4 = replace(
+_MISTRAL_4 = replace(
     FAMILY,
     name="mistral4",
     holds=("mistral4",),
@@ -67,7 +67,7 @@ MISTRAL_4 = replace(
     gates=("SoftmaxGate",),
 )
 # The shared experts' gate and up are not clamped
-HUNYUAN_4 = replace(
+_HUNYUAN_4 = replace(
     FAMILY,
     name="hy_v4",
     holds=("hy_v4",),
@@ -81,7 +81,7 @@ HUNYUAN_4 = replace(
 VARIANTS = (
     FAMILY.variant("axk1", norm="post_mlp_layernorm", layers=kinds_of_layers),  # A.X-K1
     FAMILY.variant("axk2", layers=kinds_of_layers, read=_no_groups),  # A.X-K2
-    FAMILY.variant("bailing_hybrid", config=KIMI, layers=kinds_of_layers),  # Ling and Ring
+    FAMILY.variant("bailing_hybrid", config=_KIMI, layers=kinds_of_layers),  # Ling and Ring
     FAMILY.variant(  # without shared experts
         "beam",
         files=replace(FAMILY.files, shared=""),
@@ -109,9 +109,9 @@ VARIANTS = (
     ),
     FAMILY.variant("glm4v_moe_text"),  # the language model of GLM-4.5V
     FAMILY.variant("glm_moe_dsa", layers=kinds_of_layers),  # GLM-5
-    HUNYUAN_4,
-    HUNYUAN_4.variant("hy_v4_vl_text"),
-    FAMILY.variant("kimi_linear", config=KIMI, layers=kinds_of_layers),  # Kimi Linear
+    _HUNYUAN_4,
+    _HUNYUAN_4.variant("hy_v4_vl_text"),
+    FAMILY.variant("kimi_linear", config=_KIMI, layers=kinds_of_layers),  # Kimi Linear
     FAMILY.variant(  # Hunyuan 3
         "hy_v3",
         files=replace(FAMILY.files, gate="router.gate", shared="shared_mlp.", expert_bias="expert_bias"),
@@ -147,8 +147,8 @@ VARIANTS = (
         layers=kinds_of_layers,
         unsupported={"moe_router_logit_softcapping": 0},
     ),
-    MISTRAL_4,
-    MISTRAL_4.variant(  # the language model of Mistral Large 4
+    _MISTRAL_4,
+    _MISTRAL_4.variant(  # the language model of Mistral Large 4
         "mistral_large4_text",
         config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
         fixed={"normalize": True, "group_best": 2},

@@ -1,14 +1,7 @@
 """ERNIE 4.5 MoE; ERNIE 4.5 models with MoE layers."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import (
-    PROJECTIONS,
-    SOFTMAX,
-    Family,
-    Layout,
-    Numbers,
-    Values,
-)
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, SOFTMAX, Family, Layout, Numbers, Values
 
 
 def _one_range(name: str, moe: Numbers, dense: Numbers) -> Values:

@@ -6,9 +6,7 @@ FAMILY = Family(
     name="gemma4_text",
     holds=("gemma4_text",),
     files=Layout(
-        gate="router.proj",
-        gate_scales=("router.scale", "router.per_expert_scale"),
-        place="experts",
+        gate="router.proj", gate_scales=("router.scale", "router.per_expert_scale"), place="experts"
     ),
     gates=("NormedGate",),
     activation_key="hidden_activation",

@@ -6,9 +6,7 @@ FAMILY = Family(
     name="granitemoe",
     holds=("granitemoe", "granite"),
     files=Layout(
-        block="block_sparse_moe",
-        gate="router.layer",
-        experts=("input_linear.weight", "output_linear.weight"),
+        block="block_sparse_moe", gate="router.layer", experts=("input_linear.weight", "output_linear.weight")
     ),
     modules=Layout(block="block_sparse_moe", gate="router"),
     config={

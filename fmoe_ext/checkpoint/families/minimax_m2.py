@@ -1,13 +1,6 @@
 """MiniMax-M2 and the language model of MiniMax-M3."""
 
-from fmoe_ext.checkpoint.families.family import (
-    CLAMPED,
-    GATE_UP_DOWN,
-    W1_W3_W2,
-    Family,
-    Layout,
-    as_configured,
-)
+from fmoe_ext.checkpoint.families.family import CLAMPED, GATE_UP_DOWN, W1_W3_W2, Family, Layout, as_configured
 
 FAMILY = Family(
     name="minimax_m2",

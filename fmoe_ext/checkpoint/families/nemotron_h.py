@@ -1,14 +1,8 @@
 """Nemotron-H: experts without a gate, between projections to a narrower width."""
 
-from fmoe_ext.checkpoint.families.family import (
-    UNGATED,
-    UP_DOWN,
-    Family,
-    Layout,
-    as_configured,
-)
+from fmoe_ext.checkpoint.families.family import UNGATED, UP_DOWN, Family, Layout, as_configured
 
-LAYOUT = Layout(
+_LAYOUT = Layout(
     block="mixer",
     expert_bias="gate.e_score_correction_bias",
     experts=("experts.up_proj", "experts.down_proj"),
@@ -22,8 +16,8 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="nemotron_h",
     holds=("nemotron_h",),
-    files=LAYOUT,
-    modules=LAYOUT,
+    files=_LAYOUT,
+    modules=_LAYOUT,
     gates=("SigmoidGate",),
     activations=UNGATED,
     activation_key="mlp_hidden_act",

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmoe_ext.gguf.architecture import Architecture, Values
 from fmoe_ext.gguf.transforms import TensorTransform
 
-NOPE_AND_ROPE = "attention.key_length_mla"
+_NOPE_AND_ROPE = "attention.key_length_mla"
 
 
 class DeepseekV2(Architecture):
@@ -22,7 +22,7 @@ class DeepseekV2(Architecture):
     keys = MappingProxyType(
         {
             "leading_dense_block_count": "first_k_dense_replace",
-            NOPE_AND_ROPE: "qk_head_dim",
+            _NOPE_AND_ROPE: "qk_head_dim",
             "attention.value_length_mla": "v_head_dim",
             "attention.kv_lora_rank": "kv_lora_rank",
             "attention.q_lora_rank": "q_lora_rank",
@@ -30,7 +30,7 @@ class DeepseekV2(Architecture):
         }
     )
     read = ("attention.head_count_kv", "attention.key_length")
-    needs: tuple[str, ...] = ("expert_gating_func", NOPE_AND_ROPE, "rope.dimension_count")
+    needs: tuple[str, ...] = ("expert_gating_func", _NOPE_AND_ROPE, "rope.dimension_count")
     defaults = MappingProxyType({"q_lora_rank": None})
 
     def heads(self, values: Values) -> Values:
@@ -49,7 +49,7 @@ class DeepseekV2(Architecture):
             "attention.head_count_kv": 1,
             "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
             "attention.value_length": config.kv_lora_rank,
-            NOPE_AND_ROPE: config.qk_nope_head_dim + config.qk_rope_head_dim,
+            _NOPE_AND_ROPE: config.qk_nope_head_dim + config.qk_rope_head_dim,
             "attention.value_length_mla": config.v_head_dim,
             "attention.kv_lora_rank": config.kv_lora_rank,
             "rope.dimension_count": config.qk_rope_head_dim,
@@ -78,11 +78,7 @@ class DeepseekV2(Architecture):
 class DeepseekV3(DeepseekV2):
     model_type = "deepseek_v3"
     keys = MappingProxyType(
-        {
-            **DeepseekV2.keys,
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        }
+        {**DeepseekV2.keys, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
     )
     defaults = MappingProxyType({**DeepseekV2.defaults, "num_mtp_layers": 0})
     has_heads = True

@@ -9,21 +9,21 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import Fields, Shapes, Values
 from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2, DeepseekV3
 
-INDEXER = MappingProxyType(
+_INDEXER = MappingProxyType(
     {
         "attention.indexer.head_count": "index_n_heads",
         "attention.indexer.key_length": "index_head_dim",
         "attention.indexer.top_k": "index_topk",
     }
 )
-TYPES = "attention.indexer.types"
+_TYPES = "attention.indexer.types"
 
 
 class GlmDsa(DeepseekV3):
     name = "glm-dsa"
     model_type = "glm_moe_dsa"
-    keys = MappingProxyType({**DeepseekV3.keys, **INDEXER, TYPES: "indexer_types"})
-    needs = (*DeepseekV2.needs[1:], *INDEXER)
+    keys = MappingProxyType({**DeepseekV3.keys, **_INDEXER, _TYPES: "indexer_types"})
+    needs = (*DeepseekV2.needs[1:], *_INDEXER)
     defaults = DeepseekV2.defaults
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
@@ -33,7 +33,7 @@ class GlmDsa(DeepseekV3):
         types = values.get("indexer_types", usual)
         if not isinstance(types, list) or len(types) < num_layers:
             raise CheckpointError(
-                f"{self.name}.{TYPES} is {types!r}, expected a list of {num_layers} entries"
+                f"{self.name}.{_TYPES} is {types!r}, expected a list of {num_layers} entries"
             )
         values["indexer_types"] = ["full" if full else "shared" for full in types[:num_layers]]
         return values
@@ -41,6 +41,6 @@ class GlmDsa(DeepseekV3):
     def fields(self, config: Any) -> dict[str, Any]:
         return {
             **super().fields(config),
-            **{key: getattr(config, attribute) for key, attribute in INDEXER.items()},
-            TYPES: [kind == "full" for kind in config.indexer_types],
+            **{key: getattr(config, attribute) for key, attribute in _INDEXER.items()},
+            _TYPES: [kind == "full" for kind in config.indexer_types],
         }

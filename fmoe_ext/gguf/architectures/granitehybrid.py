@@ -12,7 +12,7 @@ from fmoe_ext.gguf.architectures.granitemoe import GraniteMoeShared
 from fmoe_ext.gguf.recurrent import KEY_HEADS, head_size, heads_of, kinds_of, of_mamba, one_number
 from fmoe_ext.gguf.transforms import TensorTransform
 
-MAMBA = MappingProxyType(
+_MAMBA = MappingProxyType(
     {
         "ssm.conv_kernel": "mamba_d_conv",
         "ssm.state_size": "mamba_d_state",
@@ -20,21 +20,16 @@ MAMBA = MappingProxyType(
         "ssm.time_step_rank": "mamba_n_heads",
     }
 )
-ROPE = "rope.scaling.finetuned"  # a switch for rotary embeddings here
+_ROPE = "rope.scaling.finetuned"  # a switch for rotary embeddings here
 
 
 class GraniteHybrid(GraniteMoeShared):
     name = "granitehybrid"
     model_type = "granitemoehybrid"
     keys = MappingProxyType(
-        {
-            **GraniteMoeShared.keys,
-            **MAMBA,
-            "ssm.inner_size": "inner_size",
-            ROPE: "position_embedding_type",
-        }
+        {**GraniteMoeShared.keys, **_MAMBA, "ssm.inner_size": "inner_size", _ROPE: "position_embedding_type"}
     )
-    needs = ("attention.scale", *MAMBA, "ssm.inner_size", KEY_HEADS)
+    needs = ("attention.scale", *_MAMBA, "ssm.inner_size", KEY_HEADS)
     defaults = MappingProxyType({**GraniteMoeShared.defaults, "position_embedding_type": True})
     fixed = MappingProxyType(
         {
@@ -57,7 +52,7 @@ class GraniteHybrid(GraniteMoeShared):
         values["mamba_expand"] = inner // width
         rotates = values["position_embedding_type"]
         if type(rotates) is not bool:
-            raise CheckpointError(f"{self.name}.{ROPE} is {rotates!r}, expected true or false")
+            raise CheckpointError(f"{self.name}.{_ROPE} is {rotates!r}, expected true or false")
         values["position_embedding_type"] = "rope" if rotates else None
         return values
 
@@ -67,10 +62,10 @@ class GraniteHybrid(GraniteMoeShared):
     def layers(self, config: Any) -> dict[str, Any]:
         return {
             **super().layers(config),
-            **{key: getattr(config, attribute) for key, attribute in MAMBA.items()},
+            **{key: getattr(config, attribute) for key, attribute in _MAMBA.items()},
             "ssm.inner_size": config.mamba_expand * config.hidden_size,
             KEY_HEADS: heads_of(config),
-            ROPE: config.position_embedding_type == "rope",
+            _ROPE: config.position_embedding_type == "rope",
         }
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
 from fmoe_ext.gguf.transforms import TensorTransform, halves, renamed
 
-SCALES = MappingProxyType(
+_SCALES = MappingProxyType(
     {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -16,13 +16,13 @@ SCALES = MappingProxyType(
         "logit_scale": "logits_scaling",
     }
 )
-WIDTH = "expert_shared_feed_forward_length"
+_WIDTH = "expert_shared_feed_forward_length"
 
 
 class GraniteMoe(Architecture):
     name = "granitemoe"
     model_type = "granitemoe"
-    keys = SCALES
+    keys = _SCALES
     needs: tuple[str, ...] = ("attention.scale",)
     defaults = MappingProxyType(
         {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
@@ -30,7 +30,7 @@ class GraniteMoe(Architecture):
     rotates_pairs = True
 
     def accepts(self, fields: Fields) -> bool:
-        return super().accepts(fields) and not fields.get(WIDTH)
+        return super().accepts(fields) and not fields.get(_WIDTH)
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
@@ -39,11 +39,11 @@ class GraniteMoe(Architecture):
         return values
 
     def fields(self, config: Any) -> dict[str, Any]:
-        scales = {key: float(getattr(config, attribute)) for key, attribute in SCALES.items()}
+        scales = {key: float(getattr(config, attribute)) for key, attribute in _SCALES.items()}
         return {**super().fields(config), **self.layers(config), **scales}
 
     def layers(self, config: Any) -> dict[str, Any]:
-        """Returns the metadata of the parts beside attention and experts."""
+        """Return the metadata of the parts beside attention and experts."""
         return {}
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
@@ -53,13 +53,13 @@ class GraniteMoe(Architecture):
 
 class GraniteMoeShared(GraniteMoe):
     model_type = "granitemoeshared"
-    keys = MappingProxyType({**SCALES, WIDTH: "shared_intermediate_size"})
+    keys = MappingProxyType({**_SCALES, _WIDTH: "shared_intermediate_size"})
 
     def accepts(self, fields: Fields) -> bool:
-        return bool(fields.get(WIDTH))
+        return bool(fields.get(_WIDTH))
 
     def layers(self, config: Any) -> dict[str, Any]:
-        return {WIDTH: config.shared_intermediate_size} if config.shared_intermediate_size else {}
+        return {_WIDTH: config.shared_intermediate_size} if config.shared_intermediate_size else {}
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
         return {

@@ -11,15 +11,15 @@ from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2
 from fmoe_ext.gguf.recurrent import KEY_HEADS, kinds_of
 from fmoe_ext.gguf.transforms import TensorTransform, exp, log, one, renamed
 
-DELTA = MappingProxyType({"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"})
+_DELTA = MappingProxyType({"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"})
 
 
 class KimiLinear(DeepseekV2):
     name = "kimi-linear"
     model_type = "kimi_linear"
-    keys = MappingProxyType({**DeepseekV2.keys, **DELTA})
+    keys = MappingProxyType({**DeepseekV2.keys, **_DELTA})
     harmless = ("rope.freq_base", "attention.value_length")  # of rotary embeddings; without latent attention
-    needs = (*DeepseekV2.needs[1:], *DELTA, KEY_HEADS)
+    needs = (*DeepseekV2.needs[1:], *_DELTA, KEY_HEADS)
     defaults = MappingProxyType({"moe_renormalize": True, "q_lora_rank": None, "pad_token_id": None})
     fixed = MappingProxyType({"moe_renormalize": True, "tie_word_embeddings": False})
 
@@ -33,7 +33,7 @@ class KimiLinear(DeepseekV2):
     def fields(self, config: Any) -> dict[str, Any]:
         return {
             **super().fields(config),
-            **{key: getattr(config, attribute) for key, attribute in DELTA.items()},
+            **{key: getattr(config, attribute) for key, attribute in _DELTA.items()},
             KEY_HEADS: [int(kind == "full_attention") for kind in config.layer_types],
         }
 

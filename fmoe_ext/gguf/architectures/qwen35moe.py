@@ -9,20 +9,20 @@ from torch import Tensor
 from fmoe_ext.gguf.architectures.qwen3next import Qwen3Next, heads_of
 from fmoe_ext.gguf.transforms import TensorTransform, exp, log, one
 
-SECTIONS = "rope.dimension_sections"  # of a head, by time, height and width, which are equal in a text
+_SECTIONS = "rope.dimension_sections"  # of a head, by time, height and width, which are equal in a text
 
 
 class Qwen35Moe(Qwen3Next):
     name = "qwen35moe"
     model_type = "qwen3_5_moe_text"
     has_factors = True
-    harmless = (SECTIONS,)
+    harmless = (_SECTIONS,)
     defaults = MappingProxyType({})
     fixed = MappingProxyType({})
 
     def fields(self, config: Any) -> dict[str, Any]:
         sections = config.rope_parameters.get("mrope_section") or [11, 11, 10]
-        return {**super().fields(config), SECTIONS: [*sections, 0]}
+        return {**super().fields(config), _SECTIONS: [*sections, 0]}
 
     def of_delta(self, config: Any) -> dict[str, TensorTransform]:
         heads = heads_of(config)

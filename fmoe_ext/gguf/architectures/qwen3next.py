@@ -14,7 +14,7 @@ from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
 from fmoe_ext.gguf.recurrent import head_size
 from fmoe_ext.gguf.transforms import TensorTransform, convolution, exp, log, one, plus_one, renamed
 
-DELTA = MappingProxyType(
+_DELTA = MappingProxyType(
     {
         "ssm.conv_kernel": "linear_conv_kernel_dim",
         "ssm.state_size": "linear_key_head_dim",
@@ -22,7 +22,7 @@ DELTA = MappingProxyType(
         "ssm.time_step_rank": "linear_num_value_heads",
     }
 )
-RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
+_RECURRENT, _INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 
 
 class Heads(NamedTuple):
@@ -35,21 +35,18 @@ class Heads(NamedTuple):
 
 
 def heads_of(config: Any) -> Heads:
-    """Returns the heads of a configuration's gated delta nets."""
+    """Return the heads of a configuration's gated delta nets."""
     keys = config.linear_num_key_heads
     return Heads(
-        keys,
-        config.linear_num_value_heads // keys,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
+        keys, config.linear_num_value_heads // keys, config.linear_key_head_dim, config.linear_value_head_dim
     )
 
 
 class Qwen3Next(Architecture):
     name = "qwen3next"
     model_type = "qwen3_next"
-    keys = MappingProxyType({**DELTA, "ssm.inner_size": "inner_size"})
-    read = (RECURRENT, INTERVAL)
+    keys = MappingProxyType({**_DELTA, "ssm.inner_size": "inner_size"})
+    read = (_RECURRENT, _INTERVAL)
     needs = ("rope.dimension_count",)
     defaults: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
     fixed: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
@@ -62,18 +59,18 @@ class Qwen3Next(Architecture):
         return {**values, "linear_value_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
-        recurrent = fields.get(RECURRENT)
+        recurrent = fields.get(_RECURRENT)
         if recurrent is None:
-            every = fields.get(INTERVAL, 4)
+            every = fields.get(_INTERVAL, 4)
             recurrent = [(i + 1) % every != 0 for i in range(num_layers)]
         return ["linear_attention" if recurrent[i] else "full_attention" for i in range(num_layers)]
 
     def fields(self, config: Any) -> dict[str, Any]:
         return {
             **super().fields(config),
-            **{key: getattr(config, attribute) for key, attribute in DELTA.items()},
+            **{key: getattr(config, attribute) for key, attribute in _DELTA.items()},
             "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
-            RECURRENT: [kind == "linear_attention" for kind in config.layer_types],
+            _RECURRENT: [kind == "linear_attention" for kind in config.layer_types],
         }
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
@@ -93,7 +90,7 @@ class Qwen3Next(Architecture):
         }
 
     def of_delta(self, config: Any) -> dict[str, TensorTransform]:
-        """{name in a gated delta net: what it is in the file}."""
+        """Return {name in a gated delta net: what it is in the file}."""
         heads = heads_of(config)
 
         def read(qkv: Tensor, z: Tensor) -> Tensor:
