@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of, mxfp4_layer, prefixes
-from fmoe_ext.checkpoint.layouts import PER_EXPERT
+from fmoe_ext.checkpoint.families import PER_EXPERT
 from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 

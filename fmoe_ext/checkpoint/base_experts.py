@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
+from fmoe_ext.checkpoint.families import BLOCKS, PER_EXPERT, STACKED
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 

@@ -18,8 +18,8 @@ from typing import Any
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.fastmoe import load_file
 from fmoe_ext.checkpoint.files import inside, read_text
-from fmoe_ext.checkpoint.layouts import B1, B2, W1, W2, joined
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored
+from fmoe_ext.checkpoint.model_state import B1, B2, W1, W2
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored, joined
 
 _LATEST = "latest"
 _MODEL_FILE = re.compile(r"(?P<mp>mp_rank_\d{2})_model_states\.pt")

@@ -21,8 +21,7 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
-from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.layouts import BLOCKS
+from fmoe_ext.checkpoint.families import BLOCKS, FAMILIES
 from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor

@@ -28,19 +28,16 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_text
-from fmoe_ext.checkpoint.layouts import (
+from fmoe_ext.checkpoint.model_state import (
     EXPERT_BIAS,
+    MEGATRON_EXPERTS,
     PENDING_LOAD,
     SHARED,
     SHARED_GATE,
     W1,
     W2,
-    by_rows,
-    joined,
-    zeros,
 )
-from fmoe_ext.checkpoint.model_state import MEGATRON_EXPERTS
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored, by_rows, joined, zeros
 from fmoe_ext.checkpoint.store import stored_tensors
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 

@@ -20,6 +20,17 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel, move_rows
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.layers import FMoE
 
+# Names of the tensors of an FMoETransformerMLP
+W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.weight", "experts.h4toh.bias")
+SHARED = "shared_experts.mlp."
+SHARED_GATE = "shared_experts.gate.weight"
+LATENT = ("latent.narrow.weight", "latent.widen.weight")
+GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
+EXPERT_BIAS = "gate.expert_bias"
+TABLE = "gate.expert_of_id"
+# Choices that SigmoidGate has not counted yet: of training, not of the model
+PENDING_LOAD = "gate.pending_load"
+
 _WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
 # Megatron-core's own names: of each expert, of all [E, *], or of all side by side
 MEGATRON_EXPERTS = re.compile(

@@ -84,6 +84,40 @@ def as_given(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:
     return tensors if lazy else {name: tensor.read().clone() for name, tensor in tensors.items()}
 
 
+def by_rows(
+    tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
+) -> StoredTensor:
+    """Apply a function that works on any rows of a tensor, so that one expert is read without the others."""
+    return StoredTensor(
+        shape,
+        tensor.dtype,
+        lambda: function(tensor.read()),
+        lambda first, end: function(tensor.rows(first, end)),
+    )
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    """Make a tensor of zeros that takes no memory until it is read."""
+    return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype, device="cpu"))
+
+
+def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
+    """Join lists of E tensors [rows, *] to one [E, sum of rows, *]; prefix: whose they are, for errors."""
+    for column in columns:
+        if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
+            raise CheckpointError(
+                f"the experts of {prefix} differ in shape: {[list(t.shape) for t in column]}"
+            )
+    num_rows = sum(column[0].shape[0] for column in columns)
+    shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        experts = zip(*(column[first:end] for column in columns), strict=True)
+        return torch.stack([torch.cat([t.read() for t in parts]) for parts in experts])
+
+    return StoredTensor(shape, columns[0][0].dtype, lambda: rows(0, shape[0]), rows)
+
+
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, "torch.Tensor | StoredTensor"],

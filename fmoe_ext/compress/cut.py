@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_layers import MXFP4_STACKS, prefixes
 from fmoe_ext.checkpoint.files import inside, read_json, write_json
 from fmoe_ext.checkpoint.model_folder import FLOATS
-from fmoe_ext.checkpoint.expert_layers import MXFP4_STACKS, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_files
 from fmoe_ext.checkpoint.weight_names import up_of

@@ -25,8 +25,9 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import from_huggingface, is_huggingface
-from fmoe_ext.checkpoint.layouts import (
+from fmoe_ext.checkpoint.huggingface import find_layer, from_huggingface, is_huggingface
+from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers, local_path, read_config
+from fmoe_ext.checkpoint.model_state import (
     B1,
     EXPERT_BIAS,
     LATENT,
@@ -36,12 +37,9 @@ from fmoe_ext.checkpoint.layouts import (
     TABLE,
     W1,
     W2,
-    find_layer,
-    zeros,
 )
-from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers, local_path, read_config
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors, zeros
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.checkpoint.weight_names import as_in_modules

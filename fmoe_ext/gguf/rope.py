@@ -20,7 +20,7 @@ YARN = MappingProxyType(
 
 
 def rope_of(config: Any) -> Mapping[str, Any]:
-    """Return rope_parameters of a configuration's layers with full attention, empty for models without rotary embeddings."""
+    """Return rope_parameters of layers with full attention, empty for models without rotary embeddings."""
     said = getattr(config, "rope_parameters", None) or {}
     found: Mapping[str, Any] = said.get("full_attention", said)
     return found

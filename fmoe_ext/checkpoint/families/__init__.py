@@ -6,7 +6,9 @@ docs/formats.md has the table.
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 from fmoe_ext.checkpoint.families.family import Family, Layout
 
@@ -23,6 +25,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {"fused": Layout(), **{name: family.files for name, family in FAMILIES.items()}}
 )
+
+# Every layout that is known, of files and of modules: a state dict does not say which it has
+_KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
+
+
+def names_of(field: str) -> list[Any]:
+    """Return every value that a field has in a known layout, "" and None aside."""
+    return sorted({getattr(layout, field) for layout in _KNOWN} - {"", None})
+
+
+GATE_NAMES = tuple(names_of("gate"))
+BLOCKS = tuple(names_of("block"))
+PER_EXPERT = tuple(names_of("per_expert"))
+STACKED = tuple(sorted({layout.experts for layout in _KNOWN if layout.gated}))
+UNGATED = tuple(sorted({layout.experts for layout in _KNOWN if not layout.gated}))
+# Three weights first: two of them look like experts without a gate
+SHARED_NAMES = tuple(sorted(names_of("shared_names"), key=lambda names: (-len(names), names)))
+# {gate: our layer in the decoder layer} of layouts whose tensors are a decoder layer's
+PLACES = MappingProxyType({layout.gate: layout.place for layout in _KNOWN if layout.place})
 
 
 def formats_for(model_type: str) -> tuple[str, ...]:

@@ -1,11 +1,14 @@
-"""Granite 3 MoE, with a shared MLP or without."""
+"""Granite 3 MoE, with a shared MLP or without, and Granite 4."""
 
+import math
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
+from fmoe_ext.gguf.recurrent import KEY_HEADS, head_size, heads_of, kinds_of, of_mamba, one_number
 from fmoe_ext.gguf.transforms import TensorTransform, halves, renamed
 
 _SCALES = MappingProxyType(
@@ -67,3 +70,65 @@ class GraniteMoeShared(GraniteMoe):
             "shared_mlp.input_linear.weight": halves("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
             "shared_mlp.output_linear.weight": renamed("ffn_down_shexp.weight"),
         }
+
+
+_MAMBA = MappingProxyType(
+    {
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads",
+    }
+)
+_ROPE = "rope.scaling.finetuned"  # a switch for rotary embeddings here
+
+
+class GraniteHybrid(GraniteMoeShared):
+    """Granite 4: layers of Mamba-2 beside those of attention, rotary embeddings where the file says so."""
+
+    name = "granitehybrid"
+    model_type = "granitemoehybrid"
+    keys = MappingProxyType(
+        {**GraniteMoeShared.keys, **_MAMBA, "ssm.inner_size": "inner_size", _ROPE: "position_embedding_type"}
+    )
+    needs = ("attention.scale", *_MAMBA, "ssm.inner_size", KEY_HEADS)
+    defaults = MappingProxyType({**GraniteMoeShared.defaults, "position_embedding_type": True})
+    fixed = MappingProxyType(
+        {
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": (0.0, math.inf),
+        }
+    )
+
+    def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
+        values = one_number(self.name, super().config(fields, shapes, factors))
+        inner, width = values.pop("inner_size"), values["hidden_size"]
+        values["mamba_d_head"] = head_size(self.name, inner, values["mamba_n_heads"])
+        if type(width) is not int or width < 1 or inner % width:
+            raise CheckpointError(
+                f"{self.name}.ssm.inner_size is {inner}, no multiple of embedding_length {width!r}"
+            )
+        values["mamba_expand"] = inner // width
+        rotates = values["position_embedding_type"]
+        if type(rotates) is not bool:
+            raise CheckpointError(f"{self.name}.{_ROPE} is {rotates!r}, expected true or false")
+        values["position_embedding_type"] = "rope" if rotates else None
+        return values
+
+    def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
+        return kinds_of(fields, num_layers, "linear_attention")
+
+    def layers(self, config: Any) -> dict[str, Any]:
+        return {
+            **super().layers(config),
+            **{key: getattr(config, attribute) for key, attribute in _MAMBA.items()},
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            KEY_HEADS: heads_of(config),
+            _ROPE: config.position_embedding_type == "rope",
+        }
+
+    def transforms(self, config: Any) -> dict[str, TensorTransform]:
+        return {**super().transforms(config), **of_mamba("mamba.", config.mamba_n_groups)}
