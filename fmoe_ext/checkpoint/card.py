@@ -23,6 +23,7 @@ def hub_name(model: str | Path | None) -> str | None:
     if cached := _IN_CACHE.search(Path(model).absolute().as_posix() + "/"):
         return f"{cached[1]}/{cached[2]}"
     text = str(model)
+    # a name alone may be a folder here: then it is none of the hub
     return text if isinstance(model, str) and _NAME.fullmatch(text) and not Path(text).exists() else None
 
 

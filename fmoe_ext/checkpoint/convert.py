@@ -58,6 +58,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
     if deepspeed.is_deepspeed(path):
         return Checkpoint("deepspeed", *deepspeed.read_deepspeed(path, mp_rank, trust))
+    # A folder of ours is one whatever else lies in it; only then the other formats are tried
     ours = store.has_checkpoint(path)
     if not ours and (folder := ModelFolder(path)).paths:
         tensors, converted = huggingface.read_model(folder)

@@ -38,7 +38,7 @@ def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[No
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     if not failed:
         return
-    if len(set(texts)) == 1:
+    if len(set(texts)) == 1:  # all ranks say the same: once is enough
         raise CheckpointError(f"{action}: {texts[0]}") from failure
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in failed.items())
     raise CheckpointError(f"{action}: failed on {len(failed)} of {len(texts)} ranks{lines}") from failure

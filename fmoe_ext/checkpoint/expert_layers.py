@@ -119,6 +119,7 @@ def _joinable(found: Found) -> list[list[Matrix]] | None:
     if [len(m) for m in matrices] != [len(m) for m in found]:
         return None
     first = matrices[0][0]
+    # a word has eight zero points of rows: those of another matrix would begin in the middle of one
     is_split = len(matrices[0]) > 1 and first.shape[0] % 8 and first.zeros_share_words
     is_one = all(m.format == first.format for of_expert in matrices for m in of_expert)
     return matrices if is_one and not is_split else None
@@ -196,6 +197,7 @@ def _assembled(
 
         return turn
 
+    # One span an expert: its first tensor, with all others beside it
     spans = []
     for e, of_expert in enumerate(matrices):
         sources = []

@@ -89,7 +89,7 @@ def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, St
         model = content.get("model", content)
         if not isinstance(model, dict):
             raise CheckpointError(f'{file}: "model" is a {type(model).__name__}, expected a dict')
-        models.append(_flatten(model))
+        models.append(_flatten(model))  # of Megatron, which nests the parts of a model
     iteration = contents[0].get("iteration", 0)
     return merge_fastmoe(models), list(files), iteration if isinstance(iteration, int) else 0
 
@@ -240,7 +240,9 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     ]
     try:
-        mmap = zipfile.is_zipfile(path)
+        mmap = zipfile.is_zipfile(
+            path
+        )  # a tensor is then read when it is used; files of torch before 1.6 are no zips
         if not trust:
             with open(path, "rb") as file:
                 check_torch_file(file, path)

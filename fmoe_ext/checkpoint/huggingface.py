@@ -321,7 +321,7 @@ def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict
             )
         if place := PLACES.get(gate):
             prefix = f"{prefix}{place}."
-        elif f"{prefix}{W1}" not in names:
+        elif f"{prefix}{W1}" not in names:  # the model may call the layer as its files do
             prefix = _renamed(prefix, "mlp")
         out |= {prefix + name: tensor for name, tensor in layer.items()}
         used |= names_used

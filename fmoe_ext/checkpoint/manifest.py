@@ -75,6 +75,7 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         keyed = {"extra": encode_keys(self.extra), "optimizer": encode_keys(self.optimizer)}
+        # JSON turns every key into a text, and a mistake of one digit would not show: hence pairs, and the digest
         content = asdict(replace(self, **keyed, extras=encode_keys(self.extras)))
         if not self.extras:
             del content["extras"]  # which those who read version 2 do not know
@@ -147,10 +148,6 @@ class Manifest:
                         f"{folder}: {key} is in {chunk.file!r}, which has no checksum"[:500]
                     )
         return tensors
-
-    def model_shapes(self) -> dict[str, Any]:
-        """Return {name: shape} of the model's tensors."""
-        return {k.removeprefix(MODEL): t["shape"] for k, t in self.tensors.items() if k.startswith(MODEL)}
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -169,9 +169,6 @@ class ModelState:
         self.tensors[name] = self.tensors[name].to(dtype)
         setattr(self.model.get_submodule(module), attribute, self.tensors[name])
 
-    def num_experts(self) -> dict[str, int]:
-        return {name: layer.num_experts for name, layer in self.layers.items()}
-
     def global_shape(self, name: str) -> tuple[int, ...]:
         layer, value = self._layer_of_rows.get(name), self.tensors[name]
         return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])

@@ -92,6 +92,7 @@ def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[in
         return True
     if len(param) == 3:
         num_experts, *widths = param
+        # A mean over the experts looks the same where their number is one of the widths: then neither is believed
         kept = {(num_experts, *rest) for rest in _means(*widths)}
         if shape in kept and not (num_experts > 1 and shape in set(_means(*widths)) | {tuple(widths)}):
             return True
@@ -113,6 +114,7 @@ def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for record in records:
         for name, number in record["params"].items():
             options = record["groups"][number]
+            # the numbers of groups differ between ranks; the options are what a group is
             if options not in merged["groups"]:
                 merged["groups"].append(options)
             merged["params"].setdefault(name, merged["groups"].index(options))

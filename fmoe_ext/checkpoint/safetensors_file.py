@@ -145,8 +145,9 @@ def write_safetensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of 8 bytes
     size = struct.pack("<Q", len(text))
+    # Of the file with zeros where the checksum will be, which is put there when all else is written
     digest = hashlib.sha256(size + text)
     with explained(path, len(size + text) + end), atomic_file(path) as file:
         file.write(size + text)
@@ -168,7 +169,7 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
         value = part if part.dim() else part[None]
         num_rows += value.shape[0]
         if value.shape[1:] != expected[1:] or value.dtype != tensor.dtype or num_rows > expected[0]:
-            break
+            break  # more or other rows than the header has room for
         yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:
         if num_rows == expected[0]:

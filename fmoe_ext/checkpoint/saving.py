@@ -98,6 +98,7 @@ def save(
             of_optimizer, record = optimizer_state.take(optimizer, state)
             tensors.update(of_optimizer)
             record = _checked_json(record, "the options of the optimizer")
+    # Ranks have optimizers over their own experts, with numbers of groups of their own
     records = gather(record, process_group)
     without = [rank for rank, other in enumerate(records) if other is None]
     if 0 < len(without) < len(records):
@@ -239,6 +240,7 @@ def gathered(
                 until_written.enter_context(locked(lock, f"writing {path}"))
                 until_written.callback(shutil.rmtree, parts, ignore_errors=True)
         whole = Whole({name: StoredTensor.of(value) for name, value in state.tensors.items()}, routing)
+        # With parts of a model on several ranks, a checkpoint beside path carries them to the first one
         if any(gather(state.is_part(), process_group)):
             saved = save(parts, state.model, process_group=process_group)
             with together(f"writing {path}", process_group):
@@ -326,10 +328,12 @@ class _Files:
 def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTensor], cast: bool) -> None:
     """Raise CheckpointError that lists all differences between a model and what is saved."""
     layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
+    # A different number of experts explains all other differences: it alone is said
     experts = [
-        f"layer {name or '(root)'} has {number} experts in the model, {layers[name]['num_experts']} in the checkpoint"
-        for name, number in state.num_experts().items()
-        if name in layers and layers[name]["num_experts"] != number
+        f"layer {name or '(root)'} has {layer.num_experts} experts in the model, "
+        f"{layers[name]['num_experts']} in the checkpoint"
+        for name, layer in state.layers.items()
+        if name in layers and layers[name]["num_experts"] != layer.num_experts
     ]
     if experts:
         raise CheckpointError("; ".join(experts))

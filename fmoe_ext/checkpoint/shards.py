@@ -142,6 +142,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        # From here on an end leaves files of two models, which check_is_whole() sees by the missing config.json
         names = {file.name for file in unfinished.iterdir()}
         last = [name for name in (INDEX, CONFIG) if name in names]
         for name in (CONFIG, INDEX):

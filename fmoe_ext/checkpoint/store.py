@@ -134,6 +134,7 @@ def _write_files(
             no_dist=not dist.is_initialized(),
         )
     compare_replicas(planner.chunks(), process_group)
+    # The first rank's view of the folder: each file is hashed once, by one of the ranks
     names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
@@ -145,7 +146,9 @@ def _write_files(
         if _is_first(process_group):
             manifest.files = {name: entry for part in files for name, entry in part.items()}
             manifest.tensors = {key: tensor.as_json() for key, tensor in writer.tensors.items()}
-            manifest.layers = describe_layers(manifest.model_shapes())
+            shapes = {key: entry["shape"] for key, entry in manifest.tensors.items()}
+            of_model_alone = {k.removeprefix(MODEL): s for k, s in shapes.items() if k.startswith(MODEL)}
+            manifest.layers = describe_layers(of_model_alone)
             manifest.write(unfinished / "manifest.json")
             # Older checkpoints may go as soon as this one is there: it has to be one that load() takes.
             Manifest.read(unfinished).saved(unfinished)

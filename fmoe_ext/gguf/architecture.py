@@ -143,9 +143,10 @@ class Architecture:
         values = {**self.usual, "tie_word_embeddings": "output.weight" not in shapes}
         for key, attribute in self.attributes.items():
             value = fields.get(key)
-            if value is not None:
+            if value is not None:  # 0 stands for "not used", which is a factor of 1 in Transformers
                 values[attribute] = type(value)(1) if value == 0 and key in UNUSED else value
         values |= self.sizes(shapes)
+        # YaRN's factors count from the context that the file says, if it says none of its own
         scaling = self.rope(fields, values["max_position_embeddings"])
         values["num_hidden_layers"] -= self.num_heads(fields)
         kinds = self.layer_types(fields, values["num_hidden_layers"])

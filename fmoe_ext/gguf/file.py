@@ -113,7 +113,7 @@ class GgufFile:
         (version,) = self._take("I")
         if self._data[:4] != _MAGIC:
             self._refuse("it does not begin with GGUF")
-        if version & 0xFFFF == 0:
+        if version & 0xFFFF == 0:  # versions are small numbers: this one has its bytes turned
             raise CheckpointError(
                 f"{file} is for another order of bytes: turn it by `gguf-convert-endian FILE native`"
             )
@@ -121,7 +121,7 @@ class GgufFile:
             self._refuse(f"it has version {version}, known are {', '.join(map(str, _VERSIONS))}")
         num_tensors, num_keys = self._take("QQ")
         self.fields = {}
-        self._check_room(num_keys, _MIN_KEY, "keys")
+        self._check_room(num_keys, _MIN_KEY, "keys")  # before a loop over a number that may be anything
         for _ in range(num_keys):
             name = self._text("the name of a key")
             if name in self.fields:

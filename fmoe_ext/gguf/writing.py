@@ -163,7 +163,7 @@ def _parts(
         tensor = tensors[name]
         shapes = [part.shape for part in transform.write(torch.empty(tensor.shape, device="meta"))]
         for i, (part, shape) in enumerate(zip(transform.parts, shapes, strict=True)):
-            # each part reads the tensor again: kept, it would stay in memory until the last part is written
+            # Each part reads the tensor again: kept, it would stay in memory until the last part is written
             read = lambda tensor=tensor, write=transform.write, i=i: write(tensor.read())[i]  # noqa: E731
             parts = None
             if "_exps." in part:  # of which an expert is written as all are

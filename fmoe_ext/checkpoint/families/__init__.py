@@ -1,6 +1,7 @@
-"""The Hugging Face MoE families that are known: a file for each kind of MoE layer, found by being here.
+"""The Hugging Face MoE families that are known, found by being here: FAMILIES of each file.
 
-docs/formats.md has the table.
+A file has one kind of MoE layer and the model types that are variants of it; plain.py has those that need no code of
+their own. docs/formats.md has the table.
 """
 
 import importlib
@@ -17,9 +18,13 @@ _MODULES = tuple(
     for module in pkgutil.iter_modules(__path__)
     if module.name not in ("family", "refused")
 )
-_FOUND = tuple(family for module in _MODULES for family in (module.FAMILY, *getattr(module, "VARIANTS", ())))
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in sorted(_FOUND, key=lambda family: family.name)}
+    {
+        family.name: family
+        for family in sorted(
+            (family for module in _MODULES for family in module.FAMILIES), key=lambda family: family.name
+        )
+    }
 )
 # How files name and shape the tensors; "fused" as modules of Transformers have them
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(

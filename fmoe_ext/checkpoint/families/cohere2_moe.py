@@ -16,7 +16,7 @@ def _read(values: Values) -> Values:
     return {**values, "gate": gate, "norm_topk_prob": normalize, **scale}
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="cohere2_moe",
     holds=("cohere2_moe",),
     files=Layout(no_bias=True, per_expert=PROJECTIONS, shared="shared_experts."),
@@ -35,3 +35,5 @@ FAMILY = Family(
     },
     fewest_shared=0,
 )
+
+FAMILIES = (_FAMILY,)

@@ -16,7 +16,7 @@ def _read(values: Values) -> Values:
     return {**values, "n_group": 1, "topk_group": 1} if greedy else values
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="deepseek_v2",
     holds=("deepseek_v2",),
     files=Layout(per_expert=PROJECTIONS, shared="shared_experts."),
@@ -38,7 +38,8 @@ FAMILY = Family(
     read=_read,
 )
 
-VARIANTS = (
-    FAMILY.variant("deepseek_ocr2_text", layers=kinds_of_layers),
-    FAMILY.variant("unlimited_ocr_text", layers=kinds_of_layers),
+FAMILIES = (
+    _FAMILY,
+    _FAMILY.variant("deepseek_ocr2_text", layers=kinds_of_layers),
+    _FAMILY.variant("unlimited_ocr_text", layers=kinds_of_layers),
 )

@@ -13,7 +13,7 @@ def _one_value(values: Values) -> Values:
     return {k: v[0] if k in _LISTS and isinstance(v, list) else v for k, v in values.items()}
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="hunyuan_v1_moe",
     holds=("hunyuan_v1_moe",),
     files=Layout(gate="gate.wg", per_expert=PROJECTIONS, shared="shared_mlp."),
@@ -21,3 +21,5 @@ FAMILY = Family(
     fixed={"normalize": True},
     read=_one_value,
 )
+
+FAMILIES = (_FAMILY,)
