@@ -274,7 +274,7 @@ def _converted(
 
 
 class _Behind:
-    """What a family computes behind its experts."""
+    """Computes what a family has behind its experts: a norm, a factor, a pair with scores."""
 
     def __init__(self, norm: str, scale: float | None, is_pair: bool) -> None:
         self.norm = norm  # name of the norm in our layer, "" without

@@ -11,7 +11,7 @@ llama.cpp's graph computes more than keys say: `fixed` and refused() name what a
 tensors are those of the package gguf (in_checkpoints() gives it the name that it knows); transforms() has the others,
 and those whose values differ.
 
-To add one: a subclass in a file of architectures/, with what differs, and its name in the list there.
+To add one: a subclass in a file of architectures/, with what differs; it is found by being there.
 """
 
 import functools
