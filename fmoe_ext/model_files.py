@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fmoe_ext import gguf
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.expert_layers import layer_of, mxfp4_layer, outside_experts
@@ -40,8 +41,6 @@ from fmoe_ext.checkpoint.model_folder import (
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
-from fmoe_ext.gguf import metadata, reading
-from fmoe_ext.gguf.file import open_gguf
 
 _COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 _GATES = ("gate", "router")  # ends of names: their few columns decide which experts are chosen
@@ -194,13 +193,13 @@ class GgufModel(ModelFiles):
 
     def __init__(self, file: Path) -> None:
         self.path, self.folder = file, file.parent
-        self.file = open_gguf(file)
-        self.experts = reading.gguf_layers(self.file)
+        self.file = gguf.open_gguf(file)
+        self.experts = gguf.gguf_layers(self.file)
         with errors_of_transformers(self.folder):
             has_json = (self.folder / CONFIG).exists()
             count = len(self.file.tensors)
-            self.config = read_config(self.folder, count) if has_json else metadata.config_of(self.file)
-            metadata.check(self.file, self.config)
+            self.config = read_config(self.folder, count) if has_json else gguf.config_of(self.file)
+            gguf.check(self.file, self.config)
         self.weights = self.file.files
         self.num_tensors = len(self.file.tensors)
         self.formats, self.packed_by = Counter(), ""
@@ -221,7 +220,7 @@ class GgufModel(ModelFiles):
             if layer is None:
                 raise CheckpointError(f"{self.path} has no blk.N.ffn_down_exps.weight for {path}")
             layers[path] = replace(layer, path=path)
-        others = functools.partial(reading.outside_experts, self.file, self.config, shapes)
+        others = functools.partial(gguf.outside_experts, self.file, self.config, shapes)
         return ModelWeights(layers, others, lambda name: name)
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
