@@ -71,7 +71,7 @@ def write_packed(folder: Path, layout: str, layers: int, **changes: Any) -> None
     import transformers
 
     from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-    from fmoe_ext.checkpoint.written_names import as_written
+    from fmoe_ext.checkpoint.weight_names import as_written
 
     config = config_of(layout, layers, **changes)
     folder.mkdir(parents=True)

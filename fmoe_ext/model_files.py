@@ -13,11 +13,12 @@ StoredTensor for the rest, a PackedTensor where a kernel computes with the bytes
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import nn
 from fmoe_ext import gguf
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.expert_layers import layer_of
+from fmoe_ext.checkpoint.expert_layers import layer_of, mxfp4_layer, outside_experts
 from fmoe_ext.checkpoint.files import copy_file, inside
 from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import (
@@ -37,20 +38,16 @@ from fmoe_ext.checkpoint.model_folder import (
     read_config,
     usual_dtype,
 )
-from fmoe_ext.checkpoint.packed import mxfp4_layer, outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG
 from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
-from fmoe_ext.gguf import weights as gguf_weights
-from fmoe_ext.gguf.experts import gguf_layers
-from fmoe_ext.gguf.file import open_gguf
 
-COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
-GATES = ("gate", "router")  # ends of names: their few columns decide which experts are chosen
+_COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
+_GATES = ("gate", "router")  # ends of names: their few columns decide which experts are chosen
 
 
 def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = ()) -> ModelFiles:
-    """Opens the files of a model, a name in the hub's cache included; an opened one is returned.
+    """Open the files of a model, a name in the hub's cache included; an opened one is returned.
 
     folders: others, on other disks perhaps, where shards that the folder's index names may be instead.
     Raises CheckpointError for what is neither folder nor GGUF file, for files that are damaged or lead outside of the
@@ -79,7 +76,7 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
 
 
 def open_config(model: str | Path) -> Any:
-    """Reads the configuration alone of what open_model() opens, for which a folder needs no weights, or of a JSON file.
+    """Read the configuration alone of what open_model() opens, for which a folder needs no weights, or of a JSON file.
 
     Raises CheckpointError for what read_config() refuses, and for a GGUF file as open_model() does.
     """
@@ -102,7 +99,7 @@ class ModelFiles(ABC):
     dtype: torch.dtype  # that config.json names, else of most weights; packed ones count as bfloat16
 
     def skeleton(self) -> Any:
-        """The language model of the configuration on the meta device, with towers for images if it must have them."""
+        """Make the configuration's language model on the meta device, with towers for images if it must have them."""
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -113,30 +110,27 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def of(self, model: nn.Module) -> ModelWeights:
-        """The weights of a model of this configuration; CheckpointError where the files have others."""
+        """Return the weights of a model of this configuration; CheckpointError where the files have others."""
 
     @property
     def inputs(self) -> list[Path]:
-        """The files that a job reads, by which it knows them again."""
+        """Return the files that a job reads, by which it knows them again."""
         return [file for file in (*self.weights, self.folder / CONFIG) if file.exists()]
 
     @abstractmethod
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
-        """Copies what belongs to the weights (configuration, tokenizer), with the index of the weights if asked."""
+        """Copy what belongs to the weights (configuration, tokenizer), with the index of the weights if asked."""
 
 
-class ModelWeights(ABC):
+@dataclass(frozen=True)
+class ModelWeights:
     """The files of a model as the parameters of one."""
 
     layers: dict[str, Layer]  # {path of an experts module: its experts}
-
-    @abstractmethod
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        """{name in Transformers' files: tensor} of what is left beside the experts. dtype: packed ones decode to it."""
-
-    @abstractmethod
-    def parameter(self, name: str) -> str | None:
-        """The parameter that a tensor of others() becomes as it is; None if Transformers makes it of several."""
+    # {name in Transformers' files: tensor} of what is no expert, by the dtype that packed ones decode to
+    others: Callable[[torch.dtype], dict[str, StoredTensor]]
+    # The parameter that a tensor of others becomes as it is; None if Transformers makes it of several
+    parameter: Callable[[str], str | None]
 
 
 class FolderModel(ModelFiles):
@@ -158,7 +152,7 @@ class FolderModel(ModelFiles):
         self.dtype = usual_dtype(tensors) or torch.bfloat16
 
     def names(self, model: nn.Module) -> WeightNames:
-        """The names that the parameters of a model have in the files; of packed ones, those of a plain model."""
+        """Return the names that the parameters of a model have in the files; of packed ones, those of a plain model."""
         kind = kind_of(self.base)
         names: Iterable[str] = self.base.tensors
         if kind is not None:
@@ -166,25 +160,9 @@ class FolderModel(ModelFiles):
         return WeightNames(self.base, model, names)
 
     def of(self, model: nn.Module) -> ModelWeights:
-        return _InFolder(self.base, self.names(model), model)
-
-    def copy_beside(self, out: Path, with_index: bool = False) -> None:
-        copy_small_files(self.base, out, with_index)
-
-
-def copy_small_files(base: ModelFolder, out: Path, with_index: bool = False) -> None:
-    """Copies configuration and tokenizer of a folder, and the index of its weights if asked."""
-    for entry in sorted(base.folder.iterdir()):
-        is_index = entry.name.endswith("index.json")
-        if entry.suffix in COPIED and entry.is_file() and (with_index or not is_index):
-            copy_file(inside(base.folder, entry.name), out / entry.name)
-
-
-class _InFolder(ModelWeights):
-    def __init__(self, base: ModelFolder, names: WeightNames, model: nn.Module) -> None:
-        self._base, self._names = base, names
-        self._used: set[str] = set()  # tensors of experts
-        self.layers = {}
+        base, names = self.base, self.names(model)
+        layers: dict[str, Layer] = {}
+        used: set[str] = set()  # tensors of experts
         for path, experts in experts_modules(model).items():
             found = mxfp4_layer(base, path)
             if found is None:
@@ -194,14 +172,20 @@ class _InFolder(ModelWeights):
                     name = up if in_files[0] is None else down
                     raise CheckpointError(f"{base.folder} has no tensors for {name}: {names.nearest(name)}")
                 found = layer_of(base, path, (in_files[0], in_files[1]))
-            self.layers[path], used = found
-            self._used |= used
+            layers[path] = found[0]
+            used |= found[1]
+        return ModelWeights(layers, lambda dtype: dict(outside_experts(base, used, dtype)), names.renamed.get)
 
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        return dict(outside_experts(self._base, self._used, dtype))
+    def copy_beside(self, out: Path, with_index: bool = False) -> None:
+        copy_small_files(self.base, out, with_index)
 
-    def parameter(self, name: str) -> str | None:
-        return self._names.renamed.get(name)
+
+def copy_small_files(base: ModelFolder, out: Path, with_index: bool = False) -> None:
+    """Copy configuration and tokenizer of a folder, and the index of its weights if asked."""
+    for entry in sorted(base.folder.iterdir()):
+        is_index = entry.name.endswith("index.json")
+        if entry.suffix in _COPIED and entry.is_file() and (with_index or not is_index):
+            copy_file(inside(base.folder, entry.name), out / entry.name)
 
 
 class GgufModel(ModelFiles):
@@ -209,8 +193,8 @@ class GgufModel(ModelFiles):
 
     def __init__(self, file: Path) -> None:
         self.path, self.folder = file, file.parent
-        self.file = open_gguf(file)
-        self.experts = gguf_layers(file, self.file)
+        self.file = gguf.open_gguf(file)
+        self.experts = gguf.gguf_layers(self.file)
         with errors_of_transformers(self.folder):
             has_json = (self.folder / CONFIG).exists()
             count = len(self.file.tensors)
@@ -228,40 +212,29 @@ class GgufModel(ModelFiles):
         self.dtype = max(counts, key=lambda dtype: counts[dtype])
 
     def of(self, model: nn.Module) -> ModelWeights:
-        return _InGguf(self, model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        layers: dict[str, Layer] = {}
+        for path in experts_modules(model):
+            number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
+            layer = self.experts.get(int(number[1])) if number else None
+            if layer is None:
+                raise CheckpointError(f"{self.path} has no blk.N.ffn_down_exps.weight for {path}")
+            layers[path] = replace(layer, path=path)
+        others = functools.partial(gguf.outside_experts, self.file, self.config, shapes)
+        return ModelWeights(layers, others, lambda name: name)
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
         if (self.folder / CONFIG).exists():
             copy_file(inside(self.folder, CONFIG), out / CONFIG)
 
 
-class _InGguf(ModelWeights):
-    def __init__(self, files: GgufModel, model: nn.Module) -> None:
-        self._files = files
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.layers = {}
-        for path in experts_modules(model):
-            number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
-            layer = files.experts.get(int(number[1])) if number else None
-            if layer is None:
-                raise CheckpointError(f"{files.path} has no blk.N.ffn_down_exps.weight for {path}")
-            self.layers[path] = replace(layer, path=path)
-
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        files = self._files
-        return gguf_weights.outside_experts(files.file, files.config, self._shapes, dtype)
-
-    def parameter(self, name: str) -> str | None:
-        return name
-
-
 def experts_modules(model: nn.Module) -> Mapping[str, Any]:
-    """{path: module} of the experts that Transformers lets others compute."""
+    """Return {path: module} of the experts that Transformers lets others compute."""
     return {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
 def linear_layers(skeleton: Any) -> dict[str, nn.Linear]:
-    """{name of the weight: layer} of the linear layers that may stay packed: all but gates and tied ones."""
+    """Return {name of the weight: layer} of the linear layers that may stay packed: all but gates and tied ones."""
     names: dict[int, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -271,7 +244,7 @@ def linear_layers(skeleton: Any) -> dict[str, nn.Linear]:
         f"{path}.weight": layer
         for path, layer in skeleton.named_modules()
         if type(layer) is nn.Linear
-        and not path.endswith(GATES)
+        and not path.endswith(_GATES)
         and layer is not head
         and len(names[id(layer.weight)]) == 1
     }

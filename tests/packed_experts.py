@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of
-from fmoe_ext.checkpoint.layouts import PER_EXPERT
+from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of, mxfp4_layer, prefixes
+from fmoe_ext.checkpoint.families import PER_EXPERT
 from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
-from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
 
 
 def packed_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:

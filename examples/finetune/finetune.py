@@ -24,8 +24,8 @@ import transformers
 from transformers import Trainer  # is imported when it is asked for: here, its memory is the program's
 
 import fmoe_ext
+from fmoe_ext.checkpoint.expert_layers import decode
 from fmoe_ext.checkpoint.model_folder import ModelFolder
-from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
 from fmoe_ext.memory import bytes_of_text

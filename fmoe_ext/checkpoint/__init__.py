@@ -12,7 +12,7 @@ from fmoe_ext.checkpoint.deepspeed import from_deepspeed
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.fastmoe import merge_fastmoe, read_fastmoe, write_fastmoe
 from fmoe_ext.checkpoint.huggingface import from_huggingface, to_huggingface
-from fmoe_ext.checkpoint.megatron_experts import from_megatron_core, to_megatron_core
+from fmoe_ext.checkpoint.megatron import from_megatron_core, to_megatron_core
 from fmoe_ext.checkpoint.saving import export_safetensors, load, save
 
 __all__ = [

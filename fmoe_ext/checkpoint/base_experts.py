@@ -5,14 +5,13 @@ Transformers' own table says it for the architectures that Transformers knows; e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
+from fmoe_ext.checkpoint.families import BLOCKS, PER_EXPERT, STACKED
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 
@@ -38,19 +37,32 @@ class Experts:
         return self.names.keys() != {"up", "down"}
 
 
-@dataclass
 class BaseExperts:
     """Finds the experts of a base by the path that their module has in the model."""
 
-    base: ModelFolder
-    _models: list[tuple[Any, WeightNames]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for model in _models(self.base):
-            self._models.append((model, WeightNames(self.base, model, self.base.tensors)))
+    def __init__(self, base: ModelFolder) -> None:
+        self.base = base
+        # Models on the meta device, as the class of config.json and as a language model, and their names in the files;
+        # none if Transformers does not know the model type
+        self._models: list[tuple[Any, WeightNames]] = []
+        try:
+            import transformers
+        except ModuleNotFoundError:
+            return
+        makers = (
+            lambda config: getattr(transformers, (config.architectures or [""])[0])(config),
+            transformers.AutoModelForCausalLM.from_config,
+        )
+        for make in makers:
+            try:
+                with torch.device("meta"):
+                    model = make(base.make_config())
+            except Exception:  # of Transformers, which have no common class; names of layouts are left
+                continue
+            self._models.append((model, WeightNames(base, model, base.tensors)))
 
     def at(self, layer: str) -> Experts | None:
-        """Experts at a module, as model.layers.0.mlp.experts; None if there are none.
+        """Return the experts at a module, as model.layers.0.mlp.experts; None if there are none.
 
         Raises CheckpointError for tensors that are missing or do not fit.
         """
@@ -59,14 +71,54 @@ class BaseExperts:
                 module = model.get_submodule(layer)
             except AttributeError:
                 continue
-            if hasattr(module, "is_transposed"):
-                found = _by_table(self.base, names, layer, module)
-                if found is not None:
-                    return found
-        return _by_name(self.base, layer)
+            if not hasattr(module, "is_transposed"):
+                continue
+            up, down = (names.experts(f"{layer}.{name}") for name in (up_of(module), "down_proj"))
+            if up is None or down is None:
+                continue
+            roles: tuple[str, ...] = ("gate", "up")
+            if len(up.names[0]) == 1:
+                roles = ("gate_up",) if module.has_gate else ("up",)
+            columns = [*zip(*up.names, strict=True), *zip(*down.names, strict=True)]
+            of_role = dict(zip((*roles, "down"), columns, strict=True))
+            in_turn = module.has_gate and not getattr(module, "is_concatenated", True)
+            shape = module.down_proj.shape[1:]
+            d_model, d_hidden = reversed(shape) if module.is_transposed else shape
+            turned = bool(module.is_transposed) != down.transposed
+            interleaved = up.interleaved or in_turn
+            found = Experts(of_role, d_model, d_hidden, down.is_stack, turned, interleaved, in_turn)
+            _check_shapes(self.base, found)
+            return found
+        # By the layouts of docs/formats.md
+        tensors = self.base.tensors
+        stem, _, block = layer.removesuffix(".experts").rpartition(".")
+        for name in dict.fromkeys((block, *BLOCKS)):
+            prefix = f"{stem}.{name}." if stem else f"{name}."
+            for gate_up, second in STACKED:
+                if {prefix + gate_up, prefix + second} <= tensors.keys():
+                    return _stacked(self.base, prefix + gate_up, prefix + second)
+            for leaves in PER_EXPERT:
+                count = 0
+                while f"{prefix}experts.{count}.{leaves[0]}" in tensors:
+                    count += 1
+                if not count:
+                    continue
+                of_expert = {
+                    role: tuple(f"{prefix}experts.{e}.{leaf}" for e in range(count))
+                    for role, leaf in zip(("gate", "up", "down"), leaves, strict=True)
+                }
+                shape = tensors[of_expert["gate"][0]].shape
+                if len(shape) != 2:
+                    raise CheckpointError(
+                        f"{self.base.folder}: {of_expert['gate'][0]} is {list(shape)}, no matrix"
+                    )
+                found = Experts(of_expert, shape[1], shape[0])
+                _check_shapes(self.base, found)
+                return found
+        return None
 
     def weight(self, module: str) -> str | None:
-        """Finds the weight of a linear layer; None if the base lacks it or has it as a part of another one."""
+        """Find the weight of a linear layer; None if the base lacks it or has it as a part of another one."""
         wanted = f"{module}.weight"
         for _, names in self._models:
             for name, parameter in names.renamed.items():
@@ -76,7 +128,7 @@ class BaseExperts:
         return next((name for name in candidates if name in self.base.tensors), None)
 
     def check_alone(self, parameter: str) -> None:
-        """Raises CheckpointError for a parameter whose tensor in the files is another one's too."""
+        """Raise CheckpointError for a parameter whose tensor in the files is another one's too."""
         for _, names in self._models:
             if other := names.shared.get(parameter):
                 raise CheckpointError(
@@ -85,67 +137,17 @@ class BaseExperts:
                 )
 
     def converted(self, module: str) -> tuple[Any, Converted] | None:
-        """Finds the model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
-        wanted = f"{module}.weight"
+        """Find the model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
         for model, names in self._models:
-            if found := names.converted(wanted):
+            if found := names.converted(f"{module}.weight"):
                 return model, found
         return None
 
 
-def _models(base: ModelFolder) -> Iterator[Any]:
-    """The models on the meta device that Transformers makes of a folder; none if it does not know the model type."""
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        return
-    with torch.device("meta"):
-        makers = (
-            lambda config: getattr(transformers, (config.architectures or [""])[0])(config),
-            transformers.AutoModelForCausalLM.from_config,
-        )
-        for make in makers:
-            try:
-                yield make(base.make_config())
-            except Exception:  # of Transformers, which have no common class; names of layouts are left
-                continue
-
-
-def _by_table(base: ModelFolder, names: WeightNames, layer: str, module: Any) -> Experts | None:
-    up, down = (names.experts(f"{layer}.{name}") for name in (up_of(module), "down_proj"))
-    if up is None or down is None:
-        return None
-    halves = ("gate_up",) if module.has_gate else ("up",)
-    roles = halves if len(up.names[0]) == 1 else ("gate", "up")
-    columns = [*zip(*up.names, strict=True), *zip(*down.names, strict=True)]
-    of_role = dict(zip((*roles, "down"), columns, strict=True))
-    in_turn = module.has_gate and not getattr(module, "is_concatenated", True)
-    turned = bool(module.is_transposed) != down.transposed
-    shape = module.down_proj.shape[1:]
-    d_model, d_hidden = reversed(shape) if module.is_transposed else shape
-    experts = Experts(of_role, d_model, d_hidden, down.is_stack, turned, up.interleaved or in_turn, in_turn)
-    _check_shapes(base, experts)
-    return experts
-
-
-def _by_name(base: ModelFolder, layer: str) -> Experts | None:
-    """By the layouts of docs/formats.md."""
-    stem, _, block = layer.removesuffix(".experts").rpartition(".")
-    for name in dict.fromkeys((block, *BLOCKS)):
-        prefix = f"{stem}.{name}." if stem else f"{name}."
-        for gate_up, down in STACKED:
-            if {prefix + gate_up, prefix + down} <= base.tensors.keys():
-                return _stacked(base, prefix, gate_up, down)
-        for leaves in PER_EXPERT:
-            if f"{prefix}experts.0.{leaves[0]}" in base.tensors:
-                return _numbered(base, prefix, leaves)
-    return None
-
-
-def _stacked(base: ModelFolder, prefix: str, gate_up: str, down: str) -> Experts:
-    first, second = prefix + gate_up, prefix + down
+def _stacked(base: ModelFolder, first: str, second: str) -> Experts:
+    """Describe stacks of all experts, [E, 2H, D] and [E, D, H] or turned."""
     w1, w2 = base.tensors[first].shape, base.tensors[second].shape
-    in_turn = f"{first}_bias" in base.tensors
+    in_turn = f"{first}_bias" in base.tensors  # GPT-OSS
     if len(w1) == len(w2) == 3 and w1[0] == w2[0]:
         names = {"gate_up": (first,) * w1[0], "down": (second,) * w1[0]}
         if w1[1] == 2 * w2[2] and w1[2] == w2[1]:
@@ -153,22 +155,6 @@ def _stacked(base: ModelFolder, prefix: str, gate_up: str, down: str) -> Experts
         if w1[2] == 2 * w2[1] and w1[1] == w2[2]:
             return Experts(names, w1[1], w2[1], True, True, in_turn, in_turn)
     raise CheckpointError(f"{base.folder}: {first} {list(w1)} and {second} {list(w2)} do not fit")
-
-
-def _numbered(base: ModelFolder, prefix: str, leaves: tuple[str, str, str]) -> Experts:
-    count = 0
-    while f"{prefix}experts.{count}.{leaves[0]}" in base.tensors:
-        count += 1
-    names = {
-        role: tuple(f"{prefix}experts.{e}.{leaf}" for e in range(count))
-        for role, leaf in zip(("gate", "up", "down"), leaves, strict=True)
-    }
-    shape = base.tensors[names["gate"][0]].shape
-    if len(shape) != 2:
-        raise CheckpointError(f"{base.folder}: {names['gate'][0]} is {list(shape)}, no matrix")
-    experts = Experts(names, shape[1], shape[0])
-    _check_shapes(base, experts)
-    return experts
 
 
 def _check_shapes(base: ModelFolder, experts: Experts) -> None:

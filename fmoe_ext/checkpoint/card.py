@@ -11,23 +11,24 @@ from typing import Any
 
 from fmoe_ext.checkpoint.files import atomic_file
 
-CARD = "README.md"
+_CARD = "README.md"
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")  # of the hub's cache: owner and name
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def hub_name(model: str | Path | None) -> str | None:
-    """The name of a model on the hub, of a path in its cache or of the name itself; None for other folders."""
+    """Return the name of a model on the hub, of a path in its cache or of the name itself; None for other folders."""
     if model is None:
         return None
     if cached := _IN_CACHE.search(Path(model).absolute().as_posix() + "/"):
         return f"{cached[1]}/{cached[2]}"
     text = str(model)
+    # a name alone may be a folder here: then it is none of the hub
     return text if isinstance(model, str) and _NAME.fullmatch(text) and not Path(text).exists() else None
 
 
 def shown(model: str | Path | None) -> str:
-    """The name of a model in a card: on the hub, or of its folder alone, which says nothing of the machine."""
+    """Return the name of a model in a card: on the hub, or of its folder alone, which says nothing of the machine."""
     return "not known" if model is None else hub_name(model) or Path(model).name
 
 
@@ -42,7 +43,7 @@ def render_card(
     pipeline: str | None = "text-generation",
     tags: Sequence[str] = (),
 ) -> str:
-    """The text of a card.
+    """Return the text of a card.
 
     what: a sentence. base: the folder or name of the model that it was made from. facts: further lines of a table;
     those that are None are left out. command: in Python or of the shell. library, pipeline, tags: the hub's terms.
@@ -77,7 +78,7 @@ def render_card(
 
 
 def write_card(folder: Path, text: str, kept: Path | None = None) -> None:
-    """Writes a card into a folder, or leaves it out where that folder, or `kept`, which it will replace, has one."""
-    if not any((place / CARD).exists() for place in (folder, kept) if place is not None):
-        with atomic_file(folder / CARD) as file:
+    """Write a card into a folder, or leave it out where that folder, or `kept`, which it will replace, has one."""
+    if not any((place / _CARD).exists() for place in (folder, kept) if place is not None):
+        with atomic_file(folder / _CARD) as file:
             file.write(text.encode())

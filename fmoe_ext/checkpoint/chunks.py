@@ -1,15 +1,19 @@
 """Tensors in the .distcp files of a checkpoint folder: where their chunks are, and how they are read.
 
-torch.distributed.checkpoint decides which chunks go where; what comes from a file is checked here and is never more
-than a tensor of the shape and dtype that was announced.
+torch.distributed.checkpoint plans: it asks each rank for its parts of every tensor, and decides which rank writes which
+chunk, and which chunks a rank has to read. The classes below are what it lets others replace:
+
+    SavePlanner    which rank writes what several have        Writer    where the chunks were written, kept as JSON
+    Planner        no entry but tensors                       Reader    the chunks, read from a folder
+
+What comes from a file is checked here and is never more than a tensor of the shape and dtype that was announced.
 """
 
 import functools
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
@@ -62,7 +66,7 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]  # all of it, each element once
 
     def check(self, key: str) -> None:
-        """Raises CheckpointError unless the types are right and the chunks lie in the tensor and in files."""
+        """Raise CheckpointError unless the types are right and the chunks lie in the tensor and in files."""
         if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
             raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
         if len(self.shape) > _MAX_DIMENSIONS:
@@ -182,13 +186,6 @@ class Reader(StorageReader):
         return True
 
 
-class Fingerprint(NamedTuple):
-    """A number that two tensors of the same bytes share and other tensors, but for chance, do not."""
-
-    what: str  # dtype and shape
-    value: str
-
-
 class SavePlanner(DefaultSavePlanner):
     """Saves what several ranks have from the lowest of them, all of it, and says whether their copies are equal.
 
@@ -206,17 +203,27 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def chunks(self) -> dict[Place, Callable[[], torch.Tensor]]:
-        """{(key, offsets): what gives the chunk} of this rank."""
+        """Return {(key, offsets): what gives the chunk} of this rank."""
         return {
             place: functools.partial(cast(Callable[[WriteItem], torch.Tensor], self.resolve_data), item)
             for place, item in self.items.items()
         }
 
 
+class _Fingerprint(NamedTuple):
+    """A number that two tensors of the same bytes share and other tensors, but for chance, do not."""
+
+    what: str  # dtype and shape
+    value: str
+
+
 def fingerprints(
     chunks: Mapping[Place, Callable[[], torch.Tensor]], shared: Set[Place]
-) -> dict[Place, Fingerprint]:
-    """Computes fingerprints of the chunks that other ranks have too."""
+) -> dict[Place, _Fingerprint]:
+    """Compute fingerprints of the chunks that other ranks have too, each where it is: no copy of it goes to the CPU.
+
+    The bytes are numbers mod 2^64; of each block their sum, each times an odd number of its own, is hashed.
+    """
     if not shared:  # one process: the 8 MiB of weights would be its peak of memory
         return {}
     seeded = torch.Generator("cpu").manual_seed(0)  # the same on every rank
@@ -224,25 +231,20 @@ def fingerprints(
     weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
     found = {}
     for place, give in chunks.items():
-        if place in shared:
-            tensor = give()
-            weights = weights.to(tensor.device)
-            found[place] = fingerprint(tensor, weights)
+        if place not in shared:
+            continue
+        tensor = give()
+        weights = weights.to(tensor.device)
+        sums = []
+        for block in tensor.detach().contiguous().view(-1).view(torch.uint8).split(8 * _BLOCK):
+            numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
+            numbers.view(torch.uint8)[: len(block)] = block
+            numbers ^= numbers >> 31  # or two turned signs, 2^63 each, would cancel
+            sums.append((numbers * weights[: len(numbers)]).sum())
+        of_blocks = torch.stack(sums).tolist() if sums else []
+        what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        found[place] = _Fingerprint(what, hashlib.sha256(str(of_blocks).encode()).hexdigest())
     return found
-
-
-def fingerprint(tensor: torch.Tensor, weights: torch.Tensor) -> Fingerprint:
-    """Computes it where the tensor is, so that no copy of it goes to the CPU. weights: odd numbers [_BLOCK]."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    sums = []
-    for block in content.split(8 * _BLOCK):
-        numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
-        numbers.view(torch.uint8)[: len(block)] = block
-        numbers ^= numbers >> 31  # or two turned signs, 2^63 each, would cancel
-        sums.append((numbers * weights[: len(numbers)]).sum())
-    of_blocks = torch.stack(sums).tolist() if sums else []
-    what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    return Fingerprint(what, hashlib.sha256(str(of_blocks).encode()).hexdigest())
 
 
 class Planner(DefaultLoadPlanner):
@@ -256,11 +258,14 @@ class Planner(DefaultLoadPlanner):
 
 
 def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """Reads the tensor of one chunk; CheckpointError where the file holds anything else."""
+    """Read the tensor of one chunk; CheckpointError where the file holds anything else."""
     path = inside(folder, chunk.file)
     text = f"{path}: the chunk of {key} at {chunk.begin}"
     try:
-        with _part_of(path, chunk.begin, chunk.num_bytes) as part:
+        check_is_file(path)
+        if chunk.begin + chunk.num_bytes > path.stat().st_size:
+            raise CheckpointError(f"{path} is truncated: it has no {chunk.num_bytes} bytes at {chunk.begin}")
+        with open(path, "rb") as file, io.BufferedReader(_Part(file, chunk.begin, chunk.num_bytes)) as part:
             check_torch_file(part, text)
             value = torch.load(part, map_location="cpu", weights_only=True)
     except CheckpointError:
@@ -276,17 +281,9 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
     return value
 
 
-@contextmanager
-def _part_of(path: Path, begin: int, num_bytes: int) -> Iterator[BinaryIO]:
-    """Opens bytes of a file as a file of their own."""
-    check_is_file(path)
-    if begin + num_bytes > path.stat().st_size:
-        raise CheckpointError(f"{path} is truncated: it has no {num_bytes} bytes at {begin}")
-    with open(path, "rb") as file, io.BufferedReader(_Part(file, begin, num_bytes)) as part:
-        yield part
-
-
 class _Part(io.RawIOBase):
+    """Bytes of a file as a file of their own, which torch.load() reads."""
+
     def __init__(self, file: BinaryIO, begin: int, num_bytes: int):
         self.file, self.begin, self.num_bytes, self.place = file, begin, num_bytes, 0
 

@@ -15,7 +15,6 @@ from fmoe_ext.checkpoint.files import read_locked
 from fmoe_ext.checkpoint.model_folder import local_path
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
 from fmoe_ext.checkpoint.routing import needed_config
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,53 +35,62 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if checkpoint.manifest is not None and checkpoint.files:  # no save(keep=) removes it now
                 until_read.enter_context(read_locked(checkpoint.files[0].with_name("manifest.json")))
             if options.verify:
-                _verify(checkpoint)
+                files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
+                with progress_bar("verifying", sum(file.stat().st_size for file in files)) as progress:
+                    count = checkpoint.verify(progress)
+                total = len(checkpoint.files)
+                print(f"checksums  {count} of {total} files have one, all are right", file=sys.stderr)
             if options.command == "inspect":
-                print(as_json(_as_dict(checkpoint)) if options.json else _report(checkpoint, options.tensors))
+                _inspect(checkpoint, options.json, options.tensors)
             else:
                 _convert(checkpoint, options)
     except (CheckpointError, OSError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
 
 
-def _as_dict(checkpoint: convert.Checkpoint) -> dict[str, Any]:
-    """Contents of a checkpoint as JSON's types: its files, layers and every tensor."""
+def _inspect(checkpoint: convert.Checkpoint, in_json: bool, every_tensor: bool) -> None:
+    """Print the files and layers of a checkpoint, and every tensor if asked, as JSON does in any case."""
     manifest, tensors = checkpoint.manifest, checkpoint.tensors
-    return {
-        "format": checkpoint.format,
-        "step": checkpoint.step,
-        "optimizer": manifest.optimizer["type"] if manifest and manifest.optimizer else None,
-        "files": {str(file): file.stat().st_size for file in checkpoint.files},
-        "layers": describe_layers({name: t.shape for name, t in tensors.items()}),
-        "tensors": {
-            name: {"shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.num_bytes}
-            for name, t in tensors.items()
-        },
-        "left_out": checkpoint.left_out,
-    }
-
-
-def _report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
-    """Contents of a checkpoint, as text: its files, its layers, and every tensor if asked."""
-    tensors = checkpoint.tensors
+    layers = describe_layers({name: t.shape for name, t in tensors.items()})
+    optimizer = manifest.optimizer["type"] if manifest and manifest.optimizer else None
+    sizes = {file: file.stat().st_size for file in checkpoint.files}
+    if in_json:
+        content = {
+            "format": checkpoint.format,
+            "step": checkpoint.step,
+            "optimizer": optimizer,
+            "files": {str(file): size for file, size in sizes.items()},
+            "layers": layers,
+            "tensors": {
+                name: {"shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.num_bytes}
+                for name, t in tensors.items()
+            },
+            "left_out": checkpoint.left_out,
+        }
+        print(as_json(content))
+        return
     num_params = sum(math.prod(t.shape) for t in tensors.values())
-    num_expert_params = sum(math.prod(t.shape) for name, t in tensors.items() if EXPERT_NAME.fullmatch(name))
-    manifest = checkpoint.manifest
+    of_experts = sum(math.prod(t.shape) for name, t in tensors.items() if EXPERT_NAME.fullmatch(name))
     lines = [
         f"format     {checkpoint.format}, step {checkpoint.step}",
-        f"tensors    {len(tensors)}, {num_params:,} elements, {num_expert_params:,} of them of experts",
-        f"optimizer  {manifest.optimizer['type'] if manifest and manifest.optimizer else 'none'}",
+        f"tensors    {len(tensors)}, {num_params:,} elements, {of_experts:,} of them of experts",
+        f"optimizer  {optimizer or 'none'}",
         "",
-        *table(("file", "bytes"), [(f.name, f"{f.stat().st_size:,}") for f in checkpoint.files]),
+        *table(("file", "bytes"), [(file.name, f"{size:,}") for file, size in sizes.items()]),
     ]
-    layers = describe_layers({name: t.shape for name, t in tensors.items()})
-    rows = [(name or "(root)", *_layer(tensors, name, layer)) for name, layer in layers.items()]
+    rows: list[tuple[str, ...]] = []
+    for name, layer in layers.items():
+        prefix = f"{name}.experts." if name else "experts."
+        own = [t for key, t in tensors.items() if key.startswith(prefix)]
+        widths = (str(layer.get(key, "")) for key in ("d_model", "d_hidden"))
+        counts = sum(math.prod(t.shape) for t in own), sum(t.num_bytes for t in own)
+        rows.append((name or "(root)", str(layer["num_experts"]), *widths, *(f"{n:,}" for n in counts)))
     if rows:
         lines += ["", *table(("layer", "experts", "d_model", "d_hidden", "elements", "bytes"), rows)]
     if every_tensor:
         rows = [(name, str(list(t.shape)), str(t.dtype)) for name, t in tensors.items()]
         lines += ["", *table(("tensor", "shape", "dtype"), rows)]
-    return "\n".join(lines)
+    print("\n".join(lines))
 
 
 def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> None:
@@ -90,41 +98,19 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
     with progress_bar("writing", total) as progress:
         convert.write(options.out, checkpoint, options.to, options.ranks, progress)
     print(f"{options.out}: {len(checkpoint.tensors)} tensors as {options.to}")
-    if options.to.startswith("hf-") and (
-        config := needed_config(checkpoint.routing, options.to.removeprefix("hf-"))
-    ):
-        print(f"config.json must say {json.dumps(config)[1:-1]}")
+    if options.to.startswith("hf-"):
+        config = needed_config(checkpoint.routing, options.to.removeprefix("hf-"))
+        if config:
+            print(f"config.json must say {json.dumps(config)[1:-1]}")
     if checkpoint.left_out:
         print(f"left out, no tensors of the model: {len(checkpoint.left_out)}, as {checkpoint.left_out[0]}")
-    if checkpoint.format in ("fastmoe", "deepspeed") or (
-        checkpoint.manifest and checkpoint.manifest.optimizer
-    ):
+    has_optimizer = bool(checkpoint.manifest and checkpoint.manifest.optimizer)
+    if checkpoint.format in ("fastmoe", "deepspeed") or has_optimizer:
         print("the state of the optimizer, if any, is not converted")
 
 
-def _verify(checkpoint: convert.Checkpoint) -> None:
-    files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
-    with progress_bar("verifying", sum(file.stat().st_size for file in files)) as progress:
-        num_verified = checkpoint.verify(progress)
-    print(
-        f"checksums  {num_verified} of {len(checkpoint.files)} files have one, all are right", file=sys.stderr
-    )
-
-
-def _layer(tensors: dict[str, StoredTensor], name: str, layer: dict[str, int]) -> tuple[str, ...]:
-    prefix = f"{name}.experts." if name else "experts."
-    experts = [t for key, t in tensors.items() if key.startswith(prefix)]
-    num_bytes = sum(t.num_bytes for t in experts)
-    widths = (str(layer.get(key, "")) for key in ("d_model", "d_hidden"))
-    return (
-        str(layer["num_experts"]),
-        *widths,
-        f"{sum(math.prod(t.shape) for t in experts):,}",
-        f"{num_bytes:,}",
-    )
-
-
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a table, its first column to the left and the others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         first = row[0].ljust(widths[0])
@@ -135,7 +121,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[st
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """A bar of bytes on the terminal."""
+    """Show a bar of bytes on the terminal; yields what takes further bytes."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
@@ -156,9 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     source.add_argument("--mp-rank", help="FastMoE and DeepSpeed: the model-parallel part, as mp_rank_00")
     source.add_argument("--trust", action="store_true", help="run the code in pickled files of others")
-    source.add_argument(
-        "--no-verify", dest="verify", action="store_false", help="do not check the checksums first"
-    )
+    no_verify = "do not check the checksums first"
+    source.add_argument("--no-verify", dest="verify", action="store_false", help=no_verify)
     inspect = commands.add_parser("inspect", parents=[source], help="files, layers, experts, sizes")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor too")
     add_json(inspect)
@@ -168,7 +153,6 @@ def _parser() -> argparse.ArgumentParser:
     change = commands.add_parser("convert", parents=[source], help="any checkpoint to any format")
     change.add_argument("-o", "--out", required=True, help="folder to write")
     change.add_argument("--to", required=True, choices=convert.FORMATS)
-    change.add_argument(
-        "--ranks", type=int, default=1, help="fastmoe: data-parallel ranks to write files for"
-    )
+    ranks = "fastmoe: data-parallel ranks to write files for"
+    change.add_argument("--ranks", type=int, default=1, help=ranks)
     return parser

@@ -18,17 +18,17 @@ from typing import Any
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.fastmoe import load_file
 from fmoe_ext.checkpoint.files import inside, read_text
-from fmoe_ext.checkpoint.layouts import B1, B2, W1, W2, joined
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored
+from fmoe_ext.checkpoint.model_state import B1, B2, W1, W2
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_given, as_stored, joined
 
 _LATEST = "latest"
-MODEL_FILE = re.compile(r"(?P<mp>mp_rank_\d{2})_model_states\.pt")
+_MODEL_FILE = re.compile(r"(?P<mp>mp_rank_\d{2})_model_states\.pt")
 _EXPERT_FILE = re.compile(
     r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_(?P<mp>mp_rank_\d{2})_model_states\.pt"
 )
-GATE = re.compile(r"(?P<layer>(?:.*\.)?)deepspeed_moe\.gate\.wg\.weight")
-EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
-GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of SwiGLU, as Transformers names them
+_GATE = re.compile(r"(?P<layer>(?:.*\.)?)deepspeed_moe\.gate\.wg\.weight")
+_EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of SwiGLU, as Transformers names them
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -37,13 +37,25 @@ def is_deepspeed(path: Path) -> bool:
         folder = _newest(Path(path))
     except CheckpointError:  # a folder of ours has a file of that name too, which store.py judges
         return False
-    return folder.is_dir() and any(MODEL_FILE.fullmatch(file.name) for file in folder.glob("mp_rank_*.pt"))
+    return folder.is_dir() and any(_MODEL_FILE.fullmatch(file.name) for file in folder.glob("mp_rank_*.pt"))
+
+
+def _newest(path: Path) -> Path:
+    """Return the folder of one step: path itself, or the one that its file "latest" names."""
+    if not (path / _LATEST).is_file():
+        return path
+    tag = read_text(inside(path, _LATEST)).strip()
+    if not re.fullmatch(r"[\w.-]{1,200}", tag):
+        raise CheckpointError(
+            f"{path / _LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}"
+        )
+    return inside(path, tag)
 
 
 def read_deepspeed(
     path: Path, mp_rank: str | None = None, trust: bool = False
 ) -> tuple[dict[str, StoredTensor], list[Path], int]:
-    """Reads the model of a DeepSpeed checkpoint -> ({name: StoredTensor} in our layout, files, step).
+    """Read the model of a DeepSpeed checkpoint -> ({name: StoredTensor} in our layout, files, step).
 
     path: the folder of one step, or the one above, whose file "latest" names it. mp_rank: which part of a
     tensor-parallel model, as "mp_rank_00"; needed where there are several, which are not merged. trust: run the code in
@@ -51,9 +63,7 @@ def read_deepspeed(
     Raises CheckpointError for missing experts, and for files that need trust.
     """
     folder = _newest(Path(path))
-    models = {
-        match["mp"]: file for file in sorted(folder.iterdir()) if (match := MODEL_FILE.fullmatch(file.name))
-    }
+    models = {m["mp"]: file for file in sorted(folder.iterdir()) if (m := _MODEL_FILE.fullmatch(file.name))}
     if mp_rank is None and len(models) > 1:
         raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(models)}")
     part = mp_rank or next(iter(models))
@@ -78,19 +88,8 @@ def read_deepspeed(
     return from_deepspeed(stored), files, step if isinstance(step, int) else 0
 
 
-def _newest(path: Path) -> Path:
-    if not (path / _LATEST).is_file():
-        return path
-    tag = read_text(inside(path, _LATEST)).strip()
-    if not re.fullmatch(r"[\w.-]{1,200}", tag):
-        raise CheckpointError(
-            f"{path / _LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}"
-        )
-    return inside(path, tag)
-
-
 def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a state dict with layers of deepspeed.moe.layer.MoE -> the same under the names of our layers.
+    """Convert a state dict with layers of deepspeed.moe.layer.MoE -> the same under the names of our layers.
 
     Values are tensors or StoredTensors, experts numbered over all ranks. Experts of two matrices (nn.Linear), or of
     SwiGLU's three under Transformers' names, become those of FMoETransformerMLP; others keep their parameters' names,
@@ -99,51 +98,49 @@ def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     tensors, lazy = as_stored(state_dict)
     out: dict[str, StoredTensor] = {}
-    prefixes = {match["layer"]: t.shape[0] for key, t in tensors.items() if (match := GATE.fullmatch(key))}
+    prefixes = {match["layer"]: t.shape[0] for key, t in tensors.items() if (match := _GATE.fullmatch(key))}
     for key, tensor in tensors.items():
-        match = GATE.fullmatch(key)
-        if match is not None:
-            prefix = match["layer"]
-            out[prefix + "gate.gate.weight"] = tensor
-            out |= _experts(prefix, tensors, prefixes[prefix])
-        elif EXPERTS not in key:
-            out[key] = tensor
-        elif key.partition(EXPERTS)[0] not in prefixes:
+        match = _GATE.fullmatch(key)
+        if match is None:
+            if _EXPERTS not in key:
+                out[key] = tensor
+            elif key.partition(_EXPERTS)[0] not in prefixes:
+                raise CheckpointError(
+                    f"{key} is of an expert, but there is no {key.partition(_EXPERTS)[0]}deepspeed_moe.gate"
+                )
+            continue
+        prefix = match["layer"]
+        out[prefix + "gate.gate.weight"] = tensor
+        found: dict[int, dict[str, StoredTensor]] = {}  # {expert: {parameter: tensor}}
+        for name, part in tensors.items():
+            number, _, rest = name.removeprefix(prefix + _EXPERTS).partition(".")
+            if name.startswith(prefix + _EXPERTS) and number.isdecimal():
+                found.setdefault(int(number), {})[rest] = part
+        num_experts = prefixes[prefix]
+        if sorted(found) != list(range(num_experts)):
+            absent = sorted(set(range(num_experts)) - found.keys())
             raise CheckpointError(
-                f"{key} is of an expert, but there is no {key.partition(EXPERTS)[0]}deepspeed_moe.gate"
+                f"{prefix}deepspeed_moe.gate is for {num_experts} experts, but "
+                f"{f'there is none of {absent[:8]}' if absent else f'there are {len(found)}'}"
             )
-    return out if lazy else {key: tensor.read().clone() for key, tensor in out.items()}
-
-
-def _experts(prefix: str, tensors: Mapping[str, StoredTensor], num_experts: int) -> dict[str, StoredTensor]:
-    found: dict[int, dict[str, StoredTensor]] = {}
-    for key, tensor in tensors.items():
-        number, _, rest = key.removeprefix(prefix + EXPERTS).partition(".")
-        if key.startswith(prefix + EXPERTS) and number.isdecimal():
-            found.setdefault(int(number), {})[rest] = tensor
-    if sorted(found) != list(range(num_experts)):
-        absent = sorted(set(range(num_experts)) - found.keys())
-        raise CheckpointError(
-            f"{prefix}deepspeed_moe.gate is for {num_experts} experts, but "
-            f"{f'there is none of {absent[:8]}' if absent else f'there are {len(found)}'}"
-        )
-    experts = [found[e] for e in range(num_experts)]
-    if any(expert.keys() != experts[0].keys() for expert in experts):
-        raise CheckpointError(f"the experts of {prefix}deepspeed_moe do not have the same parameters")
-    columns = {rest: [expert[rest] for expert in experts] for rest in experts[0]}
-    fused = _fused(f"{prefix}deepspeed_moe", columns)
-    if fused is not None:
-        return {prefix + name: tensor for name, tensor in fused.items()}
-    return {
-        f"{prefix}experts.{e}.{rest}": t for rest, column in columns.items() for e, t in enumerate(column)
-    }
+        experts = [found[e] for e in range(num_experts)]
+        if any(expert.keys() != experts[0].keys() for expert in experts):
+            raise CheckpointError(f"the experts of {prefix}deepspeed_moe do not have the same parameters")
+        columns = {rest: [expert[rest] for expert in experts] for rest in experts[0]}
+        fused = _fused(f"{prefix}deepspeed_moe", columns)
+        if fused is not None:
+            out |= {prefix + name: part for name, part in fused.items()}
+        else:
+            for rest, column in columns.items():
+                out |= {f"{prefix}experts.{e}.{rest}": part for e, part in enumerate(column)}
+    return as_given(out, lazy)
 
 
 def _fused(layer: str, columns: Mapping[str, list[StoredTensor]]) -> dict[str, StoredTensor] | None:
-    """htoh4 and h4toh of all experts, {parameter of one: those of all}; None if the experts are no such MLPs."""
+    """Make htoh4 and h4toh of {parameter: that of each expert}; None if the experts are no such MLPs."""
     weights = [name for name, column in columns.items() if len(column[0].shape) == 2]
     stems = [name.removesuffix("weight").removesuffix(".") for name in weights]
-    for gate, up, down in GATED:
+    for gate, up, down in _GATED:
         if {stem.rpartition(".")[2] for stem in stems} == {gate, up, down} and len(columns) == 3:
             of = {stem.rpartition(".")[2]: columns[name] for stem, name in zip(stems, weights, strict=True)}
             return {W1: joined(layer, of[gate], of[up]), W2: joined(layer, of[down])}

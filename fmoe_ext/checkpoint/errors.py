@@ -15,7 +15,7 @@ class CheckpointError(RuntimeError):
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """value of every rank, in their order; [value] without process group. A collective call."""
+    """Return the value of every rank, in their order; [value] without process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -28,7 +28,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 @contextmanager
 def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Runs the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
+    """Run the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
     failure: BaseException | None = None
     try:
         yield
@@ -38,7 +38,7 @@ def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[No
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     if not failed:
         return
-    if len(set(texts)) == 1:
+    if len(set(texts)) == 1:  # all ranks say the same: once is enough
         raise CheckpointError(f"{action}: {texts[0]}") from failure
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in failed.items())
     raise CheckpointError(f"{action}: failed on {len(failed)} of {len(texts)} ranks{lines}") from failure

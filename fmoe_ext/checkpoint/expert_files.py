@@ -1,4 +1,10 @@
-"""Places of the experts' weights in the files of a model, and the tensors that their bytes become."""
+"""Places of the experts' weights in the files of a model, and the tensors that their bytes become.
+
+A Layer has a few Parts (w1 and w2, or data and scales of each), a Part the Spans of every expert: bytes of a file and
+where they go. A buffer for n experts has its parts one after the other, each with n slots, so that each part of the
+buffer is a tensor [n, *shape] as it lies. Who streams reads spans into slots in any order; what cannot be copied has a
+function that makes it of the bytes (Span.turn).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +16,11 @@ import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.model_folder import FLOATS
 
 ALIGNED = 64  # bytes, a cache line
-Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
+Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *], or frozen.Quantized
+Bytes: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Span(NamedTuple):
@@ -25,12 +31,16 @@ class Span(NamedTuple):
     num_bytes: int  # in the file
     at: int  # in the buffer
     # makes of these bytes, and of those of `beside`, what the buffer has from `at` on; None where they are the same
-    turn: Callable[..., "np.ndarray[Any, Any]"] | None = None
+    turn: Callable[..., Bytes] | None = None
     beside: tuple["Span", ...] = ()
 
     def moved(self, num_bytes: int) -> "Span":
-        """Returns the same bytes of the file, for a place num_bytes later in the buffer."""
+        """Return the same bytes of the file, for a place num_bytes later in the buffer."""
         return self._replace(at=self.at + num_bytes)
+
+    def turned(self, *raw: Bytes) -> Bytes:
+        """Return what the buffer has, uint8 [n], of the bytes of the file."""
+        return raw[0] if self.turn is None else self.turn(*raw).reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -43,51 +53,58 @@ class Part:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Counts the bytes of one expert in a buffer."""
+        """Count the bytes of one expert in a buffer."""
         return self.dtype.itemsize * int(np.prod(self.shape))
 
     def read(self, expert: int) -> torch.Tensor:
-        """Reads one expert from the files [*shape]."""
+        """Read one expert from the files [*shape]."""
         buffer = np.zeros(self.num_bytes, np.uint8)
         for span in self.spans[expert]:
-            raw = [_bytes_of(one) for one in (span, *span.beside)]
-            data = raw[0] if span.turn is None else span.turn(*raw).reshape(-1).view(np.uint8)
+            raw = []
+            for one in (span, *span.beside):
+                raw.append(np.fromfile(one.path, np.uint8, one.num_bytes, offset=one.begin))
+                if raw[-1].size != one.num_bytes:
+                    missing = one.num_bytes - raw[-1].size
+                    raise CheckpointError(f"{one.path} is damaged: it ends {missing} bytes too early")
+            data = span.turned(*raw)
             buffer[span.at : span.at + data.size] = data
         return torch.from_numpy(buffer).view(self.dtype).view(self.shape)
 
     def cast(self, dtype: torch.dtype) -> "Part":
-        """Returns the part whose values are cast to dtype while they are read."""
+        """Return the part whose values are cast to dtype while they are read."""
         if dtype == self.dtype:
             return self
 
-        def moved(span: Span) -> Span:
-            def turn(*raw: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-                data = raw[0] if span.turn is None else span.turn(*raw).reshape(-1).view(np.uint8)
-                return torch.from_numpy(data).view(self.dtype).to(dtype).view(torch.uint8).numpy()
+        def cast(span: Span) -> Span:
+            def turn(*raw: Bytes) -> Bytes:
+                values = torch.from_numpy(span.turned(*raw)).view(self.dtype)
+                return values.to(dtype).view(torch.uint8).numpy()
 
             return span._replace(at=span.at // self.dtype.itemsize * dtype.itemsize, turn=turn)
 
-        return Part(self.shape, dtype, tuple(tuple(map(moved, of_expert)) for of_expert in self.spans))
+        return Part(self.shape, dtype, tuple(tuple(map(cast, of_expert)) for of_expert in self.spans))
 
 
 @dataclass(frozen=True)
 class Layer:
     """Describes the experts of one layer in the files."""
 
-    path: str
+    path: str  # of the experts module
     shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
     parts: Mapping[str, Part]
-    build: Callable[
-        [Mapping[str, torch.Tensor]], Weights
-    ]  # makes (w1, w2) of the parts' tensors [n, *part.shape]
+    build: Callable[[Mapping[str, torch.Tensor]], Weights]  # the parts' tensors [n, *part.shape] -> w1, w2
 
     @property
     def is_packed(self) -> bool:
         """True for weights that are quantised, whose shapes are [E, out, in] whatever the module's are."""
         return "w1" not in self.parts
 
+    @cached_property
+    def num_experts(self) -> int:
+        return len(next(iter(self.parts.values())).spans)
+
     def cast(self, dtype: torch.dtype) -> "Layer":
-        """Returns the layer whose weights in a floating dtype are cast to another one while they are read.
+        """Return the layer whose weights in a floating dtype are cast to another one while they are read.
 
         Raises CheckpointError for weights that are numbers only together with scales.
         """
@@ -101,22 +118,19 @@ class Layer:
                 )
         return replace(self, parts={name: part.cast(dtype) for name, part in self.parts.items()})
 
-    @cached_property
-    def num_experts(self) -> int:
-        return len(next(iter(self.parts.values())).spans)
-
-    def num_bytes(self, num_experts: int) -> int:
-        """Counts the bytes of a buffer for some number of experts."""
-        return sum(_aligned(part.num_bytes * num_experts) for part in self.parts.values())
-
-    def _begins(self, num_experts: int) -> Iterator[tuple[str, Part, int]]:
+    def _begins(self, num_slots: int) -> Iterator[tuple[str, Part, int]]:
+        """Yield (name, part, its place in a buffer for num_slots experts)."""
         begin = 0
         for name, part in self.parts.items():
             yield name, part, begin
-            begin += _aligned(part.num_bytes * num_experts)
+            begin += -(-part.num_bytes * num_slots // ALIGNED) * ALIGNED
+
+    def num_bytes(self, num_slots: int) -> int:
+        """Count the bytes of a buffer for some number of experts."""
+        return sum(-(-part.num_bytes * num_slots // ALIGNED) * ALIGNED for part in self.parts.values())
 
     def spans(self, experts: Sequence[int], slots: Sequence[int], num_slots: int) -> list[Span]:
-        """Reads that bring experts to slots of a buffer for num_slots experts."""
+        """Return the reads that bring experts to slots of a buffer for num_slots experts."""
         return [
             span.moved(begin + slot * part.num_bytes)
             for _, part, begin in self._begins(num_slots)
@@ -125,63 +139,17 @@ class Layer:
         ]
 
     def every_span(self) -> list[Span]:
-        """The spans of all experts, with those beside them."""
+        """Return the spans of all experts, with those beside them."""
         experts = range(self.num_experts)
         return [
             part for span in self.spans(experts, experts, self.num_experts) for part in (span, *span.beside)
         ]
 
-    def weights(self, buffer: "np.ndarray[Any, Any]", num_slots: int) -> Weights:
-        """w1 and w2 of the experts in the slots of a buffer, which lives as long as they do."""
+    def weights(self, buffer: Bytes, num_slots: int) -> Weights:
+        """Return w1 and w2 of the experts in the slots of a buffer, which lives as long as they do."""
         flat = torch.from_numpy(buffer)
         tensors = {}
         for name, part, begin in self._begins(num_slots):
             data = flat[begin : begin + part.num_bytes * num_slots]
             tensors[name] = data.view(part.dtype).view(num_slots, *part.shape)
         return self.build(tensors)
-
-
-def _bytes_of(span: Span) -> "np.ndarray[Any, Any]":
-    raw = np.fromfile(span.path, np.uint8, span.num_bytes, offset=span.begin)
-    if raw.size != span.num_bytes:
-        raise CheckpointError(f"{span.path} is damaged: it ends {span.num_bytes - raw.size} bytes too early")
-    return raw
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNED) * ALIGNED
-
-
-def part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
-    """The part [E, *shape] made of tensors: for each expert one after the other, or its slices of stacks [E, *]."""
-    stored = [[base.tensors[name] for name in of_expert] for of_expert in names]
-    dtype = stored[0][0].dtype
-    num_experts = len(stored)
-    is_stacked = len(stored[0][0].shape) == len(shape) + 1
-    spans = []
-    for e, tensors in enumerate(stored):
-        at = 0
-        of_expert: list[Span] = []
-        for name, tensor in zip(names[e], tensors, strict=True):
-            if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
-                raise CheckpointError(
-                    f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, unlike the first expert's"
-                )
-            size = tensor.num_bytes // (num_experts if is_stacked else 1)
-            path, begin = place_of(base, name, tensor)
-            of_expert.append(Span(path, begin + (e * size if is_stacked else 0), size, at))
-            at += size
-        expected = dtype.itemsize * int(np.prod(shape))
-        if at != expected:
-            raise CheckpointError(
-                f"{base.folder}: {names[e][0]} has {at} bytes of an expert, expected {expected}"
-            )
-        spans.append(tuple(of_expert))
-    return Part(shape, dtype, tuple(spans))
-
-
-def place_of(base: ModelFolder, name: str, tensor: StoredTensor) -> Any:
-    """(file, offset) of a tensor."""
-    if tensor.place is None:
-        raise CheckpointError(f"{base.folder}: {name} is in no file")
-    return tensor.place

@@ -1,25 +1,36 @@
-"""The experts of a layer, made of the tensors of a folder: as they lie, as an operator decodes them, or decoded.
+"""The weights of a folder: the experts of each layer as byte ranges of its files, and everything beside them.
 
-Projections that are tensors of their own are joined where they are read: their bytes follow each other in the buffer.
+A weight of experts is w1, gate before up, or w2, down. Projections that are tensors of their own in the files are
+joined where they are read: their bytes follow each other in the buffer. There are four ways to a weight, by what the
+files have, and each ends in Parts whose spans say which bytes go where:
+
+    as they lie    plain tensors in the order of the module: the bytes are copied
+    packed         matrices that an operator decodes (methods): bytes are copied, or turned, piece by piece
+    decoded        any other packing, or several in one layer: float32, made of the bytes while they are read
+    MXFP4          GPT-OSS's own names: stacks of blocks and scales
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, part_of, place_of
-from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, decoded, kind_of, plain
+from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights
+from fmoe_ext.checkpoint.families import BLOCKS, FAMILIES
+from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-Tensors: TypeAlias = Mapping[str, torch.Tensor]
-Matrices: TypeAlias = Sequence[Sequence[Matrix]]  # of each expert
-Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]  # None for plain ones
+Found: TypeAlias = Sequence[
+    Sequence[Matrix | Decoded | None]
+]  # of each expert's matrices; None for plain ones
+MXFP4_STACKS = ("experts.gate_up_proj", "experts.down_proj")
+_INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 
 
 class InFiles(NamedTuple):
@@ -42,9 +53,9 @@ def layer_of(base: ModelFolder, path: str, weights: tuple[InFiles, InFiles]) -> 
         [[_matrix(base, kind, name, weight.is_stack) for name in of_expert] for of_expert in weight.names]
         for weight in weights
     ]
-    flat = [m for matrices in found for of_expert in matrices for m in of_expert]
     packed = [joined for of_weight in found if (joined := _joinable(of_weight)) is not None]
     is_packed = len(packed) == len(weights) and not any(weight.interleaved for weight in weights)
+    is_plain = all(m is None for matrices in found for of_expert in matrices for m in of_expert)
     parts: dict[str, Part] = {}
     shapes: list[tuple[int, ...]] = []
     for i, (weight, matrices) in enumerate(zip(weights, found, strict=True)):
@@ -53,34 +64,40 @@ def layer_of(base: ModelFolder, path: str, weights: tuple[InFiles, InFiles]) -> 
             first = packed[i][0][0]
             parts |= {f"{name}.{part}": _packed_part(base, part, packed[i]) for part in first.pieces}
             shapes.append((len(matrices), len(matrices[0]) * first.shape[0], first.shape[1]))
-            continue
-        if all(m is None for m in flat):
-            parts[name] = _plain_part(base, weight)
         else:
-            parts[name] = _decoded_part(base, weight, matrices)
-        shapes.append((len(matrices), *parts[name].shape))
-    formats = [matrices[0][0].format for matrices in packed]
-    counts = [len(weight.names[0]) for weight in weights]
+            parts[name] = _plain_part(base, weight) if is_plain else _decoded_part(base, weight, matrices)
+            shapes.append((len(matrices), *parts[name].shape))
 
-    def build(
-        tensors: Tensors,
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[frozen.Quantized, frozen.Quantized]:
+    def build(tensors: Mapping[str, torch.Tensor]) -> Weights:
         if not is_packed:
             return tensors["w1"], tensors["w2"]
-        first, second = (
-            frozen.Quantized.joined(name, t["data"], t.get("scale"), t.get("zero"), count)
-            for name, t, count in zip(formats, (_of(tensors, "w1"), _of(tensors, "w2")), counts, strict=True)
-        )
-        return first, second
+        made = []
+        for i, weight in enumerate(weights):
+            begin = f"w{i + 1}."
+            own = {name.removeprefix(begin): t for name, t in tensors.items() if name.startswith(begin)}
+            format, count = packed[i][0][0].format, len(weight.names[0])
+            made.append(
+                frozen.Quantized.joined(format, own["data"], own.get("scale"), own.get("zero"), count)
+            )
+        return made[0], made[1]
 
-    return Layer(path, (shapes[0], shapes[1]), parts, build), _used(base, kind, weights)
-
-
-def _of(tensors: Tensors, weight: str) -> dict[str, torch.Tensor]:
-    return {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{weight}.")}
+    used = set()
+    beside = () if kind is None else (*kind.data, kind.scale, *kind.others)
+    for name in {name for weight in weights for of_expert in weight.names for name in of_expert}:
+        stem = name.removesuffix(".weight")
+        used |= {name, *(stem + ending for ending in beside)}
+        bias = f"{stem}.bias"
+        if bias in base.tensors:
+            if base.tensors[bias].read().any():  # GPTQ writes zeros
+                raise CheckpointError(
+                    f"{base.folder}: {bias} is a bias, which experts in files of their own have not"
+                )
+            used.add(bias)
+    return Layer(path, (shapes[0], shapes[1]), parts, build), used & base.tensors.keys()
 
 
 def _matrix(base: ModelFolder, kind: Kind | None, name: str, is_stack: bool) -> Matrix | Decoded | None:
+    """Describe a matrix of one expert; None for a plain tensor."""
     stem = name.removesuffix(".weight")
     is_packed = kind is not None and kind.is_packed(base, stem)
     if name not in base.tensors and not is_packed:
@@ -90,14 +107,11 @@ def _matrix(base: ModelFolder, kind: Kind | None, name: str, is_stack: bool) -> 
             f"{base.folder}: {name} is a stack of packed experts, which is read of MXFP4 alone: unpack the experts "
             "one by one, or dequantise the model to bfloat16 first"
         )
-    if kind is None or not is_packed:
-        return None
-    found: Matrix | Decoded = kind.matrix(base, stem)
-    return found
+    return kind.matrix(base, stem) if kind is not None and is_packed else None
 
 
-def _joinable(found: Found) -> Matrices | None:
-    """Returns the matrices that an operator decodes, if it can take them joined.
+def _joinable(found: Found) -> list[list[Matrix]] | None:
+    """Return the matrices that an operator decodes, if it can take them joined.
 
     None for others, for formats that differ, and where zero points of several matrices would share a word.
     """
@@ -105,42 +119,23 @@ def _joinable(found: Found) -> Matrices | None:
     if [len(m) for m in matrices] != [len(m) for m in found]:
         return None
     first = matrices[0][0]
+    # a word has eight zero points of rows: those of another matrix would begin in the middle of one
     is_split = len(matrices[0]) > 1 and first.shape[0] % 8 and first.zeros_share_words
     is_one = all(m.format == first.format for of_expert in matrices for m in of_expert)
     return matrices if is_one and not is_split else None
 
 
-def _used(base: ModelFolder, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]:
-    """Names the tensors of a layer's experts; CheckpointError for a bias that is not zero (GPTQ writes zeros)."""
-    used = set()
-    beside = () if kind is None else (*kind.data, kind.scale, *kind.others)
-    for name in {name for weight in weights for of_expert in weight.names for name in of_expert}:
-        stem = name.removesuffix(".weight")
-        used |= {name, *(stem + ending for ending in beside)}
-        bias = f"{stem}.bias"
-        if bias in base.tensors:
-            if base.tensors[bias].read().any():
-                raise CheckpointError(
-                    f"{base.folder}: {bias} is a bias, which experts in files of their own have not"
-                )
-            used.add(bias)
-    return used & base.tensors.keys()
-
-
 def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
-    """Makes the part [E, *, *] in the dtype of the files."""
+    """Make the part [E, *, *] in the dtype of the files."""
     first = [base.tensors[name] for name in weight.names[0]]
     shapes = [tensor.shape[1:] if weight.is_stack else tensor.shape for tensor in first]
     for name, tensor, shape in zip(weight.names[0], first, shapes, strict=True):
-        if (
-            len(shape) != 2
-            or shape[1] != shapes[0][1]
-            or (weight.is_stack and tensor.shape[0] != len(weight.names))
-        ):
+        is_matrix = len(shape) == 2 and shape[1] == shapes[0][1]
+        if not is_matrix or (weight.is_stack and tensor.shape[0] != len(weight.names)):
             expected = "a stack [E, *, *]" if weight.is_stack else "a matrix"
             raise CheckpointError(f"{base.folder}: {name} is {list(tensor.shape)}, expected {expected}")
     if not weight.transposed and not weight.interleaved:
-        return part_of(base, (sum(shape[0] for shape in shapes), shapes[0][1]), weight.names)
+        return _part_of(base, (sum(shape[0] for shape in shapes), shapes[0][1]), weight.names)
     if first[0].dtype not in FLOATS:
         raise CheckpointError(
             f"{base.folder}: {weight.names[0][0]} is {first[0].dtype}, packed without scales"
@@ -156,20 +151,24 @@ def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
 
 
 def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
-    """Makes the part [E, *, *] in float32, decoded while it is read."""
+    """Make the part [E, *, *] in float32, decoded while it is read."""
     if weight.is_stack:
         raise CheckpointError(
             f"{base.folder}: {weight.names[0][0]} is plain, but other experts of its layer are packed"
         )
-    found = [
-        [plain(base, name) if m is None else decoded(m) for name, m in zip(names, of_expert, strict=True)]
-        for names, of_expert in zip(weight.names, matrices, strict=True)
-    ]
-    for of_expert in found:
-        for matrix, first in zip(of_expert, found[0], strict=True):
-            if matrix.shape != first.shape:
+    found: list[list[Decoded]] = []
+    for names, of_expert in zip(weight.names, matrices, strict=True):
+        found.append([])
+        for name, matrix in zip(names, of_expert, strict=True):
+            if matrix is not None:
+                found[-1].append(matrix.decoded())
+            else:  # one that was left in a floating dtype beside packed ones
+                rows, columns = base.tensors[name].shape
+                found[-1].append(Decoded("plain", (rows, columns), (name,), torch.Tensor.float))
+        for one, first in zip(found[-1], found[0], strict=True):
+            if one.shape != first.shape:
                 raise CheckpointError(
-                    f"{base.folder}: {matrix.names[0]} is {list(matrix.shape)}, unlike the first expert's "
+                    f"{base.folder}: {one.names[0]} is {list(one.shape)}, unlike the first expert's "
                     f"{list(first.shape)}"
                 )
     return _assembled(base, weight, found, torch.float32)
@@ -178,43 +177,41 @@ def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
 def _assembled(
     base: ModelFolder, weight: InFiles, matrices: Sequence[Sequence[Decoded]], dtype: torch.dtype
 ) -> Part:
-    rows, columns = sum(m.shape[0] for m in matrices[0]), matrices[0][0].shape[1]
+    """Make the part of weights that are computed from the bytes of all their tensors while they are read."""
+
+    def turn_of(of_expert: Sequence[Decoded]) -> Callable[..., Any]:
+        stored = [base.tensors[name] for matrix in of_expert for name in matrix.names]
+        kinds = [(t.dtype, t.shape[1:] if weight.is_stack else t.shape) for t in stored]
+
+        def turn(*raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            tensors = (
+                torch.from_numpy(data).view(dtype).reshape(shape)
+                for data, (dtype, shape) in zip(raw, kinds, strict=True)
+            )
+            values = torch.cat([m.values(*(next(tensors) for _ in m.names)) for m in of_expert]).to(dtype)
+            if weight.interleaved:
+                values = torch.cat((values[::2], values[1::2]))
+            if weight.transposed:
+                values = values.T
+            return values.contiguous().view(torch.uint8).numpy()
+
+        return turn
+
+    # One span an expert: its first tensor, with all others beside it
     spans = []
     for e, of_expert in enumerate(matrices):
         sources = []
         for name in (name for matrix in of_expert for name in matrix.names):
-            path, begin = place_of(base, name, base.tensors[name])
+            path, begin = _place_of(base, name)
             size = base.tensors[name].num_bytes // (len(matrices) if weight.is_stack else 1)
             sources.append(Span(path, begin + (e * size if weight.is_stack else 0), size, 0))
-        turn = _turn(base, weight, of_expert, dtype)
-        spans.append((sources[0]._replace(turn=turn, beside=tuple(sources[1:])),))
+        spans.append((sources[0]._replace(turn=turn_of(of_expert), beside=tuple(sources[1:])),))
+    rows, columns = sum(m.shape[0] for m in matrices[0]), matrices[0][0].shape[1]
     return Part((columns, rows) if weight.transposed else (rows, columns), dtype, tuple(spans))
 
 
-def _turn(
-    base: ModelFolder, weight: InFiles, of_expert: Sequence[Decoded], dtype: torch.dtype
-) -> Callable[..., np.ndarray]:  # type: ignore[type-arg]
-    """Makes the weight of an expert of the bytes of all its tensors."""
-    found = [base.tensors[name] for matrix in of_expert for name in matrix.names]
-    kinds = [(t.dtype, t.shape[1:] if weight.is_stack else t.shape) for t in found]
-
-    def turn(*raw: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        tensors = (
-            torch.from_numpy(data).view(dtype).reshape(shape)
-            for data, (dtype, shape) in zip(raw, kinds, strict=True)
-        )
-        values = torch.cat([m.values(*(next(tensors) for _ in m.names)) for m in of_expert]).to(dtype)
-        if weight.interleaved:
-            values = torch.cat((values[::2], values[1::2]))
-        if weight.transposed:
-            values = values.T
-        return values.contiguous().view(torch.uint8).numpy()
-
-    return turn
-
-
 def _packed_part(base: ModelFolder, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
-    """Makes the part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
+    """Make the part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
     first = matrices[0][0].pieces[part]
     num_bytes = first.shape[0] * first.shape[1] * first.dtype.itemsize
     spans = []
@@ -228,10 +225,169 @@ def _packed_part(base: ModelFolder, part: str, matrices: Sequence[Sequence[Matri
                 raise CheckpointError(
                     f"{base.folder}: {part} of {name} is {wrong}, unlike the first expert's"
                 )
-            file, begin = place_of(base, piece.name, base.tensors[piece.name])
+            file, begin = _place_of(base, piece.name)
             of_one.append(Span(file, begin, base.tensors[piece.name].num_bytes, i * num_bytes, piece.turn))
         spans.append(tuple(of_one))
     rows, columns = len(matrices[0]) * first.shape[0], first.shape[1]
     is_in_blocks = (matrices[0][0].format, part) == ("mxfp4", "data")  # as Quantized takes them
     shape = (rows, columns // 16, 16) if is_in_blocks else (rows, columns)
     return Part(shape, first.dtype, tuple(spans))
+
+
+def _part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
+    """Make the part [E, *shape] of each expert's tensors, one after the other, or of its slices of stacks [E, *]."""
+    stored = [[base.tensors[name] for name in of_expert] for of_expert in names]
+    dtype = stored[0][0].dtype
+    is_stacked = len(stored[0][0].shape) == len(shape) + 1
+    spans = []
+    for e, tensors in enumerate(stored):
+        at = 0
+        of_expert: list[Span] = []
+        for name, tensor in zip(names[e], tensors, strict=True):
+            if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
+                raise CheckpointError(
+                    f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, unlike the first expert's"
+                )
+            size = tensor.num_bytes // (len(stored) if is_stacked else 1)
+            path, begin = _place_of(base, name)
+            of_expert.append(Span(path, begin + (e * size if is_stacked else 0), size, at))
+            at += size
+        expected = dtype.itemsize * int(np.prod(shape))
+        if at != expected:
+            raise CheckpointError(
+                f"{base.folder}: {names[e][0]} has {at} bytes of an expert, expected {expected}"
+            )
+        spans.append(tuple(of_expert))
+    return Part(shape, dtype, tuple(spans))
+
+
+def _place_of(base: ModelFolder, name: str) -> Any:
+    """Return (file, offset) of a tensor."""
+    place = base.tensors[name].place
+    if place is None:
+        raise CheckpointError(f"{base.folder}: {name} is in no file")
+    return place
+
+
+def prefixes(path: str) -> Iterator[str]:
+    """Yield prefixes that tensors of the experts module at a path may have in files."""
+    stem, _, block = path.removesuffix(".experts").rpartition(".")
+    for name in dict.fromkeys((block, *BLOCKS)):
+        yield f"{stem}.{name}." if stem else f"{name}."
+
+
+def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
+    """Return the layer of MXFP4 experts: uint8 <name>_blocks [E, out, in / 32, 16] and <name>_scales [E, out, in / 32].
+
+    None if the folder has no such blocks. Raises CheckpointError for scales that are missing or do not fit.
+    """
+    prefix = next((p for p in prefixes(path) if f"{p}{MXFP4_STACKS[0]}_blocks" in base.tensors), None)
+    if prefix is None:
+        return None
+    parts: dict[str, Part] = {}
+    used = set()
+    shapes = []
+    for weight, stacked in zip(("w1", "w2"), MXFP4_STACKS, strict=True):
+        blocks, scales = (f"{prefix}{stacked}_{kind}" for kind in ("blocks", "scales"))
+        for name in (blocks, scales):
+            if name not in base.tensors:
+                raise CheckpointError(f"{base.folder} lacks {name}")
+        shape = base.tensors[blocks].shape
+        if len(shape) != 4 or shape[3] != 16 or base.tensors[scales].shape != shape[:3]:
+            raise CheckpointError(
+                f"{base.folder}: {blocks} {list(shape)} and {scales} {list(base.tensors[scales].shape)} do not fit: "
+                "expected [E, out, in / 32, 16] and [E, out, in / 32]"
+            )
+        for part, name in (("data", blocks), ("scale", scales)):
+            parts[f"{weight}.{part}"] = _part_of(base, base.tensors[name].shape[1:], [[name]] * shape[0])
+            used.add(name)
+        shapes.append((shape[0], shape[1], shape[2] * 32))
+    interleaved = f"{prefix}{MXFP4_STACKS[0]}_bias" in base.tensors  # GPT-OSS has gate and up in turn
+
+    def build(tensors: Mapping[str, torch.Tensor]) -> Weights:
+        return (
+            frozen.Quantized("mxfp4", tensors["w1.data"], tensors["w1.scale"], None, interleaved),
+            frozen.Quantized("mxfp4", tensors["w2.data"], tensors["w2.scale"]),
+        )
+
+    return Layer(path, (shapes[0], shapes[1]), parts, build), used
+
+
+def outside_experts(
+    base: ModelFolder, used: Container[str], dtype: torch.dtype
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield (name, tensor) of what is left of a folder beside `used`; packed weights are read decoded to dtype.
+
+    Those of methods.KINDS whose rows are packed one by one are a PackedTensor. Raises CheckpointError for
+    formats that are not decoded.
+    """
+    kind = kind_of(base)
+    tensors = base.tensors  # of now: decode() gives the base others
+
+    def read(matrix: Matrix | Decoded) -> StoredTensor:
+        if isinstance(matrix, Matrix) and matrix.has_rows:
+            return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
+        return StoredTensor(matrix.shape, dtype, lambda: matrix.decode(tensors, dtype))
+
+    for name, tensor in tensors.items():
+        if name in used:
+            continue
+        stem = None if kind is None else kind.stem_of(name)
+        if kind is not None and stem is not None and kind.has(base, stem):
+            yield kind.plain_name(name), read(kind.matrix(base, stem))
+        elif kind is not None and kind.is_beside(name):
+            continue
+        elif tensor.dtype in FLOATS or (tensor.dtype in _INTEGERS and ".weight" not in name):
+            yield name, tensor
+        else:
+            raise CheckpointError(
+                f"{base.folder}: {name} is {tensor.dtype}, packed in a format that is not decoded here: dequantise the "
+                "model to bfloat16 first"
+            )
+
+
+def decode(base: ModelFolder) -> None:
+    """Replace the packed weights of a base by their values, in bfloat16 and under the names of a plain model.
+
+    They are decoded when they are read, an expert at a time. base.packed names their format.
+    """
+    family = FAMILIES.get(str(base.config.get("model_type", "")))
+    turned = family is not None and family.files.interleaved
+    for name in [name for name in base.tensors if name.endswith("_blocks")]:
+        stem = name.removesuffix("_blocks")
+        data, scale = base.tensors.pop(name), base.tensors.pop(f"{stem}_scales", None)
+        if scale is None:
+            raise CheckpointError(f"{base.folder} lacks {stem}_scales")
+        base.tensors[stem] = _decoded_mxfp4(data, scale, turned)
+        for names in base.files.values():
+            if f"{stem}_scales" in names:
+                names.remove(f"{stem}_scales")
+            if name in names:
+                names[names.index(name)] = stem
+        base.packed = "mxfp4"
+    kind = kind_of(base)
+    if kind is not None:
+        left = dict(outside_experts(base, (), torch.bfloat16))
+        for names in base.files.values():
+            # the scales of a weight may be in another file than the weight itself
+            names[:] = [n for n in (kind.plain_name(name) for name in names) if n in left]
+        base.tensors = left
+        base.packed = base.quantization["quant_method"]
+    if base.packed:
+        base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
+        base.quantization = {}
+
+
+def _decoded_mxfp4(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTensor:
+    E, out, blocks = scale.shape
+    shape = (E, blocks * 32, out) if turned else (E, out, blocks * 32)
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        packed = frozen.Quantized("mxfp4", data.rows(first, end), scale.rows(first, end))
+        weight = packed.dequantize(torch.bfloat16)
+        return weight.mT.contiguous() if turned else weight
+
+    def parts() -> Iterator[torch.Tensor]:
+        return (rows(e, e + 1) for e in range(E))
+
+    return StoredTensor(shape, torch.bfloat16, lambda: rows(0, E), rows, parts)

@@ -10,6 +10,7 @@ The state of the optimizer is not read: FastMoE numbers it by an order that is n
 """
 
 import argparse
+import functools
 import pickle
 import re
 import shutil
@@ -31,24 +32,25 @@ from fmoe_ext.checkpoint.files import (
     publish,
     unique,
 )
-from fmoe_ext.checkpoint.megatron_core import TRACKER, expert_layers, iteration_folder
+from fmoe_ext.checkpoint.megatron import TRACKER, expert_layers, iteration_folder
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-FILE = "model_optim_rng.pt"
+_FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
 _FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
 
 
 def is_fastmoe(path: Path) -> bool:
+    """True for a folder with FastMoE's files, and for the folder of one iteration."""
     path = Path(path)
-    return path.is_dir() and ((path / TRACKER).exists() or any(path.glob("mp_rank_*/" + FILE)))
+    return path.is_dir() and ((path / TRACKER).exists() or any(path.glob("mp_rank_*/" + _FILE)))
 
 
 def read_fastmoe(
     path: Path, mp_rank: str | None = None, trust: bool = False
 ) -> tuple[dict[str, StoredTensor], list[Path], int]:
-    """The model of a FastMoE checkpoint -> ({name: StoredTensor}, files, iteration), all experts in our fused layout.
+    """Read the model of a FastMoE checkpoint -> ({name: StoredTensor}, files, iteration), experts in our fused layout.
 
     path: the folder of one iteration, or the one above (its latest). mp_rank: which model-parallel part, as
     "mp_rank_00" or "mp_rank_00_001"; needed where there are several, which are not merged. Files are read
@@ -59,14 +61,14 @@ def read_fastmoe(
     ranks: dict[str, dict[int, Path]] = {}
     for entry in sorted(folder.iterdir()):
         match = _RANK_FOLDER.fullmatch(entry.name)
-        if match and (entry / FILE).exists():
-            ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = entry / FILE
+        if match and (entry / _FILE).exists():
+            ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = entry / _FILE
     if mp_rank is None and len(ranks) > 1:
         raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(ranks)}")
     if mp_rank is not None and mp_rank not in ranks:
         raise CheckpointError(f"{folder} has no {mp_rank}, only {', '.join(ranks)}")
     if not ranks:
-        raise CheckpointError(f"{folder} has no mp_rank_*/{FILE}")
+        raise CheckpointError(f"{folder} has no mp_rank_*/{_FILE}")
     files = ranks[mp_rank or next(iter(ranks))]
     absent = sorted(set(range(max(files) + 1)) - files.keys())
     if absent:
@@ -77,7 +79,7 @@ def read_fastmoe(
 
 
 def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, StoredTensor], list[Path], int]:
-    """Reads the files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
+    """Read the files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
 
     Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
     """
@@ -87,13 +89,13 @@ def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, St
         model = content.get("model", content)
         if not isinstance(model, dict):
             raise CheckpointError(f'{file}: "model" is a {type(model).__name__}, expected a dict')
-        models.append(_flatten(model))
+        models.append(_flatten(model))  # of Megatron, which nests the parts of a model
     iteration = contents[0].get("iteration", 0)
     return merge_fastmoe(models), list(files), iteration if isinstance(iteration, int) else 0
 
 
 def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
-    """One state dict of those of all ranks, rank 0 first: the experts of all, everything else of rank 0.
+    """Merge the state dicts of all ranks, rank 0 first: the experts of all, everything else of rank 0.
 
     Values are tensors or StoredTensors -> {name: StoredTensor}.
     Raises CheckpointError for ranks that do not fit together.
@@ -103,53 +105,74 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
             f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of "
             "several ranks are not merged; save with --ckpt-format torch_dist"
         )
-    spread = _spread_layers(models)
-    merged = {
-        name: StoredTensor.of(value) for name, value in models[0].items() if not EXPERT_NAME.fullmatch(name)
-    }
-    parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
-    for name in models[0]:
+    # Layers whose experts are divided over the ranks: rank 1 has experts of these alone, and all others of the same
+    spread = _expert_names(models[1]) if len(models) > 1 else {}
+    for rank, model in enumerate(models):
+        own = _expert_names(model)
+        different = set() if rank == 0 else own.keys() ^ spread.keys()
+        for layer in spread:
+            different |= own.get(layer, set()) ^ spread[layer]
+        if different:
+            raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
+    merged: dict[str, StoredTensor] = {}
+    parts: dict[
+        str, dict[str, list[tuple[int, int, StoredTensor]]]
+    ] = {}  # {layer: {leaf: (rank, index, tensor)}}
+    for name, value in models[0].items():
         match = EXPERT_NAME.fullmatch(name)
         if match is None:
+            merged[name] = StoredTensor.of(value)
             continue
         holders = models if (match["layer"] or "") in spread else models[:1]
         group = parts.setdefault(f"{match['layer']}.experts" if match["layer"] else "experts", {})
         for rank, model in enumerate(holders):
-            group.setdefault(match["rest"], []).append(
-                (rank, int(match["index"] or 0), StoredTensor.of(model[name]))
-            )
+            part = rank, int(match["index"] or 0), StoredTensor.of(model[name])
+            group.setdefault(match["rest"], []).append(part)
     for layer, group in parts.items():
         for rest, tensors in group.items():
+            name = f"{layer}.{rest}"
             ordered = [t for _, _, t in sorted(tensors, key=lambda item: item[:2])]
+            first, shape = ordered[0], ordered[0].shape
             # An expert [1, *] is a row of a fused tensor; a module of the same names has [*] and stays apart
             num_dims = 3 if rest.endswith("weight") else 2
-            shape = ordered[0].shape
             is_row = rest in _FUSED_NAMES and len(shape) == num_dims and shape[0] == 1
-            if f"{layer}.{rest}" in models[0] or is_row:
-                merged[f"{layer}.{rest}"] = _concatenated(f"{layer}.{rest}", ordered)
-            else:
+            if name not in models[0] and not is_row:
                 merged |= {f"{layer}.{e}.{rest}": tensor for e, tensor in enumerate(ordered)}
-        _check_gate(layer, merged)
+                continue
+            if any(t.shape[1:] != shape[1:] or t.dtype != first.dtype for t in ordered):
+                raise CheckpointError(
+                    f"{name} differs between ranks: {[[*t.shape, str(t.dtype)] for t in ordered]}"
+                )
+            whole = (sum(t.shape[0] for t in ordered), *shape[1:])
+            merged[name] = StoredTensor(whole, first.dtype, functools.partial(_concatenated, ordered))
+        # The gate knows how many experts there are: a file that is missing at the end shows here
+        gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
+        fused = merged.get(f"{layer}.htoh4.weight")
+        if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:
+            raise CheckpointError(
+                f"{layer}: the gate is for {gate.shape[0]} experts, but the files have {fused.shape[0]}: "
+                "those of some ranks are missing"
+            )
     return merged
 
 
-def _spread_layers(models: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """Names of the experts of each layer whose experts are divided over the ranks; the same on all ranks."""
-    spread = _expert_names(models[1]) if len(models) > 1 else {}
-    for rank, model in enumerate(models):
-        names = _expert_names(model)
-        different = set() if rank == 0 else names.keys() ^ spread.keys()
-        for layer in spread:
-            different |= names.get(layer, set()) ^ spread[layer]
-        if different:
-            raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
-    return spread
+def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
+    """Return {layer: names of its experts' tensors}."""
+    names: dict[str, set[str]] = {}
+    for name in model:
+        if (match := EXPERT_NAME.fullmatch(name)) is not None:
+            names.setdefault(match["layer"] or "", set()).add(name)
+    return names
+
+
+def _concatenated(tensors: Sequence[StoredTensor]) -> torch.Tensor:
+    return torch.cat([tensor.read() for tensor in tensors])
 
 
 def write_fastmoe(
     folder: Path, tensors: Mapping[str, StoredTensor], num_ranks: int = 1, iteration: int = 0
 ) -> None:
-    """Writes {name: StoredTensor} as FastMoE does for num_ranks data-parallel ranks; atomically.
+    """Write {name: StoredTensor} as FastMoE does for num_ranks data-parallel ranks; atomically.
 
     "model" in the files is flat: {name: tensor}, one expert an entry. Experts are divided over the ranks.
     """
@@ -160,7 +183,16 @@ def write_fastmoe(
     if target.exists():
         raise CheckpointError(f"{target} exists already")
     for name, tensor in tensors.items():
-        _check_writable(name, tensor, num_ranks)
+        match = EXPERT_NAME.fullmatch(name)
+        if match is None:
+            continue
+        if match["rest"] not in _FUSED_NAMES or match["index"] is not None:
+            raise CheckpointError(
+                f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE"
+            )
+        if not tensor.shape or tensor.shape[0] % num_ranks != 0:
+            num_experts = tensor.shape[0] if tensor.shape else "no"
+            raise CheckpointError(f"{name}: {num_experts} experts cannot be divided over {num_ranks} ranks")
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     with made_folder(folder), explained(target, num_bytes), locked(folder / ".lock", f"writing {target}"):
         unfinished = target.with_name(f".{target.name}.{unique()}.tmp")
@@ -180,22 +212,41 @@ def _write_rank(
 ) -> None:
     model: dict[str, torch.Tensor] = {}  # of one rank at a time: freed when this function ends
     for name, tensor in tensors.items():
-        model |= _of_rank(name, tensor, rank, num_ranks)
+        match = EXPERT_NAME.fullmatch(name)
+        if match is None:
+            if rank == 0:
+                model[name] = tensor.read().contiguous()
+            continue
+        num_local = tensor.shape[0] // num_ranks
+        prefix = name.removesuffix(match["rest"])
+        rows = tensor.rows(rank * num_local, (rank + 1) * num_local)
+        for i in range(num_local):
+            model[f"{prefix}{i}.{match['rest']}"] = rows[i : i + 1].clone()
     content = {"model": model, "iteration": iteration, "checkpoint_version": 3.0}
     name = "mp_rank_00" if rank == 0 else f"mp_rank_00_dp_rank_{rank:04d}"
-    with atomic_file(folder / name / FILE) as file:
+    with atomic_file(folder / name / _FILE) as file:
         torch.save(content, file)
 
 
 def load_file(path: Path, trust: bool) -> dict[Any, Any]:
-    """Reads a dict that torch.save wrote; without trust, code in the file does not run."""
+    """Read a dict that torch.save wrote; without trust, code in the file does not run."""
+    import numpy
+
     check_is_file(path)
+    # Beside tensors, Megatron's files have argparse.Namespace ("args") and arrays of NumPy 1 or 2 (random state)
+    reconstruct = numpy.empty(0).__reduce__()[0]
+    plain_data = [
+        *(argparse.Namespace, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))),
+        *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    ]
     try:
-        mmap = zipfile.is_zipfile(path)
+        mmap = zipfile.is_zipfile(
+            path
+        )  # a tensor is then read when it is used; files of torch before 1.6 are no zips
         if not trust:
             with open(path, "rb") as file:
                 check_torch_file(file, path)
-        with torch.serialization.safe_globals(_plain_data()):
+        with torch.serialization.safe_globals(plain_data):
             content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
     except CheckpointError:
         raise
@@ -213,18 +264,8 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     return content
 
 
-def _plain_data() -> list[Any]:
-    """Contents of Megatron's files beside tensors: argparse.Namespace ("args") and NumPy arrays (random state)."""
-    import numpy
-
-    reconstruct = numpy.empty(0).__reduce__()[0]
-    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")  # NumPy 1 and 2
-    arrays = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
-    return [argparse.Namespace, *arrays, *((reconstruct, name) for name in names)]
-
-
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """{name: tensor} of Megatron's nested state dict; what is no tensor is left out."""
+    """Return {name: tensor} of Megatron's nested state dict; what is no tensor is left out."""
     flat: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -232,53 +273,3 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tenso
         elif isinstance(value, torch.Tensor):
             flat[f"{prefix}{key}".removeprefix("module.")] = value
     return flat
-
-
-def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
-    """{layer: names of its experts' tensors}."""
-    names: dict[str, set[str]] = {}
-    for name in model:
-        if (match := EXPERT_NAME.fullmatch(name)) is not None:
-            names.setdefault(match["layer"] or "", set()).add(name)
-    return names
-
-
-def _concatenated(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
-    first = tensors[0]
-    if any(t.shape[1:] != first.shape[1:] or t.dtype != first.dtype for t in tensors):
-        raise CheckpointError(f"{name} differs between ranks: {[[*t.shape, str(t.dtype)] for t in tensors]}")
-    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
-    return StoredTensor(shape, first.dtype, lambda: torch.cat([t.read() for t in tensors]))
-
-
-def _check_gate(layer: str, merged: Mapping[str, StoredTensor]) -> None:
-    """Checks that the gate knows as many experts: a file that is missing at the end shows here."""
-    gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
-    fused = merged.get(f"{layer}.htoh4.weight")
-    if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:
-        raise CheckpointError(
-            f"{layer}: the gate is for {gate.shape[0]} experts, but the files have {fused.shape[0]}: "
-            "those of some ranks are missing"
-        )
-
-
-def _check_writable(name: str, tensor: StoredTensor, num_ranks: int) -> None:
-    match = EXPERT_NAME.fullmatch(name)
-    if match is None:
-        return
-    if match["rest"] not in _FUSED_NAMES or match["index"] is not None:
-        raise CheckpointError(f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE")
-    if not tensor.shape or tensor.shape[0] % num_ranks != 0:
-        num_experts = tensor.shape[0] if tensor.shape else "no"
-        raise CheckpointError(f"{name}: {num_experts} experts cannot be divided over {num_ranks} ranks")
-
-
-def _of_rank(name: str, tensor: StoredTensor, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """Part of a tensor in the file of a rank."""
-    match = EXPERT_NAME.fullmatch(name)
-    if match is None:
-        return {name: tensor.read().contiguous()} if rank == 0 else {}
-    num_local = tensor.shape[0] // num_ranks
-    prefix = name.removesuffix(match["rest"])
-    rows = tensor.rows(rank * num_local, (rank + 1) * num_local)
-    return {f"{prefix}{i}.{match['rest']}": rows[i : i + 1].clone() for i in range(num_local)}

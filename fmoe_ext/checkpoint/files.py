@@ -1,4 +1,11 @@
-"""Files that are complete or absent, locks between jobs, and nothing outside the folder that was named."""
+"""Files that are complete or absent, locks between jobs, and nothing outside the folder that was named.
+
+A disk writes data and names in any order, so that a name may stand for an empty file after a power cut. Everything here
+that is complete or absent is made in one order: data, synced; names of files, synced; the rename; the name of the
+folder, synced. Locks are flock()'s: they end with their process, however it ends, and some file systems have none.
+A file that holds a lock may be removed by its owner at the moment when another process opens it, so who gets a lock
+looks whether the name still stands for the file that it has (_is_still).
+"""
 
 import errno
 import fcntl
@@ -27,13 +34,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system with
 
 
 def check_is_file(path: Path) -> None:
-    """Raises CheckpointError for a pipe, socket or device, of which reading may never end; OSError where nothing is."""
+    """Raise CheckpointError for a pipe, socket or device, of which reading may never end; OSError where nothing is."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is no regular file (a folder, pipe, socket or device)")
 
 
 def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
-    """Computes the SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
+    """Compute the SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
     check_is_file(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -45,7 +52,7 @@ def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
 
 
 def check_torch_file(file: BinaryIO, what: object) -> None:
-    """Raises CheckpointError for a file of torch.save() that would need much more memory than it has bytes.
+    """Raise CheckpointError for a file of torch.save() that would need much more memory than it has bytes.
 
     What a zip has compressed may be a thousand times as large, its entries may share their bytes, and a pickle may ask
     for any number of zeros by `bytearray(number)`, which torch.load(weights_only=True) allows.
@@ -70,13 +77,8 @@ def check_torch_file(file: BinaryIO, what: object) -> None:
     file.seek(0)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    sync_file(folder)
-
-
 def sync_file(path: Path) -> None:
-    """Makes the bytes of a file durable, or the names in a folder."""
+    """Make the bytes of a file durable, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,10 +87,9 @@ def sync_file(path: Path) -> None:
 
 
 def publish(unfinished: Path, folder: Path) -> None:
-    """Gives a finished folder its name, when a power cut can take nothing of it any more.
+    """Give a finished folder its name, when a power cut can take nothing of it any more.
 
-    Data first, then the names of files, then the rename, then the name of the folder: a disk may write them in any
-    other order, and the name would stand for files that are empty.
+    Data first, then the names of files, then the rename, then the name of the folder.
     """
     sync_tree(unfinished)
     os.rename(unfinished, folder)
@@ -97,7 +98,7 @@ def publish(unfinished: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Makes all files of a folder durable, and their names."""
+    """Make all files of a folder durable, and their names."""
     for parent, _, names in os.walk(folder, topdown=False):
         for path in (*(Path(parent, name) for name in names), Path(parent)):
             if not path.is_symlink():
@@ -105,13 +106,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Makes a copy that is complete and on disk, or absent."""
+    """Make a copy that is complete and on disk, or absent."""
     with open(source, "rb") as file, atomic_file(target) as copy:
         shutil.copyfileobj(file, copy, BLOCK)
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """Identifies a job's input by place, size and content, a large file by its first part and the time.
+    """Identify a job's input by place, size and content, a large file by its first part and the time.
 
     Jobs that go on after an end compare it: to read all of a large model again would take as long as the job.
     """
@@ -123,7 +124,7 @@ def fingerprint(file: Path) -> list[Any]:
 
 
 def read_text(path: Path) -> str:
-    """Reads a small text file; CheckpointError where it is not UTF-8."""
+    """Read a small text file; CheckpointError where it is not UTF-8."""
     check_is_file(path)
     try:
         with open(path, "rb") as file:
@@ -135,7 +136,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file; CheckpointError where there is anything else."""
+    """Read the object in a JSON file; CheckpointError where there is anything else."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_JSON:
@@ -151,13 +152,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object to a JSON file that is complete or absent."""
+    """Write an object to a JSON file that is complete or absent."""
     with atomic_file(path) as file:
         file.write(json.dumps(content, indent=2).encode())
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """folder/name; CheckpointError unless the name is of one component and the file, links followed, in the folder.
+    """Return folder/name; CheckpointError unless that is one component and the file, links followed, in the folder.
 
     The folders of the Hugging Face hub's cache, whose files are links into `blobs` beside them, pass.
     """
@@ -173,7 +174,7 @@ def inside(folder: Path, name: Any) -> Path:
 
 @contextmanager
 def explained(path: Path, num_bytes: int) -> Iterator[None]:
-    """Raises CheckpointError that says so where the body fails because the file system has no room for num_bytes."""
+    """Raise CheckpointError that says so where the body fails because the file system has no room for num_bytes."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -201,7 +202,7 @@ def _means_no_space(error: BaseException | None) -> bool:
 
 @contextmanager
 def made_folder(folder: Path) -> Iterator[None]:
-    """A folder that exists while the body runs; where the body fails, those that were made for it are gone again."""
+    """Make a folder for the body; where the body fails, those that were made for it are gone again."""
     made = []
     for parent in (folder, *folder.parents):
         if parent.exists():
@@ -221,7 +222,7 @@ def made_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
+    """Open a binary file that takes its name, instead of an older one, when the body has ended and it is on disk.
 
     Any number of processes may write the same name at once: one of their files is there in the end, whole. An OSError
     of a full disk names the path.
@@ -232,7 +233,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError), open(abandoned, "rb") as left:
                 if _try_lock(left.fileno()):  # its writer has ended: a lock ends with its process
                     abandoned.unlink()
-        unfinished, file = _unfinished(path)
+        while True:
+            unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
+            file = open(unfinished, "xb")  # noqa: SIM115
+            if _try_lock(file.fileno()) is not False and _is_still(unfinished, file.fileno()):
+                break
+            file.close()  # another process took it for an abandoned one before it was locked
         try:
             with file:
                 yield file
@@ -244,12 +250,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             if isinstance(error, OSError) and error.filename is None:
                 error.filename = str(path)  # which write() and fsync() do not know
             raise
-        sync_folder(path.parent)
+        sync_file(path.parent)
 
 
 @contextmanager
 def path_of_unfinished(path: Path) -> Iterator[Path]:
-    """A path for a writer that takes no open file, whose file becomes `path` when the body has ended and it is on disk.
+    """Yield a path for a writer that takes no open file; its file becomes `path` when the body has ended.
 
     The caller holds a lock for the place: what killed processes left there is removed.
     """
@@ -265,24 +271,14 @@ def path_of_unfinished(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
-    """Makes a new file beside a path, locked by this process."""
-    while True:
-        unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
-        file = open(unfinished, "xb")  # noqa: SIM115
-        if _try_lock(file.fileno()) is not False and _is_still(unfinished, file.fileno()):
-            return unfinished, file
-        file.close()  # another process took it for an abandoned one before it was locked
-
-
 def unique() -> str:
-    """Makes a part of a name that no other process uses, on any machine."""
+    """Make a part of a name that no other process uses, on any machine."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
-    """Holds a lock that other processes, also of other machines, see; CheckpointError where one of them holds it.
+    """Hold a lock that other processes, also of other machines, see; CheckpointError where one of them holds it.
 
     The system takes the lock back when its process ends, however it ends: no lock is left behind. Yields False on a
     file system without locks.
@@ -314,7 +310,7 @@ def locked(path: Path, what: str) -> Iterator[bool]:
 
 @contextmanager
 def read_locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from removing what an existing file stands for, while the body runs: see lock_unread().
+    """Keep other processes from removing what an existing file stands for, while the body runs: see lock_unread().
 
     Raises FileNotFoundError where the file was removed before. Does nothing on a file system without locks.
     """
@@ -328,7 +324,7 @@ def read_locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_unread(path: Path) -> Iterator[bool]:
-    """True, and no read_locked() begins while the body runs, if none has the file now; True without locks."""
+    """Yield True, and no read_locked() begins while the body runs, if none has the file now; True without locks."""
     with open(path, "r+b") as file:  # NFS gives an exclusive lock to writers only
         yield _try_lock(file.fileno()) is not False
 
@@ -354,7 +350,7 @@ def _try_lock(handle: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder with its content, or the link to one and not what it points to."""
+    """Remove a folder with its content, or the link to one and not what it points to."""
     if path.is_symlink():
         path.unlink()
     else:

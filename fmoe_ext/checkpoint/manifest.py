@@ -15,10 +15,10 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, inside, read_json
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 
-VERSION = 2  # 1 says in .metadata, a pickle, where the tensors are
-WITH_EXTRAS = 3  # which those who read version 2 do not know
-VERSIONS = (1, 2, WITH_EXTRAS)
-MODEL = "model."
+_VERSION = 2  # 1 says in .metadata, a pickle, where the tensors are
+_WITH_EXTRAS = 3  # which those who read version 2 do not know
+_VERSIONS = (1, 2, _WITH_EXTRAS)
+MODEL = "model."  # before the names of the model's tensors; those of the optimizer's state have another
 _TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
     {
         "step": (int,),
@@ -38,38 +38,33 @@ _TYPES_OF_OPTIMIZER: MappingProxyType[str, type] = MappingProxyType(
 
 @dataclass
 class Manifest:
-    """Description of a checkpoint, as its manifest has it.
-
-    tensors: {key: {"shape", "dtype", "chunks"}}; files: {name: {"bytes", "sha256"}};
-    routing: {layer: what its gate computes}, which the tensors do not say; extra: this rank's, extras: every rank's
-    where they differ.
-    """
+    """Description of a checkpoint, in the order in which its manifest has it."""
 
     step: int
-    layers: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    routing: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)  # {layer: number of experts, widths}
+    optimizer: dict[str, Any] | None = None  # optimizer_state.take()'s record
+    extra: dict[str, Any] = field(default_factory=dict)  # this rank's
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # {key: {"shape", "dtype", "chunks"}}
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"bytes", "sha256"}}
+    routing: dict[str, Any] = field(
+        default_factory=dict
+    )  # {layer: what its gate computes}, which no tensor says
     torch: str = torch.__version__
-    version: int = VERSION
-    extras: list[dict[str, Any]] = field(default_factory=list)
+    version: int = _VERSION
+    extras: list[dict[str, Any]] = field(default_factory=list)  # every rank's, where they differ
 
     def keep_extras(self, extras: list[dict[str, Any]]) -> None:
-        """Takes the `extra` of every rank, in their order."""
+        """Take the `extra` of every rank, in their order."""
         if any(other != extras[0] for other in extras):
-            self.extras, self.version = extras, WITH_EXTRAS
+            self.extras, self.version = extras, _WITH_EXTRAS
 
     def take_extra(self, rank: int, num_ranks: int) -> None:
-        """Makes `extra` what this rank saved, if it was saved by as many; warns where it is another rank's."""
+        """Make `extra` what this rank saved, if it was saved by as many; warns where it is another rank's."""
         if len(self.extras) == num_ranks:
             self.extra = self.extras[rank]
         elif self.extras:
             differing = [
-                key
-                for key in self.extra
-                if any(key not in e or e[key] != self.extra[key] for e in self.extras)
+                k for k, v in self.extra.items() if any(k not in e or e[k] != v for e in self.extras)
             ]
             warnings.warn(
                 f"{len(self.extras)} ranks saved `extra` with different values of "
@@ -80,6 +75,7 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         keyed = {"extra": encode_keys(self.extra), "optimizer": encode_keys(self.optimizer)}
+        # JSON turns every key into a text, and a mistake of one digit would not show: hence pairs, and the digest
         content = asdict(replace(self, **keyed, extras=encode_keys(self.extras)))
         if not self.extras:
             del content["extras"]  # which those who read version 2 do not know
@@ -95,19 +91,16 @@ class Manifest:
             raise CheckpointError(
                 f"{path} is damaged: its content does not have the SHA-256 {expected}"[:500]
             )
-        if version not in VERSIONS:
-            raise CheckpointError(
-                f"{path} has version {version}, this fmoe_ext reads versions {', '.join(map(str, VERSIONS))}"[
-                    :500
-                ]
-            )
+        if version not in _VERSIONS:
+            known = ", ".join(map(str, _VERSIONS))
+            raise CheckpointError(f"{path} has version {version}, this fmoe_ext reads versions {known}"[:500])
         try:
             return cls(**content).checked(path)
         except TypeError as error:
             raise CheckpointError(f"{path} is damaged: {error}"[:500]) from error
 
     def checked(self, path: Path) -> "Manifest":
-        """itself; CheckpointError where anything is of another type than save() writes."""
+        """Return itself; CheckpointError where anything is of another type than save() writes."""
         try:
             self.extra, self.optimizer = decode_keys(self.extra), decode_keys(self.optimizer)
             self.extras = decode_keys(self.extras)
@@ -124,12 +117,20 @@ class Manifest:
                 raise CheckpointError(f"{path} is damaged: it has no size or checksum of {name}")
         if not all(isinstance(extra, dict) for extra in self.extras):
             raise CheckpointError(f"{path} is damaged: its 'extras' are {self.extras!r}"[:500])
-        if self.optimizer is not None:
-            _check_record(self.optimizer, path)
+        record = self.optimizer  # what optimizer_state.Loading takes from it
+        if record is not None and not (
+            all(isinstance(record.get(name), kind) for name, kind in _TYPES_OF_OPTIMIZER.items())
+            and all(isinstance(options, dict) for options in record["groups"])
+            and all(type(i) is int and 0 <= i < len(record["groups"]) for i in record["params"].values())
+            and all(isinstance(values, dict) for values in record["values"].values())
+        ):
+            raise CheckpointError(
+                f"{path} is damaged: what it says of the optimizer is not what save() writes"
+            )
         return self
 
     def saved(self, folder: Path) -> dict[str, SavedTensor]:
-        """Place of each tensor; CheckpointError for what is no tensor."""
+        """Return the place of each tensor; CheckpointError for what is no tensor."""
         if self.version == 1:
             tensors, others = read_metadata(inside(folder, ".metadata"))
             if others:
@@ -148,21 +149,6 @@ class Manifest:
                     )
         return tensors
 
-    def model_shapes(self) -> dict[str, Any]:
-        return {k.removeprefix(MODEL): t["shape"] for k, t in self.tensors.items() if k.startswith(MODEL)}
-
-
-def _check_record(record: dict[str, Any], path: Path) -> None:
-    """Raises CheckpointError unless the record of an optimizer has what optimizer_state.Loading takes from it."""
-    good = all(isinstance(record.get(name), expected) for name, expected in _TYPES_OF_OPTIMIZER.items())
-    if not (
-        good
-        and all(isinstance(options, dict) for options in record["groups"])
-        and all(type(i) is int and 0 <= i < len(record["groups"]) for i in record["params"].values())
-        and all(isinstance(values, dict) for values in record["values"].values())
-    ):
-        raise CheckpointError(f"{path} is damaged: what it says of the optimizer is not what save() writes")
-
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -172,7 +158,7 @@ _ITEMS = "__items__"  # the one key of an object that has the pairs of a dict wh
 
 
 def encode_keys(value: Any) -> Any:
-    """value, its dicts as objects of JSON that keep numbers and None as keys; TypeError for other keys."""
+    """Return value, its dicts as objects of JSON that keep numbers and None as keys; TypeError for other keys."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and value.keys() != {_ITEMS}:
             return {key: encode_keys(part) for key, part in value.items()}
@@ -183,7 +169,7 @@ def encode_keys(value: Any) -> Any:
 
 
 def decode_keys(value: Any) -> Any:
-    """The value that encode_keys() took."""
+    """Return the value that encode_keys() took."""
     if isinstance(value, dict):
         pairs = value[_ITEMS] if value.keys() == {_ITEMS} else value.items()
         return {key: decode_keys(part) for key, part in pairs}

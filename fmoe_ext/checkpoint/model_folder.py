@@ -36,7 +36,7 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 
 def local_path(model: str | Path, files: Sequence[str] | None = None, **options: Any) -> Path:
-    """Finds the path of a model, given as a path or as the name of a repository in the cache of the Hugging Face hub.
+    """Find the path of a model, given as a path or as the name of a repository in the cache of the Hugging Face hub.
 
     Nothing is downloaded. A Path is a path, as is a text under which something is; the path need not exist. Of names,
     those with an owner are looked up, as Qwen/Qwen3-30B-A3B: a word alone is a folder that is missing.
@@ -84,7 +84,19 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
                 f"the path, or run {command} (nothing is downloaded here)"
             ) from None
         folder, incomplete = Path(error.snapshot_path), error
-    wanted = _wanted_files(folder) if files is None else [folder / name for name in files]
+    if files is not None:
+        wanted = [folder / name for name in files]
+    else:  # the configuration and the weights
+        wanted = [folder / CONFIG]
+        index, single = _names_of_weights(folder, read_config_json(folder))
+        if index not in ("", INDEX) and not (folder / index).exists():
+            wanted.append(folder / index)
+        elif weights := ModelFolder(folder).paths:
+            wanted += weights
+        elif (gguf := min(folder.glob("*.gguf"), default=None)) is not None:
+            raise CheckpointError(f"{folder} has GGUF files: give one of them, as {gguf}")
+        elif not any(folder.glob("*.bin")):  # of pickles the readers say what there is to say
+            wanted.append(folder / single)
     missing = [file.name for file in wanted if not file.exists()]
     if missing or incomplete:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -96,22 +108,8 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
     return folder
 
 
-def _wanted_files(folder: Path) -> list[Path]:
-    """Lists the configuration and the weights that a folder of the hub's cache must have, there or not."""
-    config = folder / CONFIG
-    index, single = _names_of_weights(folder, read_config_json(folder))
-    if index not in ("", INDEX) and not (folder / index).exists():
-        return [config, folder / index]
-    if weights := ModelFolder(folder).paths:
-        return [config, *weights]
-    if (gguf := min(folder.glob("*.gguf"), default=None)) is not None:
-        raise CheckpointError(f"{folder} has GGUF files: give one of them, as {gguf}")
-    # What there is to say of pickles, the readers say
-    return [config] if any(folder.glob("*.bin")) else [config, folder / single]
-
-
 def usual_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """Finds the float dtype that most bytes of a model have: the one that config.json names; None without floats."""
+    """Find the float dtype that most bytes of a model have: the one that config.json names; None without floats."""
     counts: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         if tensor.dtype in FLOATS:
@@ -120,21 +118,21 @@ def usual_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
 
 
 class ModelFolder:
-    """A model's folder, or one safetensors file.
+    """A model's folder, or one safetensors file."""
 
-    config: config.json, {} without one. weight_map: {tensor: file} of the index, {} without one.
-    paths: the safetensors files, there or not; [] for a folder that holds something else.
-    folders: others, on other disks perhaps, where files that the index names may be instead.
-    packed: the format that experts had before checkpoint.packed.decode(); "" for plain ones.
-    Raises CheckpointError for JSON that is damaged, for names that lead outside, and for weights of two models.
-    """
+    folder: Path
+    config: dict[str, Any]  # config.json, {} without one
+    weight_map: dict[str, Any]  # {tensor: file} of the index, {} without one
+    paths: list[Path]  # the safetensors files, there or not; [] for a folder that holds something else
+    packed: str  # the format that experts had before expert_layers.decode(); "" for plain ones
 
     def __init__(self, folder: str | Path, folders: Sequence[Path] = ()) -> None:
+        """folders: others, on other disks perhaps, where files that the index names may be instead.
+
+        Raises CheckpointError for JSON that is damaged, for names that lead outside, and for weights of two models.
+        """
         self.folder = path = Path(folder)
-        self.packed = ""
-        self.config: dict[str, Any] = {}
-        self.weight_map: dict[str, Any] = {}
-        self.paths: list[Path] = []
+        self.config, self.weight_map, self.paths, self.packed = {}, {}, [], ""
         if path.suffix == ".safetensors":
             self.paths = [path]
             return
@@ -163,12 +161,12 @@ class ModelFolder:
 
     @cached_property
     def files(self) -> dict[Path, list[str]]:
-        """{file: names of its tensors}."""
+        """Return {file: names of its tensors}."""
         return {file: list(found) for file, found in self._contents.items()}
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """{name: tensor} of all files; CheckpointError without any, and for a name that several of them have."""
+        """Return {name: tensor} of all files; CheckpointError without any, and for a name that several of them have."""
         tensors: dict[str, StoredTensor] = {}
         for file, found in self._contents.items():
             if found.keys() & tensors.keys():
@@ -186,7 +184,7 @@ class ModelFolder:
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
-        """quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
+        """Return quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
         text = self.config.get("text_config")
         found = self.config.get("quantization_config")
         if not found and isinstance(text, dict):
@@ -197,7 +195,7 @@ class ModelFolder:
         return found if isinstance(found, dict) else {}
 
     def without_replaced(self, files: Mapping[Path, Mapping[str, T]]) -> dict[Path, dict[str, T]]:
-        """{file: its tensors}, without those that the index has in another of the files.
+        """Return {file: its tensors}, without those that the index has in another of the files.
 
         Raises CheckpointError where Transformers, which takes a tensor from the last file that has it, reads another.
         """
@@ -222,7 +220,7 @@ class ModelFolder:
         }
 
     def check(self) -> None:
-        """Raises CheckpointError unless all that Transformers would read of the folder lies in it, links resolved.
+        """Raise CheckpointError unless all that Transformers would read of the folder lies in it, links resolved.
 
         A folder of the hub's cache passes: its files are links into `blobs` beside it. An adapter of PEFT does not: it
         names a base model anywhere.
@@ -235,14 +233,14 @@ class ModelFolder:
                 f"{path} has adapter_config.json, which names another model to read: load it with PEFT, call "
                 "merge_and_unload(), and give the model itself"
             )
-        refuse_hub_code(path, self.config)
+        _refuse_hub_code(path, self.config)
         for index in path.glob("*.index*.json"):
             weight_map = read_json(index).get("weight_map")
             for name in weight_map.values() if isinstance(weight_map, dict) else [weight_map]:
                 inside(path, name)
 
     def check_plain(self) -> None:
-        """Raises CheckpointError if the weights are quantised."""
+        """Raise CheckpointError if the weights are quantised."""
         quantization = self.config.get("quantization_config")
         odd = [
             name for name, t in self.tensors.items() if t.dtype.is_floating_point and t.dtype not in FLOATS
@@ -255,7 +253,7 @@ class ModelFolder:
             )
 
     def make_config(self) -> Any:
-        """The configuration that Transformers makes of config.json, as of plain weights.
+        """Make the configuration that Transformers makes of config.json, as of plain weights.
 
         Raises CheckpointError for what read_config() refuses, and for more layers than the files have tensors.
         """
@@ -266,7 +264,7 @@ class ModelFolder:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """config.json of a folder; {} for anything else, CheckpointError for half of a save."""
+    """Read config.json of a folder; {} for anything else, CheckpointError for half of a save."""
     if (path / CONFIG).exists():
         return read_json(inside(path, CONFIG))
     check_is_whole(path)
@@ -288,7 +286,7 @@ def _names_of_weights(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
 
 @contextmanager
 def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[None]:
-    """Raises CheckpointError for the errors of Transformers in what a folder holds, which have no common class."""
+    """Raise CheckpointError for the errors of Transformers in what a folder holds, which have no common class."""
     try:
         yield
     except (ImportError, MemoryError, CheckpointError):
@@ -299,7 +297,7 @@ def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[No
 
 
 def read_config(folder: Path, num_tensors: int | None = None) -> Any:
-    """Reads the configuration that Transformers makes of a folder's config.json, or of one JSON file.
+    """Read the configuration that Transformers makes of a folder's config.json, or of one JSON file.
 
     num_tensors: in the folder's files, if that is known. Raises CheckpointError for anything that Transformers refuses,
     for code of a hub, and for more layers than there are tensors, before so many of anything are made.
@@ -316,7 +314,7 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
 
 
 def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
-    """Raises CheckpointError for a config.json of a fmoefied model, with code of a hub, or with too many layers.
+    """Raise CheckpointError for a config.json of a fmoefied model, with code of a hub, or with too many layers.
 
     These are more than MAX_LAYERS, or more than there are tensors.
     """
@@ -327,7 +325,7 @@ def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None 
             "fmoe_ext.huggingface.from_pretrained(folder) reads it"
         )
     with errors_of_transformers(folder):
-        refuse_hub_code(folder, said)
+        _refuse_hub_code(folder, said)
         most = MAX_LAYERS if num_tensors is None else num_tensors
         for values in (said, *(part for part in said.values() if isinstance(part, dict))):
             for key, count in values.items():
@@ -337,12 +335,12 @@ def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None 
                     raise CheckpointError(f"{folder}: config.json has {count} layers, but there are {there}")
 
 
-def refuse_hub_code(path: Path, config: Any) -> None:
-    """Raises CheckpointError for a configuration whose kernels Transformers would load from a hub, and run."""
+def _refuse_hub_code(path: Path, config: Any) -> None:
+    """Raise CheckpointError for a configuration whose kernels Transformers would load from a hub, and run."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
             raise CheckpointError(
                 f"{path}/config.json says {key} {value!r}, code of a hub, which is not run: remove the key, and call "
                 "set_attn_implementation() on the model if you want it"
             )
-        refuse_hub_code(path, value)
+        _refuse_hub_code(path, value)

@@ -5,7 +5,7 @@ rank has some; separate experts have their number in the name, experts.<e>.weigh
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,18 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel, move_rows
 from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.layers import FMoE
 
-WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
+# Names of the tensors of an FMoETransformerMLP
+W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.weight", "experts.h4toh.bias")
+SHARED = "shared_experts.mlp."
+SHARED_GATE = "shared_experts.gate.weight"
+LATENT = ("latent.narrow.weight", "latent.widen.weight")
+GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
+EXPERT_BIAS = "gate.expert_bias"
+TABLE = "gate.expert_of_id"
+# Choices that SigmoidGate has not counted yet: of training, not of the model
+PENDING_LOAD = "gate.pending_load"
+
+_WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
 # Megatron-core's own names: of each expert, of all [E, *], or of all side by side
 MEGATRON_EXPERTS = re.compile(
     r"(?:(?P<layer>.*?)\.)?experts\."
@@ -31,13 +42,29 @@ EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P
 
 
 class ModelState:
-    """Lists a model's state: tensors {name: parameter or buffer of this rank}, layers {name: FMoE}.
+    """A model's state under names that no layout changes."""
 
-    model: the one inside all wrappers, which leave no trace in names.
-    """
+    model: nn.Module  # the one inside all wrappers, which leave no trace in names
+    tensors: dict[str, torch.Tensor]  # {name: parameter or buffer of this rank}
+    layers: dict[str, FMoE]  # {name: layer}
 
     def __init__(self, model: nn.Module):
-        model, name_of = _unwrap(model)
+        while (inner := _inside(model)) is not None:
+            model = getattr(model, inner)
+        self.model = model
+        # Wrappers further inside leave their names in those of their modules: long -> short, the innermost first
+        wrapped = [
+            (f"{name}.{_inside(module)}.", f"{name}.")
+            for name, module in model.named_modules(remove_duplicate=False)
+            if _inside(module) is not None
+        ][::-1]
+
+        def name_of(name: str) -> str:
+            for long, short in wrapped:
+                if f"{name}.".startswith(long):
+                    name = (short + f"{name}."[len(long) :])[:-1]
+            return name
+
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
         for name, layer in self.layers.items():
@@ -46,22 +73,25 @@ class ModelState:
                     f"{name}: other ranks have parts of its experts (expert tensor parallelism): save with Megatron's "
                     "dist_checkpointing, and load that with --expert-tensor-parallel-size 1"
                 )
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.model = model
+        self.tensors = {}
         self._names: dict[int, str] = {}  # {id(tensor): its first name}; tied tensors have several
         self._buffers: dict[str, str] = {}  # {name: key in state_dict()}
         self._keys: dict[str, str] = {}  # {name: key in state_dict()}
         self._layer_of_rows: dict[
             str, FMoE
         ] = {}  # {name: layer} of fused experts, of which this rank has rows
-        self._meshes: dict[
-            tuple[Any, str], DeviceMesh
-        ] = {}  # by group and device; one more would be a new group
+        # by group and device; one more would be a new group
+        self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             self._add(key, name_of(key), value)
 
     def _add(self, key: str, name: str, value: Any) -> None:
-        layer, rest = self._owner(name)
+        # The innermost FMoE that has this tensor, and the rest of the name
+        components = name.split(".")
+        begins = (".".join(components[:end]) for end in reversed(range(len(components))))
+        own = next((begin for begin in begins if begin in self.layers), None)
+        layer = None if own is None else self.layers[own]
+        rest = name.removeprefix(f"{own}.") if own else name
         if layer is not None and rest == "expert_placement":
             return  # saved in the order of the experts, wherever they live
         if value is None and name.endswith("_extra_state"):
@@ -77,7 +107,7 @@ class ModelState:
             )
         if layer is not None and layer.expert_parallel is not None and rest.startswith("experts."):
             if isinstance(value, DTensor):
-                _check_sharded(name, value, layer)
+                _check_sharded(name, value, layer.expert_parallel)
             if isinstance(layer.experts, nn.ModuleList):
                 _, index, tail = rest.split(".", 2)  # experts.<index on this rank>.<tail>
                 place = layer.expert_parallel.rank * layer.num_local_experts + int(index)
@@ -96,17 +126,8 @@ class ModelState:
         if not isinstance(value, nn.Parameter):
             self._buffers[name] = key
 
-    def _owner(self, name: str) -> tuple[FMoE | None, str]:
-        """(layer, rest of the name) of the innermost FMoE that has this tensor; (None, name) if none has."""
-        components = name.split(".")
-        for end in reversed(range(len(components))):
-            layer = self.layers.get(".".join(components[:end]))
-            if layer is not None:
-                return layer, ".".join(components[end:])
-        return None, name
-
     def check_can_be_filled(self) -> None:
-        """Raises CheckpointError for tensors that are not the model's own memory: filling them changes nothing."""
+        """Raise CheckpointError for tensors that are not the model's own memory: filling them changes nothing."""
         meta = [name for name, value in self.tensors.items() if value.is_meta]
         if meta:
             raise CheckpointError(
@@ -115,9 +136,14 @@ class ModelState:
             )
         # A second one has other copies, since the first ones are still alive, and the same parameters
         again = self.model.state_dict(keep_vars=True)
-        copies = [
-            name for name, value in self.tensors.items() if not _same_memory(value, again[self._keys[name]])
-        ]
+        copies = []
+        for name, value in self.tensors.items():
+            first, second = (
+                (t.to_local() if isinstance(t, DTensor) else t).untyped_storage().data_ptr()
+                for t in (value, again[self._keys[name]])
+            )
+            if first != second and value.numel():
+                copies.append(name)
         if copies:
             raise CheckpointError(
                 f"state_dict() of {type(self.model).__name__} returns copies of {copies[0]!r} and "
@@ -138,20 +164,17 @@ class ModelState:
         return name in self._buffers
 
     def give_dtype(self, name: str, dtype: torch.dtype) -> None:
-        """Lets a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
+        """Let a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
         module, _, attribute = self._buffers[name].rpartition(".")
         self.tensors[name] = self.tensors[name].to(dtype)
         setattr(self.model.get_submodule(module), attribute, self.tensors[name])
-
-    def num_experts(self) -> dict[str, int]:
-        return {name: layer.num_experts for name, layer in self.layers.items()}
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         layer, value = self._layer_of_rows.get(name), self.tensors[name]
         return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])
 
     def local_rows(self, name: str) -> tuple[int, int] | None:
-        """(first, end): the experts of a layer in order that this rank has; None for what it has whole."""
+        """Return (first, end): the experts of a layer in order that this rank has; None for what it has whole."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return None
@@ -165,7 +188,7 @@ class ModelState:
         return spread or any(isinstance(value, DTensor) for value in self.tensors.values())
 
     def in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows like those of parameter `name`, brought into the order of the experts. Collective if they had moved."""
+        """Bring rows like those of parameter `name` into the order of the experts. Collective if they had moved."""
         layer = self._layer_of_rows.get(name)
         if layer is None or layer.expert_placement is None:
             return tensor
@@ -181,39 +204,39 @@ class ModelState:
         return tensor
 
     def as_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows in the order of the experts as this rank's part of a DTensor [E, *]; another tensor as it is."""
+        """Return rows in the order of the experts as this rank's part of a DTensor [E, *]; another tensor as it is."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return tensor.detach()
         assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
         tensor = tensor.detach()
-        if isinstance(tensor, DTensor):
-            return _of_whole_layer(tensor, layer.expert_parallel)
-        key = layer.expert_parallel.group, tensor.device.type
+        parallel = layer.expert_parallel
+        if isinstance(
+            tensor, DTensor
+        ):  # rows that ranks with the same experts share: over those of all experts
+            groups = [find_group(parallel.group), tensor.device_mesh.get_group()]
+            table = torch.tensor(parallel.sharing_ranks, device="cpu")
+            mesh = DeviceMesh.from_group(groups, tensor.device.type, table, mesh_dim_names=("ep", "experts"))
+            shape = torch.Size((parallel.num_experts, *tensor.shape[1:]))
+            placements = [Shard(0), Shard(0)]
+            return DTensor.from_local(
+                tensor.to_local(), mesh, placements, run_check=False, shape=shape, stride=tensor.stride()
+            )
+        key = parallel.group, tensor.device.type
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
         return DTensor.from_local(tensor, self._meshes[key], [Shard(0)], run_check=False)
 
     def put_in_order(self) -> None:
-        """Notes that the experts of every layer are now where their numbers say."""
+        """Note that the experts of every layer are now where their numbers say."""
         for layer in self.layers.values():
             if layer.expert_placement is not None:
                 layer.place_experts(range(layer.num_experts))
 
 
-def _same_memory(a: torch.Tensor, b: Any) -> bool:
-    """True for views of one storage, and for tensors without elements."""
-    places = []
-    for tensor in (a, b):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        places.append(local.untyped_storage().data_ptr())
-    return places[0] == places[1] or a.numel() == 0
-
-
-def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:
-    """Raises CheckpointError for experts whose place among all [E, *] is not known."""
-    assert layer.expert_parallel is not None
-    if layer.expert_parallel.sharing_ranks is None:
+def _check_sharded(name: str, value: DTensor, parallel: ExpertParallel) -> None:
+    """Raise CheckpointError for experts whose place among all [E, *] is not known."""
+    if parallel.sharing_ranks is None:
         raise CheckpointError(
             f"expert parameter {name!r} is sharded (DTensor) in addition to ep: only what "
             "fmoe_ext.distributed.fully_shard_experts(layer, mesh) has sharded can be saved or loaded"
@@ -225,28 +248,23 @@ def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:
         )
 
 
-def _of_whole_layer(rows: DTensor, parallel: ExpertParallel) -> DTensor:
-    """Rows [e, *] that ranks with the same experts share, as rows [E, *] over those ranks of all experts."""
-    groups = [find_group(parallel.group), rows.device_mesh.get_group()]
-    table = torch.tensor(parallel.sharing_ranks, device="cpu")
-    mesh = DeviceMesh.from_group(groups, rows.device.type, table, mesh_dim_names=("ep", "experts"))
-    shape = torch.Size((parallel.num_experts, *rows.shape[1:]))
-    local = rows.to_local()
-    return DTensor.from_local(
-        local, mesh, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=rows.stride()
-    )
-
-
 def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
-    """{layer: {"num_experts", "d_model", "d_hidden"}} from {name: shape}; the widths for two-layer MLPs only."""
+    """Return {layer: {"num_experts", "d_model", "d_hidden"}} of {name: shape}; the widths for two-layer MLPs only."""
     layers: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
         match = EXPERT_NAME.fullmatch(name)
         if match is None or not shape:
             continue
         if (of_megatron := MEGATRON_EXPERTS.fullmatch(name)) is not None:
+            begin = f"{of_megatron['layer']}." if of_megatron["layer"] else ""
+            if router := shapes.get(f"{begin}router.weight"):
+                count = router[0]
+            elif number := of_megatron["index"] or of_megatron["number"]:
+                count = int(number) + 1
+            else:  # of experts side by side nothing says how many they are
+                count = shape[0] if of_megatron["stacked"] else 0
             layer = layers.setdefault(of_megatron["layer"] or "", {"num_experts": 0})
-            layer["num_experts"] = max(layer["num_experts"], _num_megatron_experts(of_megatron, shapes))
+            layer["num_experts"] = max(layer["num_experts"], count)
             continue
         layer = layers.setdefault(match["layer"] or "", {"num_experts": 0})
         count = shape[0] if match["index"] is None else int(match["index"]) + 1
@@ -256,45 +274,15 @@ def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
     return layers
 
 
-def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Counts the experts of a Megatron-core layer, from its router or from one of its tensors."""
-    router = shapes.get(f"{match['layer']}.router.weight" if match["layer"] else "router.weight")
-    if router:
-        return router[0]
-    number = match["index"] or match["number"]
-    if number:
-        return int(number) + 1
-    return shapes[match.string][0] if match["stacked"] else 0
-
-
-def _unwrap(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
-    """Returns the module inside all wrappers, and a function that takes inner wrappers out of a name."""
-    while (inner := _inside(model)) is not None:
-        model = getattr(model, inner)
-    wrapped = [
-        (f"{name}.{_inside(module)}.", f"{name}.")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if _inside(module) is not None
-    ]
-
-    def name_of(name: str) -> str:
-        for long, short in reversed(wrapped):  # the innermost first
-            if f"{name}.".startswith(long):
-                name = (short + f"{name}."[len(long) :])[:-1]
-        return name
-
-    return model, name_of
-
-
 def _inside(module: nn.Module) -> str | None:
-    """Returns the name under which a wrapper has its module; None for other modules."""
-    if isinstance(module, WRAPPERS):
+    """Return the name under which a wrapper has its module; None for other modules."""
+    if isinstance(module, _WRAPPERS):
         return "module"
     return "_orig_mod" if hasattr(module, "_orig_mod") else None
 
 
 def packed_kind(tensor: torch.Tensor) -> str | None:
-    """Class of a tensor that stands for others (quantized, as torchao's); None for plain tensors and their shards."""
+    """Return the class of a tensor that stands for others (quantized, as torchao's); None for plain ones and shards."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_packed = type(local) not in (torch.Tensor, nn.Parameter) and hasattr(local, "__tensor_flatten__")
     return type(local).__name__ if is_packed else None

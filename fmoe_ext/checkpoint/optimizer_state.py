@@ -1,4 +1,9 @@
-"""The state of an optimizer by the names of its parameters: tensors "optimizer.<entry>.<parameter>", the rest plain."""
+"""The state of an optimizer by the names of its parameters: tensors "optimizer.<entry>.<parameter>", the rest plain.
+
+An optimizer numbers its parameters; the numbers differ between layouts, so names take their place. State that is like a
+parameter of fused experts has a row for each expert and moves with the experts to any layout; a number (a step) belongs
+to all of them. State of any other shape has no meaning in another layout, and is refused.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,31 +26,8 @@ def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tenso
 
     Raises CheckpointError, before any communication, for state of experts of which not each expert has its own part.
     """
-    has_rows = _check(optimizer, model)
-    tensors: dict[str, torch.Tensor] = {}
-    groups: list[dict[str, Any]] = []
-    params: dict[str, int] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        groups.append({key: value for key, value in group.items() if key not in _OF_PARAMETERS})
-        for param in group["params"]:
-            name = model.name_of(param)
-            params[name] = number
-            for entry, value in optimizer.state.get(param, {}).items():
-                if not isinstance(value, torch.Tensor):
-                    values.setdefault(name, {})[entry] = value
-                elif (name, entry) in has_rows:
-                    tensors[f"{PREFIX}{entry}.{name}"] = model.as_part(name, model.in_order(name, value))
-                else:
-                    tensors[f"{PREFIX}{entry}.{name}"] = value
-    record = {"type": type(optimizer).__name__, "groups": groups, "params": params, "values": values}
-    return tensors, record
-
-
-def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
-    """Finds the (parameter, entry) whose tensors are rows of experts."""
     _refuse_zero_redundancy(optimizer)
-    has_rows = set()
+    has_rows = set()  # (parameter, entry) whose tensors are rows of experts
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         name = model.name_of(param)
         for entry, value in optimizer.state.get(param, {}).items():
@@ -68,7 +50,24 @@ def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
             if _is_by_expert(name, entry, shape, tuple(param.shape)):
                 _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)  # load() sees these shapes alone
                 has_rows.add((name, entry))
-    return has_rows
+    tensors: dict[str, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    params: dict[str, int] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append({key: value for key, value in group.items() if key not in _OF_PARAMETERS})
+        for param in group["params"]:
+            name = model.name_of(param)
+            params[name] = number
+            for entry, value in optimizer.state.get(param, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    values.setdefault(name, {})[entry] = value
+                elif (name, entry) in has_rows:
+                    tensors[f"{PREFIX}{entry}.{name}"] = model.as_part(name, model.in_order(name, value))
+                else:
+                    tensors[f"{PREFIX}{entry}.{name}"] = value
+    record = {"type": type(optimizer).__name__, "groups": groups, "params": params, "values": values}
+    return tensors, record
 
 
 def _refuse_zero_redundancy(optimizer: Optimizer) -> None:
@@ -93,6 +92,7 @@ def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[in
         return True
     if len(param) == 3:
         num_experts, *widths = param
+        # A mean over the experts looks the same where their number is one of the widths: then neither is believed
         kept = {(num_experts, *rest) for rest in _means(*widths)}
         if shape in kept and not (num_experts > 1 and shape in set(_means(*widths)) | {tuple(widths)}):
             return True
@@ -104,16 +104,17 @@ def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[in
 
 
 def _means(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Lists the shapes of means over a matrix's columns, rows or both."""
+    """List the shapes of means over a matrix's columns, rows or both."""
     return (rows, 1), (1, columns), (1, 1), (rows,), (columns,), ()
 
 
 def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One record of what the ranks' optimizers have; groups with the same options become one."""
+    """Merge what the ranks' optimizers have; groups with the same options become one."""
     merged: dict[str, Any] = {"type": records[0]["type"], "groups": [], "params": {}, "values": {}}
     for record in records:
         for name, number in record["params"].items():
             options = record["groups"][number]
+            # the numbers of groups differ between ranks; the options are what a group is
             if options not in merged["groups"]:
                 merged["groups"].append(options)
             merged["params"].setdefault(name, merged["groups"].index(options))
@@ -122,13 +123,13 @@ def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def names(optimizer: Optimizer | None, model: ModelState) -> set[str]:
-    """Names the parameters of an optimizer; none without one."""
+    """Return the names of an optimizer's parameters; none without one."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {model.name_of(param) for group in groups for param in group["params"]}
 
 
 def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], names_of_all: set[str]) -> None:
-    """Raises CheckpointError if an optimizer cannot take what is saved. names_of_all: of every rank's optimizer."""
+    """Raise CheckpointError if an optimizer cannot take what is saved. names_of_all: of every rank's optimizer."""
     _refuse_zero_redundancy(optimizer)
     if record["type"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -150,20 +151,17 @@ def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], nam
 
 
 class Loading:
-    """Room for the state that a checkpoint has for an optimizer; commit() hands it over once it is filled.
+    """Room for the state that a checkpoint has for an optimizer; commit() hands it over once it is filled."""
 
-    record, saved: the checkpoint's record and {key: StoredTensor or other with shape and dtype}.
-    parts: {key: tensor} for the checkpoint to fill, rows of experts as DTensor. dtypes: {name: dtype} of the parameters
-    in the checkpoint.
-    """
+    parts: dict[str, torch.Tensor]  # {key: tensor} for the checkpoint to fill, rows of experts as DTensor
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: ModelState,
-        record: dict[str, Any],
-        saved: Mapping[str, StoredTensor],
-        dtypes: Mapping[str, torch.dtype],
+        record: dict[str, Any],  # of the checkpoint
+        saved: Mapping[str, StoredTensor],  # {key: tensor} of the checkpoint, or what has shape and dtype
+        dtypes: Mapping[str, torch.dtype],  # {name: dtype} of the parameters in the checkpoint
     ):
         self.optimizer = optimizer
         self.record = record
@@ -173,21 +171,54 @@ class Loading:
             if key.startswith(PREFIX):
                 entry, _, name = key.removeprefix(PREFIX).partition(".")
                 entries.setdefault(name, []).append((entry, key))
-        self.parts: dict[str, torch.Tensor] = {}
+        self.parts = {}
         self._state: dict[torch.Tensor, dict[str, Any]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self.names[param]
                 self._state[param] = dict(record["values"].get(name, {}))
                 for entry, key in entries.get(name, []):
-                    dtype = _dtype_of(
-                        saved[key], dtypes[name], param, optimizer.state.get(param, {}).get(entry)
-                    )
-                    tensor, part = _make_room(model, name, param, entry, saved[key].shape, dtype, group)
+                    dtype, now = saved[key].dtype, optimizer.state.get(param, {}).get(entry)
+                    # The parameter had another dtype when it was saved: so has its state, but for numbers as the steps
+                    if param.dtype != dtypes[name] and saved[key].shape != ():
+                        if isinstance(now, torch.Tensor):
+                            dtype = now.dtype
+                        elif dtype == dtypes[name]:
+                            # another one is the optimizer's choice, as float32 moments of a bfloat16 parameter
+                            dtype = param.dtype
+                    device = param.device
+                    if entry == "step" and not (group.get("capturable") or group.get("fused")):
+                        device = torch.device("cpu")  # where the optimizers of PyTorch keep it
+                    tensor, part = self._room(model, param, entry, saved[key].shape, dtype, device)
                     self._state[param][entry] = tensor
                     self.parts[key] = part
 
+    def _room(
+        self,
+        model: ModelState,
+        param: torch.Tensor,
+        entry: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
+        name = self.names[param]
+        if isinstance(param, DTensor) and shape == tuple(param.shape):
+            tensor = torch.zeros_like(param.detach(), dtype=dtype)
+            return tensor, tensor
+        rows = model.local_rows(name)
+        if rows is None or not _is_by_expert(name, entry, shape, model.global_shape(name)):
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            return tensor, tensor
+        if isinstance(param, DTensor):  # has the rows of some of this rank's experts
+            tensor = torch.zeros_like(param.detach(), dtype=dtype)
+        else:
+            tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=dtype, device=device)
+        return tensor, model.as_part(name, tensor)
+
     def commit(self) -> None:
+        """Give the optimizer the state, and the options of its groups."""
         for param, state in self._state.items():
             if state:
                 self.optimizer.state[param] = state
@@ -202,43 +233,3 @@ class Loading:
                     group[key].fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _dtype_of(saved: StoredTensor, of_param: torch.dtype, param: torch.Tensor, now: Any) -> torch.dtype:
-    """The dtype of an entry of a parameter's state, which was saved when the parameter had another one, or the same.
-
-    now: the entry that the optimizer has before loading, if any. Numbers, as the steps, stay what they are.
-    """
-    if param.dtype == of_param or saved.shape == ():
-        return saved.dtype
-    if isinstance(now, torch.Tensor):
-        return now.dtype
-    # another dtype than the parameter's is the optimizer's own choice, as moments in float32 of a bfloat16 parameter
-    return param.dtype if saved.dtype == of_param else saved.dtype
-
-
-def _make_room(
-    model: ModelState,
-    name: str,
-    param: torch.Tensor,
-    entry: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    group: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
-    device = param.device
-    if entry == "step" and not (group.get("capturable") or group.get("fused")):
-        device = torch.device("cpu")  # where the optimizers of PyTorch keep it
-    if isinstance(param, DTensor) and shape == tuple(param.shape):
-        tensor = torch.zeros_like(param.detach(), dtype=dtype)
-        return tensor, tensor
-    rows = model.local_rows(name)
-    if rows is None or not _is_by_expert(name, entry, shape, model.global_shape(name)):
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
-        return tensor, tensor
-    if isinstance(param, DTensor):  # has the rows of some of this rank's experts
-        tensor = torch.zeros_like(param.detach(), dtype=dtype)
-    else:
-        tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=dtype, device=device)
-    return tensor, model.as_part(name, tensor)

@@ -33,42 +33,37 @@ from fmoe_ext.experts import (
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
-# by which a subclass computes something else
-METHODS = (
-    "forward",
-    "_choose",
-    "_call_gate",
-    "_compute",
-    "expert_fn",
-)
+# By which a subclass computes something else
+_METHODS = ("forward", "_choose", "_call_gate", "_compute", "expert_fn")
 OPTIONS = (
     *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
     *("norm_eps", "biased", "rms_eps"),
 )
-USUAL = (
-    MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise
-        {
-            **{"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None},
-            **{"norm_eps": 0, "biased": "scores"},
-        }
-    )
+# What the usual gate computes; a family says in its file what it computes otherwise
+_USUAL = MappingProxyType(
+    {
+        **{"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None},
+        **{"norm_eps": 0, "biased": "scores"},
+    }
 )
-_USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known family
+# Keys of config.json for models of no known family
+_USUAL_CONFIG = MappingProxyType(
     {"top_k": "num_experts_per_tok", "normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 )
-HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
-HIDDEN_ACT_UNGATED = MappingProxyType(
+# {our name of an activation: config.json's}
+_HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
+_HIDDEN_ACT_UNGATED = MappingProxyType(
     {name: name for name in ("gelu", "relu", "silu", "relu2")} | {"gelu_tanh": "gelu_pytorch_tanh"}
 )
 
 
 def hidden_acts(family: Family) -> Mapping[str, str]:
-    """{our name of an activation: name in config.json of a family}."""
-    return HIDDEN_ACT if family.in_modules.gated else HIDDEN_ACT_UNGATED
+    """Return {our name of an activation: name in config.json of a family}."""
+    return _HIDDEN_ACT if family.in_modules.gated else _HIDDEN_ACT_UNGATED
 
 
 def routing_of(layer: FMoE) -> dict[str, Any]:
-    """{"gate": its class, those of OPTIONS that it has, "activation" of the experts} of a layer."""
+    """Return {"gate": its class, those of OPTIONS that it has, "activation" of the experts} of a layer."""
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
     plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float, str))}
@@ -89,14 +84,12 @@ def _activation_of(experts: Any) -> dict[str, Any]:
     is_silu = type(activation) is GatedActivation and activation_name(activation.activation) == "silu"
     if is_silu and activation.limit is not None and activation.offset == 0:
         return {"activation": LIMITED, "swiglu_limit": activation.limit}
-    return {
-        "activation": activation_name(activation)
-        or getattr(activation, "__name__", type(activation).__name__)
-    }
+    name = activation_name(activation) or getattr(activation, "__name__", type(activation).__name__)
+    return {"activation": name}
 
 
 def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], Numbers]:
-    """(what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
+    """Return (what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
     if not state.layers:
         raise CheckpointError(
             "the model has no FMoETransformerMLP: fmoefy it, or import_model() a Transformers MoE model; a model of "
@@ -129,7 +122,7 @@ def _facts(layer: Any) -> dict[str, Any]:
     routing = routing_of(layer)
     if routing.get("num_groups") == 1:
         routing.pop("group_best", None)
-    if routing.get("biased") == USUAL["biased"]:
+    if routing.get("biased") == _USUAL["biased"]:
         del routing["biased"]  # which a gate with a table lacks
     return {
         "num_experts": layer.num_experts,
@@ -142,14 +135,14 @@ def _facts(layer: Any) -> dict[str, Any]:
 
 
 def _check_computes(name: str, layer: FMoE, family: Family) -> None:
-    """Raises CheckpointError where a layer is not what a format's tensors and configuration can say."""
+    """Raise CheckpointError where a layer is not what a format's tensors and configuration can say."""
     where = name or "(root)"
     if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
         raise CheckpointError(
             f"{where} has experts of its own ({type(layer.experts).__name__}), no format has a place for "
             "them: FMoETransformerMLP's are two-layer MLPs"
         )
-    for method in METHODS:
+    for method in _METHODS:
         if getattr(type(layer), method) is not getattr(FMoETransformerMLP, method):
             raise CheckpointError(f"{where} ({type(layer).__name__}) has its own {method}()")
     if layer.mask is not None:
@@ -172,55 +165,49 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
 
 
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:
-    """Raises CheckpointError where a layer of Hugging Face's would compute other numbers with the same tensors."""
-    options = routing.get(prefix.removesuffix("."))
+    """Raise CheckpointError where a layer of Hugging Face's would compute other numbers with the same tensors."""
+    where = prefix.removesuffix(".")
+    options = routing.get(where)
     if options is None:
         return
-    family = FAMILIES.get(layout)
-    what = _wrong_option(options, family)
+    family = FAMILIES.get(layout)  # None: the usual router, of a layout that several have
+    said = family.config if family else _USUAL_CONFIG.keys() - {"scale"}  # what config.json can say
+    expected = {name: value for name, value in _USUAL.items() if name not in said}
+    expected |= family.fixed if family else {}
+    if options.get("topk_groups") == options.get("num_groups"):
+        expected.pop("group_best", None)  # no group is left out
+    gates = family.gates if family else SOFTMAX
+    wrong = next((name for name, value in expected.items() if options.get(name, value) != value), None)
+    what = None if wrong is None else f"{wrong}={options[wrong]}, expected {expected[wrong]}"
+    if options.get("gate") not in gates:
+        what = f"{options.get('gate')}, expected one of {', '.join(gates)}"
     if what is not None:
         raise CheckpointError(
-            f"the gate of {prefix.removesuffix('.') or '(root)'} has {what}: a Hugging Face {layout} layer would "
+            f"the gate of {where or '(root)'} has {what}: a Hugging Face {layout} layer would "
             "compute other numbers from the same tensors"
         )
     activation = options.get("activation")
     activations = family.activations if family else UNCLAMPED
     if activation is not None and activation not in activations:
         raise CheckpointError(
-            f"the experts of {prefix.removesuffix('.') or '(root)'} have the activation {activation}, but those of "
+            f"the experts of {where or '(root)'} have the activation {activation}, but those of "
             f"Hugging Face's {layout} have {' or '.join(activations)}"
         )
 
 
-def _wrong_option(options: Mapping[str, Any], family: Family | None) -> str | None:
-    """Options of a gate that the router of a family (None: the usual one) does not compute."""
-    gates = family.gates if family else SOFTMAX
-    if options.get("gate") not in gates:
-        return f"{options.get('gate')}, expected one of {', '.join(gates)}"
-    said = family.config if family else _USUAL_CONFIG.keys() - {"scale"}
-    expected = {name: value for name, value in USUAL.items() if name not in said}
-    expected |= family.fixed if family else {}
-    if options.get("topk_groups") == options.get("num_groups"):
-        expected.pop("group_best", None)  # no group is left out
-    for name, value in expected.items():
-        if options.get(name, value) != value:
-            return f"{name}={options[name]}, expected {value}"
-    return None
-
-
 def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict[str, Any]:
-    """Values of config.json for the layers of a checkpoint in a layout."""
+    """Return values of config.json for the layers of a checkpoint in a layout."""
     config: dict[str, Any] = {}
     keys = FAMILIES[layout].config if layout in FAMILIES else _USUAL_CONFIG
     for options in routing.values():
         config |= {key: options[name] for name, key in keys.items() if name in options}
         if options.get("activation") in ("geglu", "geglu_tanh"):
-            config["hidden_act"] = HIDDEN_ACT[options["activation"]]
+            config["hidden_act"] = _HIDDEN_ACT[options["activation"]]
     return config
 
 
 def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about the MoE layers from config.json, as routing_of() gives them; {} for other model types."""
+    """Return facts about the MoE layers from config.json, as routing_of() gives them; {} for other model types."""
     family, said = _family_and_values(config)
     if family is None:
         return {}
@@ -240,7 +227,7 @@ def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[s
 
 
 def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
-    """Our name of the experts' activation; config.json's own for one that we do not have."""
+    """Return our name of the experts' activation; config.json's own for one that we do not have."""
     if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]
     ours = {theirs: name for name, theirs in hidden_acts(family).items()}
@@ -249,7 +236,7 @@ def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
 
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
-    """Raises CheckpointError where a model's gates or experts compute other numbers than config.json says."""
+    """Raise CheckpointError where a model's gates or experts compute other numbers than config.json says."""
     family, said = _family_and_values(config)
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
@@ -270,17 +257,13 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
         for option, value in facts.items():
             if value is None or option not in options or options[option] == value:
                 continue
-            says = (
-                f"config.json of the model says {keys[option]}={value}"
-                if option in keys
-                else (f"every {said.get('model_type')} has {option}={value}")
-            )
-            build = (
-                f"the layer with top_k={value}"
-                if option == "top_k"
-                else f"the gate with functools.partial({options['gate']}, {option}={value})"
-            )
-            whose = f"layer {where}" if option == "top_k" else f"the gate of {where}"
+            says = f"every {said.get('model_type')} has {option}={value}"
+            if option in keys:
+                says = f"config.json of the model says {keys[option]}={value}"
+            whose = f"the gate of {where}"
+            build = f"the gate with functools.partial({options['gate']}, {option}={value})"
+            if option == "top_k":
+                whose, build = f"layer {where}", f"the layer with top_k={value}"
             raise CheckpointError(
                 f"{whose} has {option}={options[option]}, but {says}: the outputs would differ. Build {build}, or "
                 "change config.json"
@@ -290,7 +273,7 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
 def check_routing(
     routing: Mapping[str, Mapping[str, Any]], layers: Iterable[tuple[str, FMoE]], source: str
 ) -> None:
-    """Raises CheckpointError where gates or experts compute other numbers than those of a Manifest.routing."""
+    """Raise CheckpointError where gates or experts compute other numbers than those of a Manifest.routing."""
     differences = []
     for name, layer in layers:
         saved, ours = routing.get(name, {}), routing_of(layer)

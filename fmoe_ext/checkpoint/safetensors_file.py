@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,24 +37,22 @@ DTYPES = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
-NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 class StoredTensor:
-    """A tensor somewhere else: its shape and dtype are known, read() fetches it, rows(first, end) a part of it.
-
-    parts() yields it in pieces, first rows first: the whole by default, less where memory matters.
-    place: (file, offset) of its bytes, if they are in a file as they are.
-    """
+    """A tensor somewhere else, whose shape and dtype are known."""
 
     def __init__(
         self,
         shape: Iterable[int],
         dtype: torch.dtype,
-        read: Callable[[], torch.Tensor],
-        rows: Callable[[int, int], torch.Tensor] | None = None,
-        parts: Callable[[], Iterator[torch.Tensor]] | None = None,
-        place: tuple[Path, int] | None = None,
+        read: Callable[[], torch.Tensor],  # fetches it
+        rows: Callable[[int, int], torch.Tensor] | None = None,  # fetches rows [first, end) of it
+        parts: Callable[[], Iterator[torch.Tensor]]
+        | None = None,  # pieces, first rows first; by default the whole
+        place: tuple[Path, int]
+        | None = None,  # (file, offset) of its bytes, if they are in a file as they are
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
@@ -76,9 +74,48 @@ class StoredTensor:
 
 
 def as_stored(state_dict: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], bool]:
-    """({name: StoredTensor}, whether they were so already)."""
+    """Return ({name: StoredTensor}, whether they were so already)."""
     lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
     return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
+
+
+def as_given(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:
+    """Return what as_stored() was given the like of: StoredTensors, or else tensors of their own."""
+    return tensors if lazy else {name: tensor.read().clone() for name, tensor in tensors.items()}
+
+
+def by_rows(
+    tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
+) -> StoredTensor:
+    """Apply a function that works on any rows of a tensor, so that one expert is read without the others."""
+    return StoredTensor(
+        shape,
+        tensor.dtype,
+        lambda: function(tensor.read()),
+        lambda first, end: function(tensor.rows(first, end)),
+    )
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    """Make a tensor of zeros that takes no memory until it is read."""
+    return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype, device="cpu"))
+
+
+def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
+    """Join lists of E tensors [rows, *] to one [E, sum of rows, *]; prefix: whose they are, for errors."""
+    for column in columns:
+        if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
+            raise CheckpointError(
+                f"the experts of {prefix} differ in shape: {[list(t.shape) for t in column]}"
+            )
+    num_rows = sum(column[0].shape[0] for column in columns)
+    shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        experts = zip(*(column[first:end] for column in columns), strict=True)
+        return torch.stack([torch.cat([t.read() for t in parts]) for parts in experts])
+
+    return StoredTensor(shape, columns[0][0].dtype, lambda: rows(0, shape[0]), rows)
 
 
 def write_safetensors(
@@ -87,14 +124,30 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], Any] | None = None,
 ) -> None:
-    """Writes {name: StoredTensor or tensor} to one file, in this order and one at a time; atomically.
+    """Write {name: StoredTensor or tensor} to one file, in this order and one at a time; atomically.
 
     metadata: {string: string} for the header. progress(bytes) is called after each tensor. Raises CheckpointError for
     dtypes that the format does not have, and where the file system has no room.
     """
     path = Path(path)
     stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
-    size, text, end = _header(path, stored, metadata or {})
+    header: dict[str, Any] = {
+        "__metadata__": {"sha256": _NO_CHECKSUM, "format": "pt", OURS: "{}", **(metadata or {})}
+    }
+    end = 0
+    for name, tensor in stored.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{path}: safetensors has no name for {tensor.dtype}, the dtype of {name}")
+        begin, end = end, end + tensor.num_bytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of 8 bytes
+    size = struct.pack("<Q", len(text))
+    # Of the file with zeros where the checksum will be, which is put there when all else is written
     digest = hashlib.sha256(size + text)
     with explained(path, len(size + text) + end), atomic_file(path) as file:
         file.write(size + text)
@@ -109,14 +162,14 @@ def write_safetensors(
 
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor, part by part; CheckpointError unless the parts make up what was announced."""
+    """Yield the bytes of a tensor, part by part; CheckpointError unless the parts make up what was announced."""
     num_rows = 0
     expected = tensor.shape or (1,)
     for part in tensor.parts():
         value = part if part.dim() else part[None]
         num_rows += value.shape[0]
         if value.shape[1:] != expected[1:] or value.dtype != tensor.dtype or num_rows > expected[0]:
-            break
+            break  # more or other rows than the header has room for
         yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:
         if num_rows == expected[0]:
@@ -125,42 +178,29 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
     raise CheckpointError(f"{name} is {found}, but was announced as {tensor.dtype} {list(tensor.shape)}")
 
 
-def _header(
-    path: Path, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str]
-) -> tuple[bytes, bytes, int]:
-    """(its size as the file begins with, its text, bytes of the tensors after it)."""
-    header: dict[str, Any] = {
-        "__metadata__": {"sha256": _NO_CHECKSUM, "format": "pt", OURS: "{}", **metadata}
-    }
-    end = 0
-    for name, tensor in stored.items():
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{path}: safetensors has no name for {tensor.dtype}, the dtype of {name}")
-        begin, end = end, end + tensor.num_bytes
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)), text, end
-
-
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """({name: StoredTensor}, metadata) of a file; CheckpointError where it is truncated or no safetensors file.
+    """Return ({name: StoredTensor}, metadata) of a file; CheckpointError where it is truncated or no safetensors file.
 
     The tensors are read through the safetensors library, whose checks of the header they have passed.
     """
     path = Path(path)
     file = _opened(path)
-    tensors = {}
-    for name in file.keys():  # noqa: SIM118
+
+    def tensor_of(name: str) -> StoredTensor:
+        def whole() -> torch.Tensor:
+            with torch.device("cpu"):  # the library's slices follow the default device
+                return file.get_tensor(name)
+
+        def rows(first: int, end: int) -> torch.Tensor:
+            with torch.device("cpu"):
+                return file.get_slice(name)[first:end]
+
         part = file.get_slice(name)
         if part.get_dtype() not in DTYPES:
             raise CheckpointError(f"{path}: unknown dtype {part.get_dtype()} of {name}")
-        tensors[name] = _in_file(file, name, part.get_shape(), DTYPES[part.get_dtype()])
-    return tensors, file.metadata() or {}
+        return StoredTensor(part.get_shape(), DTYPES[part.get_dtype()], whole, rows)
+
+    return {name: tensor_of(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def read_unmapped(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -172,18 +212,15 @@ def read_unmapped(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     with open(path, "rb") as file:
         (num_header,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(num_header))
-    found = {}
     for name, tensor in tensors.items():
         begin = 8 + num_header + header[name]["data_offsets"][0]
-        found[name] = _at(path, begin, tensor.shape, tensor.dtype)
-    return found, metadata
+        tensors[name] = _at(path, begin, tensor.shape, tensor.dtype)
+    return tensors, metadata
 
 
 def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    """Describe the tensor whose bytes begin at a place of a file."""
     row = math.prod(shape[1:]) * dtype.itemsize
-
-    def rows(first: int, end: int) -> torch.Tensor:
-        return read(begin + first * row, (end - first, *shape[1:]))
 
     def read(at: int, wanted: tuple[int, ...]) -> torch.Tensor:
         data = bytearray(math.prod(wanted) * dtype.itemsize)
@@ -198,10 +235,17 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
             return torch.empty(wanted, dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(wanted)
 
-    return StoredTensor(shape, dtype, lambda: read(begin, shape), rows, place=(path, begin))
+    return StoredTensor(
+        shape,
+        dtype,
+        lambda: read(begin, shape),
+        lambda first, end: read(begin + first * row, (end - first, *shape[1:])),
+        place=(path, begin),
+    )
 
 
 def _opened(path: Path) -> Any:
+    """Open a file by the safetensors library, which checks its header."""
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
@@ -221,51 +265,38 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _in_file(file: Any, name: str, shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-    def whole() -> torch.Tensor:
-        with torch.device("cpu"):  # the library's slices follow the default device
-            return file.get_tensor(name)
-
-    def rows(first: int, end: int) -> torch.Tensor:
-        with torch.device("cpu"):
-            return file.get_slice(name)[first:end]
-
-    return StoredTensor(shape, dtype, whole, rows)
-
-
-def renew_checksum(path: Path) -> None:
-    """Writes the checksum of a file whose tensors were changed in place; leaves a file without one alone."""
-    expected = (_opened(path).metadata() or {}).get("sha256")
-    if expected is None:
-        return
-    with open(path, "r+b") as file:
+def _digest_of(path: Path, checksum: str, progress: Callable[[int], Any] | None = None) -> tuple[str, bytes]:
+    """Return (SHA-256 of a file with zeros in the place of its checksum, the text of its header with them)."""
+    with open(path, "rb") as file:
         (num_header,) = struct.unpack("<Q", size := file.read(8))
-        text = file.read(num_header).replace(expected.encode(), _NO_CHECKSUM.encode(), 1)
+        text = file.read(num_header).replace(checksum.encode(), _NO_CHECKSUM.encode(), 1)
         digest = hashlib.sha256(size + text)
         while block := file.read(BLOCK):
             digest.update(block)
-        file.seek(len(size))
-        file.write(text.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+            if progress is not None:
+                progress(len(block))
+    return digest.hexdigest(), text
+
+
+def renew_checksum(path: Path) -> None:
+    """Write the checksum of a file whose tensors were changed in place; leave a file without one alone."""
+    expected = (_opened(path).metadata() or {}).get("sha256")
+    if expected is not None:
+        digest, text = _digest_of(path, expected)
+        with open(path, "r+b") as file:
+            file.seek(8)
+            file.write(text.replace(_NO_CHECKSUM.encode(), digest.encode(), 1))
 
 
 def verify_safetensors(path: Path, progress: Callable[[int], Any] | None = None) -> bool:
-    """Checks the checksum; returns whether the file has one."""
+    """Check the checksum -> whether the file has one."""
     metadata = _opened(Path(path)).metadata() or {}
     expected = metadata.get("sha256")
     if expected is None:
         if OURS in metadata:
             raise CheckpointError(f"{path} is damaged: it has no checksum, but fmoe_ext wrote it with one")
         return False
-    with open(path, "rb") as file:
-        (num_header,) = struct.unpack("<Q", size := file.read(8))
-        head = size + file.read(num_header).replace(expected.encode(), _NO_CHECKSUM.encode(), 1)
-        digest = hashlib.sha256(head)
-        while block := file.read(BLOCK):
-            digest.update(block)
-            if progress is not None:
-                progress(len(block))
-    if digest.hexdigest() != expected:
-        raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, expected {expected[:64]}"
-        )
+    digest, _ = _digest_of(path, expected, progress)
+    if digest != expected:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is {digest}, expected {expected[:64]}")
     return True

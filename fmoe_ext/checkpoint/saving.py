@@ -1,4 +1,13 @@
-"""save() and load(): models and optimizers in any layout to checkpoints and back."""
+"""save() and load(): models and optimizers in any layout to checkpoints and back.
+
+A layout leaves no trace in a checkpoint. ModelState gives every tensor a name that all layouts share, and a rank that
+has some experts of a layer gives its rows as its part of a DTensor [E, *]; torch.distributed.checkpoint then writes
+each part once, and on loading reads for every rank the rows that it has now. So ranks of any number load what any
+other number saved, and nothing is gathered.
+
+All checks come before the first change: what can be wrong with files, model or optimizer raises the same error on
+every rank (errors.together) while the model is as it was.
+"""
 
 import json
 import operator
@@ -45,7 +54,7 @@ def save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Saves a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
+    """Save a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
 
     The layout leaves no trace: any number of expert-parallel and data-parallel ranks may load what any other saved.
     All ranks of the job call it, between steps, on one file system; without process group it works the same. What
@@ -89,6 +98,7 @@ def save(
             of_optimizer, record = optimizer_state.take(optimizer, state)
             tensors.update(of_optimizer)
             record = _checked_json(record, "the options of the optimizer")
+    # Ranks have optimizers over their own experts, with numbers of groups of their own
     records = gather(record, process_group)
     without = [rank for rank, other in enumerate(records) if other is None]
     if 0 < len(without) < len(records):
@@ -111,7 +121,7 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Manifest:
-    """Loads what save() saved in any layout, into a model of this one -> Manifest, with step and extra.
+    """Load what save() saved in any layout, into a model of this one -> Manifest, with step and extra.
 
     path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
     model, a Hugging Face folder or its name in the hub's cache, of which each rank reads its own experts only. The
@@ -135,71 +145,56 @@ def load(
         (100, {'loss': 2.5})
     """
     path = gather(path, process_group)[0]
+    has_ranks = dist.is_initialized()
+    rank = dist.get_rank(process_group) if has_ranks else 0
     with ExitStack() as until_loaded:
         with together(f"loading {path}", process_group):
-            is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
             path = local_path(path)
             folder = None if store.has_checkpoint(path) else ModelFolder(path)
             if folder is not None and not folder.paths:
                 folder = None
-            if is_first and folder is None:
+            if rank == 0 and folder is None:  # nobody removes it meanwhile
                 path = until_loaded.enter_context(store.held_open(path))
         path = gather(path, process_group)[0]  # one checkpoint for all, also where another job is saving
-        return _load(path, folder, model, optimizer, cast, verify, process_group)
-
-
-def _load(
-    path: Path,
-    folder: ModelFolder | None,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    cast: bool,
-    verify: bool,
-    process_group: dist.ProcessGroup | None,
-) -> Manifest:
-    """load() of a folder of safetensors files, or of the checkpoint `path`, which nobody removes meanwhile."""
-    with together(f"loading {path}", process_group):
-        state = ModelState(model)
-        source = _Folder(path) if folder is None else _Files(folder, state)
-        if optimizer is not None and source.manifest.optimizer is None:
-            raise CheckpointError(f"{source.path} has no optimizer state")
-        if verify:
-            source.verify(process_group)
-        mine = set(state.tensors), optimizer_state.names(optimizer, state)
-    names, names_in_optimizer = (
-        set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
-    )
-    with together(f"loading {source.path}", process_group):
-        _compare(state, names, source.tensors, cast)
-        source.check(state)
-        state.check_can_be_filled()
-        loading = None
-        record = source.manifest.optimizer
-        if optimizer is not None and record is not None:
-            optimizer_state.compare(optimizer, state, record, names_in_optimizer)
-            dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
-            loading = optimizer_state.Loading(optimizer, state, record, source.saved, dtypes)
-    with together(f"loading {source.path}", process_group):
-        # Nothing was changed so far: what can be wrong with the files or the model has been said by now
-        for name, value in state.tensors.items():
-            if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
-                state.give_dtype(name, source.tensors[name].dtype)
-        source.fill(state, loading)
-        if loading is not None:
-            loading.commit()
-        state.put_in_order()
-    source.manifest.take_extra(
-        dist.get_rank(process_group) if dist.is_initialized() else 0,
-        dist.get_world_size(process_group) if dist.is_initialized() else 1,
-    )
-    return source.manifest
+        with together(f"loading {path}", process_group):
+            state = ModelState(model)
+            source = _Folder(path) if folder is None else _Files(folder, state)
+            if optimizer is not None and source.manifest.optimizer is None:
+                raise CheckpointError(f"{source.path} has no optimizer state")
+            if verify:
+                source.verify(process_group)
+            mine = set(state.tensors), optimizer_state.names(optimizer, state)
+        names, names_in_optimizer = (
+            set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
+        )
+        with together(f"loading {source.path}", process_group):
+            _compare(state, names, source.tensors, cast)
+            source.check(state)
+            state.check_can_be_filled()
+            loading = None
+            record = source.manifest.optimizer
+            if optimizer is not None and record is not None:
+                optimizer_state.compare(optimizer, state, record, names_in_optimizer)
+                dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
+                loading = optimizer_state.Loading(optimizer, state, record, source.saved, dtypes)
+        with together(f"loading {source.path}", process_group):
+            # Nothing was changed so far: what can be wrong with the files or the model has been said by now
+            for name, value in state.tensors.items():
+                if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
+                    state.give_dtype(name, source.tensors[name].dtype)
+            source.fill(state, loading)
+            if loading is not None:
+                loading.commit()
+            state.put_in_order()
+        source.manifest.take_extra(rank, dist.get_world_size(process_group) if has_ranks else 1)
+        return source.manifest
 
 
 @torch.no_grad()
 def export_safetensors(
     path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Writes a whole model, of any layout, to one safetensors file; load() reads it into any layout.
+    """Write a whole model, of any layout, to one safetensors file; load() reads it into any layout.
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
     What several ranks have is taken from the lowest of them; a warning names what they have different values of.
@@ -219,17 +214,17 @@ def export_safetensors(
 
 @dataclass
 class Whole:
-    """The tensors of a whole model, a part of them perhaps on disk, and what its gates compute."""
+    """A whole model."""
 
-    tensors: dict[str, StoredTensor]
-    routing: dict[str, Any]
+    tensors: dict[str, StoredTensor]  # a part of them perhaps on disk
+    routing: dict[str, Any]  # {layer: what its gate computes}
 
 
 @contextmanager
 def gathered(
     path: Path, model: nn.Module | ModelState, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[Whole | None]:
-    """The whole model on the first rank, to be written to path while the others wait; None for those. Collective.
+    """Yield the whole model on the first rank, to be written to path while the others wait; None there. Collective.
 
     Ranks that have a part of it leave their parts beside path. Where the body fails, every rank gets the error.
     """
@@ -245,6 +240,7 @@ def gathered(
                 until_written.enter_context(locked(lock, f"writing {path}"))
                 until_written.callback(shutil.rmtree, parts, ignore_errors=True)
         whole = Whole({name: StoredTensor.of(value) for name, value in state.tensors.items()}, routing)
+        # With parts of a model on several ranks, a checkpoint beside path carries them to the first one
         if any(gather(state.is_part(), process_group)):
             saved = save(parts, state.model, process_group=process_group)
             with together(f"writing {path}", process_group):
@@ -259,7 +255,7 @@ def gathered(
 
 
 def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Makes the metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
+    """Make the metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {
         OURS: json.dumps({"version": _VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})
@@ -267,7 +263,7 @@ def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None
 
 
 def noted_routing(file: Path) -> dict[str, Any]:
-    """{layer: what its gate computes} that model_metadata() noted in a safetensors file; {} in others."""
+    """Return {layer: what its gate computes} as model_metadata() noted it in a safetensors file; {} for others."""
     try:
         noted = json.loads(read_safetensors(file)[1].get(OURS, "{}")).get("routing", {})
     except (ValueError, AttributeError, RecursionError) as error:
@@ -276,14 +272,14 @@ def noted_routing(file: Path) -> dict[str, Any]:
 
 
 class _Folder:
-    """A checkpoint folder as a source; saved: every tensor, tensors: those of the model."""
+    """A checkpoint folder as a source of load()."""
 
     def __init__(self, path: Path):
         self.path = store.find(path)
         self.manifest = Manifest.read(self.path)
         self._places = self.manifest.saved(self.path)
-        self.saved = store.stored_tensors(self.path, self._places)
-        self.tensors = store.of_model(self.saved)
+        self.saved = store.stored_tensors(self.path, self._places)  # every tensor
+        self.tensors = store.of_model(self.saved)  # the model's
 
     def check(self, state: ModelState) -> None:
         check_routing(self.manifest.routing, state.layers.items(), "the checkpoint")
@@ -330,12 +326,14 @@ class _Files:
 
 
 def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTensor], cast: bool) -> None:
-    """Raises CheckpointError that lists all differences between a model and what is saved."""
+    """Raise CheckpointError that lists all differences between a model and what is saved."""
     layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
+    # A different number of experts explains all other differences: it alone is said
     experts = [
-        f"layer {name or '(root)'} has {number} experts in the model, {layers[name]['num_experts']} in the checkpoint"
-        for name, number in state.num_experts().items()
-        if name in layers and layers[name]["num_experts"] != number
+        f"layer {name or '(root)'} has {layer.num_experts} experts in the model, "
+        f"{layers[name]['num_experts']} in the checkpoint"
+        for name, layer in state.layers.items()
+        if name in layers and layers[name]["num_experts"] != layer.num_experts
     ]
     if experts:
         raise CheckpointError("; ".join(experts))
@@ -358,15 +356,15 @@ def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTenso
         raise CheckpointError("; ".join(problems))
 
 
-def _number(value: Any) -> Any:
-    """Learning rates may be tensors."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    raise TypeError(f"{type(value).__name__} {value!r}")
-
-
 def _checked_json(value: Any, what: str) -> Any:
+    """Return what load() will give back; CheckpointError for what JSON does not have."""
+
+    def number(value: Any) -> Any:  # learning rates may be tensors
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.item()
+        raise TypeError(f"{type(value).__name__} {value!r}")
+
     try:
-        return decode_keys(json.loads(json.dumps(encode_keys(value), default=_number)))
+        return decode_keys(json.loads(json.dumps(encode_keys(value), default=number)))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{what} must be plain values (JSON): {error}") from error

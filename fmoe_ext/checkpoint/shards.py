@@ -29,17 +29,17 @@ from fmoe_ext.checkpoint.files import (
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 2**30
-LAYER = re.compile(r"(.*?\.\d+\.)")
-CONFIG, INDEX, JOB = "config.json", "model.safetensors.index.json", "job.json"
-MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-UNITS = MappingProxyType(
+_LAYER = re.compile(r"(.*?\.\d+\.)")
+CONFIG, INDEX, _JOB = "config.json", "model.safetensors.index.json", "job.json"
+_MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_UNITS = MappingProxyType(
     {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 )
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Makes a folder to write into, which becomes `folder` when the body has ended and is removed where it fails.
+    """Make a folder to write into, which becomes `folder` when the body has ended and is removed where it fails.
 
     CheckpointError, before the body, where there is something at that place that is no empty folder. The caller holds a
     lock for the place: what killed processes left there is removed.
@@ -58,16 +58,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 class Unfinished:
-    """A job that is not done: folder, which is to become `out`, and done, its notes of what is in there (JSON).
+    """A job that is not done."""
 
-    place: the folder of both. `done` says of files in `folder` that they are whole: note() it once they are on disk.
-    """
+    place: Path  # beside `out`: the folder of the two
+    folder: Path  # which is to become `out`
+    done: dict[
+        str, Any
+    ]  # notes (JSON) of which files in `folder` are whole: note() them once they are on disk
 
     def __init__(self, place: Path, about: Mapping[str, Any]) -> None:
         self.place, self.folder = place, place / "model"
-        self._file = place / JOB
+        self._file = place / _JOB
         self._about = json.loads(json.dumps(about))
-        self.done: dict[str, Any] = {}
+        self.done = {}
         others = [path for path in place.iterdir() if not path.name.endswith(".tmp")]
         if others:
             note = read_json(self._file) if self._file.exists() else {}
@@ -83,11 +86,11 @@ class Unfinished:
         sync_file(place)
 
     def note(self) -> None:
-        """Writes `done` to disk."""
+        """Write `done` to disk."""
         write_json(self._file, {"about": self._about, "done": self.done})
 
     def remove(self) -> None:
-        """Removes what is left beside the published folder, the note last: without it the rest has no owner."""
+        """Remove what is left beside the published folder, the note last: without it the rest has no owner."""
         for path in self.place.iterdir():
             if path != self._file:
                 path.unlink()
@@ -98,7 +101,7 @@ class Unfinished:
 
 @contextmanager
 def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfinished]:
-    """Makes a folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
+    """Make a folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
 
     about: the digests of the job's inputs, and its choices (JSON). What a call that ended early has written stays in
     .<out>.<doing> beside `out`, with the note of the job that it belongs to: the same job goes on with it, another
@@ -119,7 +122,7 @@ def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfin
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Makes a folder to write into, whose files take the places of those of `folder` when the body has ended.
+    """Make a folder to write into, whose files take the places of those of `folder` when the body has ended.
 
     Files of a model that an earlier save had more are removed. Where the body fails, `folder` is as it was.
     Files can only be renamed one by one, so that a call that is ended could leave some of each model. config.json and
@@ -139,13 +142,14 @@ def replacing(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        # From here on an end leaves files of two models, which check_is_whole() sees by the missing config.json
         names = {file.name for file in unfinished.iterdir()}
         last = [name for name in (INDEX, CONFIG) if name in names]
         for name in (CONFIG, INDEX):
             (folder / name).unlink(missing_ok=True)
             sync_file(folder)
         for old in folder.iterdir():
-            if MODEL_FILE.fullmatch(old.name) and old.name not in names:
+            if _MODEL_FILE.fullmatch(old.name) and old.name not in names:
                 old.unlink()
         for name in (*sorted(names - {*last}), *last):
             if name in last:
@@ -161,7 +165,7 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 def check_is_whole(folder: Path) -> None:
-    """CheckpointError for a folder in which a save has ended between removing the old model and naming the new one."""
+    """Raise CheckpointError for a folder whose save has ended between removing the old model and naming the new one."""
     parts = min(folder.glob(".new.*.tmp"), default=None)
     if parts is not None and not (folder / CONFIG).exists():
         raise CheckpointError(
@@ -171,38 +175,20 @@ def check_is_whole(folder: Path) -> None:
 
 
 def check_is_free(folder: Path) -> None:
-    """Raises CheckpointError unless there is nothing at a place, or an empty folder."""
+    """Raise CheckpointError unless there is nothing at a place, or an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already: give a new folder, or remove it first")
 
 
 def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[Path]:
-    """Writes model.safetensors, or model-<i>-of-<n>.safetensors and their index -> the files, a tensor at a time.
+    """Write model.safetensors, or model-<i>-of-<n>.safetensors and their index -> the files, a tensor at a time.
 
     The tensors of one layer stay together, so that a shard is larger than max_shard_bytes where a layer is. A shard
     that is there already stays as it is: an earlier call wrote it.
     """
-    shards = _shards(tensors, max_shard_bytes)
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    for name, shard in zip(names, shards, strict=True):
-        if not (folder / name).exists():
-            write_safetensors(folder / name, shard)
-    if len(shards) == 1:
-        return [folder / names[0]]
-    index = {
-        "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
-    }
-    write_json(folder / INDEX, index)
-    return [folder / name for name in names]
-
-
-def _shards(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[dict[str, StoredTensor]]:
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
-        match = LAYER.match(name)
+        match = _LAYER.match(name)
         layers.setdefault(match[1] if match else name, {})[name] = tensor
     shards: list[dict[str, StoredTensor]] = [{}]
     size = 0
@@ -213,12 +199,24 @@ def _shards(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[d
             size = 0
         shards[-1] |= layer
         size += num_bytes
-    return shards
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        if not (folder / name).exists():
+            write_safetensors(folder / name, shard)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
+            "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        }
+        write_json(folder / INDEX, index)
+    return [folder / name for name in names]
 
 
 def num_bytes_of(size: int | str) -> int:
-    """Parses a number, or a text like "5GB", as Transformers takes max_shard_size."""
+    """Parse a number, or a text like "5GB", as Transformers takes max_shard_size."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", str(size).upper())
-    if match is None or match[2] not in UNITS:
+    if match is None or match[2] not in _UNITS:
         raise CheckpointError(f"max_shard_size must be bytes, or a text as '5GB', but got {size!r}")
-    return int(match[1]) * UNITS[match[2]]
+    return int(match[1]) * _UNITS[match[2]]

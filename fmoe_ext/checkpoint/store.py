@@ -6,6 +6,12 @@ folder/step-00001000/          appears under this name when everything in it is 
     manifest.json              shapes, where each tensor is, layers, options of the optimizer,
                                SHA-256 of every file and of itself
 
+A save may be killed anywhere, and jobs may save and load at once. So a checkpoint is written under a name that nobody
+reads (.step-*.tmp), synced to disk, and renamed when it is whole; `latest` is replaced after that, so that it always
+names a whole one; older ones are removed last, and only those that no job is reading (files.read_locked). A lock that
+ends with its process keeps a second job from saving into the folder: what is unfinished when a job has the lock was
+left by one that has ended.
+
 Folders of version 1 say in .metadata, a pickle of torch's, where the tensors are; torch_metadata.py reads it.
 """
 
@@ -37,7 +43,7 @@ from fmoe_ext.checkpoint.files import (
     read_text,
     remove,
     sha256_of,
-    sync_folder,
+    sync_file,
     unique,
 )
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
@@ -55,7 +61,7 @@ def write_checkpoint(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Writes {key: tensor or DTensor} and a manifest as the newest checkpoint of a folder -> its path. Collective.
+    """Write {key: tensor or DTensor} and a manifest as the newest checkpoint of a folder -> its path. Collective.
 
     keep: how many of the newest checkpoints stay, this one included; None for all. One that another job is reading
     stays until a later save. Raises CheckpointError where another job is saving into the same folder, and where there
@@ -68,8 +74,18 @@ def write_checkpoint(
         with together(f"preparing {folder}", process_group):
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
-                alone = until_saved.enter_context(locked(folder / ".lock", f"saving into {folder}"))
-                paths = _new_paths(folder, manifest.step, alone)
+                # False on a file system without locks: then another job's files look like abandoned ones
+                if until_saved.enter_context(locked(folder / ".lock", f"saving into {folder}")):
+                    for abandoned in folder.glob(".step-*.tmp"):
+                        remove(abandoned)
+                path = first = folder / f"step-{manifest.step:08d}"
+                number = 1
+                while os.path.lexists(path):  # the same step was saved before
+                    path = first.with_name(f"{first.name}-{number}")
+                    number += 1
+                unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
+                unfinished.mkdir()
+                paths = path, unfinished
         path, unfinished = next(p for p in gather(paths, process_group) if p is not None)
         try:
             _write_files(path, unfinished, tensors, manifest, process_group)
@@ -85,11 +101,17 @@ def write_checkpoint(
                 latest = max(times, default=0)
                 if path.stat().st_mtime_ns <= latest:
                     os.utime(path, ns=(latest + 1, latest + 1))
-                sync_folder(folder)  # a power cut between the two leaves `latest` at the checkpoint before
+                sync_file(folder)  # a power cut between the two leaves `latest` at the checkpoint before
                 with atomic_file(folder / "latest") as file:
                     file.write(path.name.encode())
-                if keep is not None:
-                    _remove_older(folder, path, keep)
+                older = [other for other in _complete(folder) if other != path]
+                for old in [] if keep is None else older[: max(0, len(older) - keep + 1)]:
+                    with lock_unread(old / "manifest.json") as is_unread:
+                        if not is_unread:
+                            continue  # held_open() by a job that is loading it: a later save removes it
+                        leaving = old.with_name(f".{old.name}.{unique()}.tmp")
+                        os.rename(old, leaving)  # a half removed checkpoint must not look like one
+                    remove(leaving)
     return path
 
 
@@ -104,15 +126,15 @@ def _write_files(
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
     writer, planner = Writer(unfinished), SavePlanner()
     with together(f"writing {path}", process_group), explained(unfinished, num_bytes), _quiet():
-        alone = not dist.is_initialized()
         dcp.save(
             dict(tensors),
             storage_writer=writer,
             planner=planner,
             process_group=process_group,
-            no_dist=alone,
+            no_dist=not dist.is_initialized(),
         )
     compare_replicas(planner.chunks(), process_group)
+    # The first rank's view of the folder: each file is hashed once, by one of the ranks
     names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
@@ -124,7 +146,9 @@ def _write_files(
         if _is_first(process_group):
             manifest.files = {name: entry for part in files for name, entry in part.items()}
             manifest.tensors = {key: tensor.as_json() for key, tensor in writer.tensors.items()}
-            manifest.layers = describe_layers(manifest.model_shapes())
+            shapes = {key: entry["shape"] for key, entry in manifest.tensors.items()}
+            of_model_alone = {k.removeprefix(MODEL): s for k, s in shapes.items() if k.startswith(MODEL)}
+            manifest.layers = describe_layers(of_model_alone)
             manifest.write(unfinished / "manifest.json")
             # Older checkpoints may go as soon as this one is there: it has to be one that load() takes.
             Manifest.read(unfinished).saved(unfinished)
@@ -133,7 +157,7 @@ def _write_files(
 def compare_replicas(
     chunks: Mapping[Place, Callable[[], torch.Tensor]], process_group: dist.ProcessGroup | None
 ) -> None:
-    """Warns of tensors of which ranks have copies with different values; the lowest rank's are saved. Collective.
+    """Warn of tensors whose copies on several ranks differ; the lowest rank's are saved. Collective.
 
     chunks: what this rank has. CheckpointError where one name stands for tensors of several shapes.
     """
@@ -164,37 +188,8 @@ def compare_replicas(
         )
 
 
-def _new_paths(folder: Path, step: int, alone: bool) -> tuple[Path, Path]:
-    """(the name of a new checkpoint, a new folder for it until it is complete).
-
-    alone: no other job is saving here, so that whatever is unfinished was left behind by one that has ended.
-    """
-    if alone:
-        for abandoned in folder.glob(".step-*.tmp"):
-            remove(abandoned)
-    path = again = folder / f"step-{step:08d}"
-    number = 1
-    while os.path.lexists(again):
-        again = path.with_name(f"{path.name}-{number}")
-        number += 1
-    unfinished = again.with_name(f".{again.name}.{unique()}.tmp")
-    unfinished.mkdir()
-    return again, unfinished
-
-
-def _remove_older(folder: Path, newest: Path, keep: int) -> None:
-    older = [other for other in _complete(folder) if other != newest]
-    for path in older[: max(0, len(older) - keep + 1)]:
-        with lock_unread(path / "manifest.json") as is_unread:
-            if not is_unread:
-                continue  # held_open() by a job that is loading it: a later save removes it
-            unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
-            os.rename(path, unfinished)  # a half removed checkpoint must not look like one
-        remove(unfinished)
-
-
 def _complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints of a folder, the oldest first."""
+    """List the complete checkpoints of a folder, the oldest first."""
     return sorted(
         (path.parent for path in Path(folder).glob("step-*/manifest.json")),
         key=lambda path: (path.stat().st_mtime_ns, path.name),
@@ -207,7 +202,7 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def find(path: Path) -> Path:
-    """Finds the checkpoint that a path means: itself, or the one that `latest` in it names."""
+    """Find the checkpoint that a path means: itself, or the one that `latest` in it names."""
     path = Path(path)
     if (path / "manifest.json").exists():
         return path
@@ -231,7 +226,7 @@ def find(path: Path) -> Path:
 
 @contextmanager
 def held_open(path: Path) -> Iterator[Path]:
-    """The checkpoint that a path means, as find() gives it; no save(keep=) removes it while the body runs."""
+    """Yield the checkpoint that a path means, as find() gives it; no save(keep=) removes it while the body runs."""
     with ExitStack() as until_read:
         while True:
             found = find(path)
@@ -251,7 +246,7 @@ def verify(
     progress: Callable[[int], Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Checks size and SHA-256 of the files of a checkpoint, each on one rank; CheckpointError names the bad ones."""
+    """Check size and SHA-256 of the files of a checkpoint, each on one rank; CheckpointError names the bad ones."""
     wrong = []
     for name in share(sorted(manifest.files), process_group):
         file, expected = inside(path, name), manifest.files[name]
@@ -266,7 +261,7 @@ def verify(
 
 
 def read_into(path: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fills tensors and DTensors {key: tensor} from the files of a checkpoint, without any communication."""
+    """Fill tensors and DTensors {key: tensor} from the files of a checkpoint, without any communication."""
     with _quiet():
         try:
             dcp.load(dict(tensors), storage_reader=Reader(path, saved), planner=Planner(), no_dist=True)
@@ -277,7 +272,7 @@ def read_into(path: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str
 
 
 def stored_tensors(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, StoredTensor]:
-    """Returns {key: StoredTensor} of a checkpoint, read one at a time."""
+    """Return {key: StoredTensor} of a checkpoint, read one at a time."""
     last: dict[str, torch.Tensor] = {}
 
     def read(key: str) -> torch.Tensor:
@@ -295,12 +290,12 @@ def stored_tensors(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, St
 
 
 def model_tensors(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """{name: StoredTensor} of the model in a checkpoint."""
+    """Return {name: StoredTensor} of the model in a checkpoint."""
     return of_model(stored_tensors(path, manifest.saved(path)))
 
 
 def of_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Selects the model's tensors of {key: StoredTensor}, under their names there."""
+    """Select the model's tensors of {key: StoredTensor}, under their names there."""
     return {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
 
 
@@ -314,7 +309,7 @@ def _is_first(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Sequence[Item]:
-    """Returns the items that are this rank's to work on."""
+    """Return the items that are this rank's to work on."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank(process_group) :: dist.get_world_size(process_group)]
@@ -322,7 +317,7 @@ def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Seq
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns of work without process group even where that is what was asked for."""
+    """Silence torch, which warns of work without process group even where that is what was asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

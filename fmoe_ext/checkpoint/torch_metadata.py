@@ -17,11 +17,13 @@ import pickletools
 import re
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fmoe_ext.checkpoint.chunks import Chunk, SavedTensor
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import check_is_file
+
+T = TypeVar("T")
 
 _OF_DCP = "torch.distributed.checkpoint"
 _MAX_BYTES = 2**30
@@ -52,9 +54,7 @@ CLASSES = frozenset(
         (f"{_OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     }
 )
-DTYPES = re.compile(r"float(64|32|16|8_e4m3fn|8_e5m2)|bfloat16|complex(64|128)|u?int(64|32|16|8)|bool")
-
-
+_DTYPES = re.compile(r"float(64|32|16|8_e4m3fn|8_e5m2)|bfloat16|complex(64|128)|u?int(64|32|16|8)|bool")
 _INSTRUCTIONS = frozenset(
     (
         *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
@@ -103,13 +103,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
             return _RECORDS[module, name]
-        if module == "torch" and DTYPES.fullmatch(name):
+        if module == "torch" and _DTYPES.fullmatch(name):
             return _Name(module, name)
         raise CheckpointError(f"it contains {module}.{name}, which no checkpoint of tensors needs"[:300])
 
 
 def _check_program(program: bytes) -> None:
-    """Raises CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES."""
+    """Raise CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES."""
     stack: list[int] = []  # of each value: how many it is, 1 unless it is a tuple
     marks: list[int] = []
     memo: list[int] = []
@@ -147,14 +147,48 @@ def _check_program(program: bytes) -> None:
 
 
 def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
-    """({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
+    """Return ({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path} is larger than {_MAX_BYTES} bytes")
         program = path.read_bytes()
         _check_program(program)
-        return _described(_Unpickler(io.BytesIO(program)).load())
+        metadata = _fields(_Unpickler(io.BytesIO(program)).load(), "Metadata")
+        places = {}
+        for index, info in metadata["storage_data"].items():
+            where, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+            name, offsets = _as(str, where["fqn"]), where.get("offset")
+            if stored.get("transform_descriptors"):
+                raise CheckpointError(
+                    f"{name} is stored with transform_descriptors, which cannot be read here"
+                )
+            places[name, None if offsets is None else _size(offsets)] = stored
+        tensors, others = {}, []
+        for key, entry in metadata["state_dict_metadata"].items():
+            _as(str, key)
+            if _is(entry, "BytesStorageMetadata"):
+                others.append(key)
+                continue
+            described = _fields(entry, "TensorStorageMetadata")
+            chunks = []
+            for chunk in described["chunks"]:
+                part = _fields(chunk, "ChunkStorageMetadata")
+                offsets = _size(part["offsets"])
+                stored = places[key, offsets]
+                file = _as(str, stored["relative_path"])
+                begin, num_bytes = _as(int, stored.get("offset", 0)), _as(int, stored["length"])
+                chunks.append(Chunk(offsets, _size(part["sizes"]), file, begin, num_bytes))
+            properties = described["properties"]  # pickled as a tuple that begins with the dtype
+            if not _is(properties, "TensorProperties") or not isinstance(properties.state, tuple):
+                raise CheckpointError("a TensorProperties was expected, but there is something else")
+            dtype = properties.state[0]
+            if not isinstance(dtype, _Name) or dtype.module != "torch":
+                raise CheckpointError("a dtype was expected, but there is something else")
+            tensors[key] = SavedTensor(dtype.name, _size(described["size"]), tuple(chunks))
+        for key, tensor in tensors.items():
+            tensor.check(key)
+        return tensors, others
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
     except Exception as error:  # whatever a damaged program makes of the stack
@@ -163,59 +197,20 @@ def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
         ) from error
 
 
-def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
-    metadata = _fields(root, "Metadata")
-    places = {}
-    for index, info in metadata["storage_data"].items():
-        where, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        name = _text(where["fqn"])
-        if stored.get("transform_descriptors"):
-            raise CheckpointError(f"{name} is stored with transform_descriptors, which cannot be read here")
-        offsets = where.get("offset")
-        places[name, None if offsets is None else _size(offsets)] = stored
-    tensors, others = {}, []
-    for key, entry in metadata["state_dict_metadata"].items():
-        _text(key)
-        if _is(entry, "BytesStorageMetadata"):
-            others.append(key)
-            continue
-        described = _fields(entry, "TensorStorageMetadata")
-        chunks = []
-        for chunk in described["chunks"]:
-            part = _fields(chunk, "ChunkStorageMetadata")
-            offsets = _size(part["offsets"])
-            stored = places[key, offsets]
-            place = (
-                _text(stored["relative_path"]),
-                _number(stored.get("offset", 0)),
-                _number(stored["length"]),
-            )
-            chunks.append(Chunk(offsets, _size(part["sizes"]), *place))
-        tensors[key] = SavedTensor(_dtype(described["properties"]), _size(described["size"]), tuple(chunks))
-    for key, tensor in tensors.items():
-        tensor.check(key)
-    return tensors, others
-
-
 def _is(value: Any, name: str) -> bool:
     return isinstance(value, _Record) and value.of == name
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
+    """Return the fields of a record; CheckpointError for anything but one of this name."""
     if not _is(value, name) or not isinstance(value.state, dict):
         raise CheckpointError(f"a {name} was expected, but there is something else")
     return value.state
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise CheckpointError(f"a text was expected, but there is a {type(value).__name__}")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int:
-        raise CheckpointError(f"a number was expected, but there is a {type(value).__name__}")
+def _as(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise CheckpointError(f"a {kind.__name__} was expected, but there is a {type(value).__name__}")
     return value
 
 
@@ -224,14 +219,4 @@ def _size(value: Any) -> tuple[int, ...]:
         (value,) = value.args
     if not isinstance(value, (tuple, list)):
         raise CheckpointError(f"a size was expected, but there is a {type(value).__name__}")
-    return tuple(map(_number, value))
-
-
-def _dtype(properties: Any) -> str:
-    """The dtype's name: the first of the tuple that a TensorProperties is pickled as."""
-    if not _is(properties, "TensorProperties") or not isinstance(properties.state, tuple):
-        raise CheckpointError("a TensorProperties was expected, but there is something else")
-    dtype = properties.state[0]
-    if not isinstance(dtype, _Name) or dtype.module != "torch":
-        raise CheckpointError("a dtype was expected, but there is something else")
-    return dtype.name
+    return tuple(_as(int, number) for number in value)

@@ -1,20 +1,32 @@
-"""Names of a model's parameters in files, by Transformers' own table of its architectures."""
+"""Names of a model's parameters in files, by Transformers' own table of its architectures.
+
+The table has renamings and converters. A converter takes the tensors that match its source patterns through operations
+(join the experts, concatenate, transpose, split) to the parameters that its target patterns name; reversed it makes
+files of parameters. Three readings of it:
+
+    WeightNames        which tensors of a folder make a parameter, and how: for those who read byte ranges
+    as_written()       a model's tensors as save_pretrained writes them, each read when it is written
+    as_in_modules()    tensors of files as the modules have them
+"""
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_layers import InFiles
 from fmoe_ext.checkpoint.model_folder import ModelFolder
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-# The experts of ERNIE 4.5 VL: those of text come before those of images.
+# The experts of ERNIE 4.5 VL: those of text come before those of images
 _SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
-# Leaves experts as they are if the files have no scales.
+# Leaves experts as they are if the files have no scales
 _DEQUANTIZE = "Inkling2LoopDequantizeExperts"
 
 
@@ -29,30 +41,27 @@ class Converted(NamedTuple):
 class WeightNames:
     """The parameters of a model, on the meta device or not, and the names that a folder has for them.
 
-    names: of the plain tensors in the files. renamed: {name in the files: parameter} of those that are taken whole.
-    shared: {parameter: another that is tied to it and has the same tensor in the files}.
     Equivalent to: the names that from_pretrained() matches.
     """
 
+    renamed: dict[str, str]  # {name in the files: parameter} of those that are taken whole
+    shared: dict[str, str]  # {parameter: another that is tied to it and has the same tensor in the files}
+
     def __init__(self, base: ModelFolder, model: Any, names: Iterable[str]) -> None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        """names: of the plain tensors in the files."""
+        from transformers.core_model_loading import rename_source_key
 
         self._folder = base.folder
         self._tensors = base.tensors
         self._parameters = model.state_dict()
-        mapping = get_model_conversion_mapping(model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
-        self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)
-        prefix = model.base_model_prefix
+        renamings, converters, self._converters = _table(model)
+        self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)  # (pattern, name)
+        arguments = model.base_model_prefix, self._parameters
         # Numbers by value, as Transformers sorts: expert 10 comes after 9
         in_order = sorted(
             names, key=lambda name: [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
         )
         for name in in_order:
-            arguments = prefix, self._parameters
             parameter, pattern = rename_source_key(name, renamings, converters, *arguments)
             if parameter not in self._parameters and name in self._parameters:
                 parameter, pattern = rename_source_key(name, [], [], *arguments)
@@ -62,7 +71,7 @@ class WeightNames:
                 becomes += [parameter.replace(first, other) for other in others]
             for other in becomes:
                 self._found[other].append((pattern, name))
-        self.shared: dict[str, str] = {}
+        self.shared = {}
         for tied, parameter in getattr(model, "all_tied_weights_keys", {}).items():
             if parameter in self._found and tied not in self._found:
                 self._found[tied] = self._found[parameter]
@@ -74,7 +83,7 @@ class WeightNames:
         }
 
     def converted(self, parameter: str) -> Converted | None:
-        """The tensors that a parameter is made of by a converter; None if the files have it whole, or not at all."""
+        """Return the tensors that a converter makes a parameter of; None if the files have it whole, or not at all."""
         found = self._found.get(parameter, [])
         pattern = found[0][0] if found else None
         if pattern is None:
@@ -85,7 +94,7 @@ class WeightNames:
         return Converted(shapes, tuple(name for _, name in found), operations)
 
     def experts(self, parameter: str) -> InFiles | None:
-        """Finds the tensors of a weight [E, *, *] of experts; None if the files do not have it.
+        """Find the tensors of a weight [E, *, *] of experts; None if the files do not have it.
 
         Raises CheckpointError for tensors that are put together in a way that is not known here.
         """
@@ -100,47 +109,38 @@ class WeightNames:
         names = {
             pattern: [name for p, name in found if p == pattern] for pattern in converter.source_patterns
         }
-        lists = [list(of_pattern) for of_pattern in names.values()]
+        lists = list(names.values())
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
         if sum(map(bool, lists)) == 1:
             steps = [step for step in steps if step[0] != _DEQUANTIZE]
         if [name for name, _ in steps] == [_SPLIT_BY_KIND]:
             lists = [self._share(parameter, converter, of_pattern) for of_pattern in lists]
             return InFiles(tuple(zip(*lists, strict=True)))
-        if steps[:1] == [("MergeModulelist", 0)]:
+        is_stack = steps[:1] != [("MergeModulelist", 0)]
+        if is_stack:
+            of_experts = (tuple(name for of_pattern in lists for name in of_pattern),) * num_experts
+        else:
             for pattern, of_pattern in names.items():
                 self._check_count(parameter, pattern, of_pattern, num_experts)
-            steps, is_stack = steps[1:], False
+            steps = steps[1:]
             of_experts = tuple(zip(*lists, strict=True))
-        else:
-            is_stack = True
-            of_experts = (tuple(name for of_pattern in lists for name in of_pattern),) * num_experts
         if len(converter.target_patterns) == 1:
-            put_together = self._put_together(InFiles(of_experts, is_stack), steps, operations, shape)
-            if put_together is not None:
-                return put_together
+            last = operations[-1]
+            if steps in ([], [("Concatenate", 1)]):
+                return InFiles(of_experts, is_stack)
+            if steps == [("Interleave", 1)] and not last.inverse:
+                return InFiles(of_experts, is_stack, interleaved=True)
+            if steps == [("Transpose", None)] and {last.dim0, last.dim1} == {1, 2}:
+                stored = self._tensors.get(of_experts[0][0])
+                is_same = stored is not None and list(stored.shape[-2:]) == shape
+                return InFiles(of_experts, is_stack, transposed=not (last.check_dims and is_same))
         kinds = ", ".join(type(step).__name__ for step in operations)
         raise CheckpointError(
             f"{self._folder}: {parameter} is made of {found[0][1]} and others by {kinds}, which is not computed here"
         )
 
-    def _put_together(
-        self, files: InFiles, steps: list[tuple[str, Any]], operations: list[Any], shape: list[int]
-    ) -> InFiles | None:
-        """The tensors of experts, and how one becomes a weight [*shape]; None for steps that are not known."""
-        if steps in ([], [("Concatenate", 1)]):
-            return files
-        step = operations[-1]
-        if steps == [("Interleave", 1)] and not step.inverse:
-            return files._replace(interleaved=True)
-        if steps == [("Transpose", None)] and {step.dim0, step.dim1} == {1, 2}:
-            stored = self._tensors.get(files.names[0][0])
-            is_same = stored is not None and list(stored.shape[-2:]) == shape
-            return files._replace(transposed=not (step.check_dims and is_same))
-        return None
-
     def _share(self, parameter: str, converter: Any, names: list[str]) -> list[str]:
-        """Selects the tensors of the experts of text or of images, whose lists follow each other."""
+        """Select the tensors of the experts of text or of images, whose lists follow each other."""
         num_experts = len(names) // len(converter.target_patterns)
         if num_experts != self._parameters[parameter].shape[0] or len(names) % num_experts:
             raise CheckpointError(
@@ -151,7 +151,7 @@ class WeightNames:
         return names[index * num_experts : (index + 1) * num_experts]
 
     def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
-        """Raises CheckpointError unless there is a tensor for each expert."""
+        """Raise CheckpointError unless there is a tensor for each expert."""
         numbers = {}
         for name in names:
             parts = name.split(".")
@@ -170,7 +170,7 @@ class WeightNames:
         )
 
     def nearest(self, parameter: str) -> str:
-        """Words an error about a parameter that the files do not have."""
+        """Word an error about a parameter that the files do not have."""
         stem = parameter.rpartition(".")[0]
         block = stem.rpartition(".")[0]
         found = sorted(name for name in self._tensors if name.startswith((f"{stem}.", f"{block}.")))
@@ -180,8 +180,124 @@ class WeightNames:
 
 
 def up_of(experts: nn.Module) -> str:
-    """Returns the name of the weight that is multiplied first."""
+    """Return the name of the weight that is multiplied first."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
-__all__ = ["WeightNames", "up_of"]
+def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Convert the tensors of a model's state dict to the names and shapes of its files.
+
+    model: on the meta device or not. A tensor of one expert reads that expert alone.
+    Equivalent to: transformers.core_model_loading.revert_weight_conversion(model, tensors).
+    """
+    from transformers import core_model_loading
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    renamings, converters, by_pattern = _table(model, reverse=True)
+    # Transformers applies renamings behind the converters since 5.24
+    is_renamed_last = hasattr(core_model_loading, "apply_renamings")
+    before, behind = ([], renamings) if is_renamed_last else (renamings, [])
+    out: dict[str, StoredTensor] = {}
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, before, converters, reverse=True)
+        if pattern is None:
+            out[rename_source_key(renamed, behind, [], reverse=True)[0]] = tensors[name]
+        else:
+            group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
+            group.sources[name] = pattern, tensors[name]
+    for group in groups.values():
+        for name, tensor in group.tensors().items():
+            out[rename_source_key(name, behind, [], reverse=True)[0]] = tensor
+    return out
+
+
+def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert tensors of a model's files to what Transformers' modules have.
+
+    Experts one by one, and stacks that have their name already, are renamed alone: from_huggingface() reads them.
+    model: on the meta device or not. Raises CheckpointError for tensors that cannot be put together.
+    Equivalent to: what from_pretrained() does to the tensors before it assigns them.
+    """
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    renamings, converters, by_pattern = _table(model, add_legacy=False)
+    own = model.state_dict().keys()
+    out: dict[str, torch.Tensor] = {}
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        plain = rename_source_key(name, renamings, [])[0]
+        first = None if pattern is None else type(by_pattern[pattern].operations[0]).__name__
+        # MergeModulelist begins with a tensor for each expert, which from_huggingface() puts together itself
+        is_new = renamed != plain and pattern is not None and first != "MergeModulelist"
+        if pattern is not None and (renamed in own or is_new):
+            group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
+            group.sources[name] = pattern, StoredTensor.of(tensors[name])
+        else:
+            out[name if name in own else plain] = tensors[name]
+    for group in groups.values():
+        try:
+            out |= group.converted({name: tensors[name] for name in group.sources})
+        except Exception as error:  # of Transformers' operations: a KeyError for a part that is missing
+            kinds = ", ".join(type(operation).__name__ for operation in group.converter.operations)
+            raise CheckpointError(
+                f"{group.name} is not made of {', '.join(group.sources)} by {kinds}: {error!r}"
+            ) from error
+    return out
+
+
+def _table(
+    model: Any, reverse: bool = False, add_legacy: bool = True
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """(renamings, converters, {source pattern: converter}) of a model, from files to modules or the other way."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    mapping = get_model_conversion_mapping(model, add_legacy=add_legacy and not reverse)
+    if reverse:
+        from transformers.core_model_loading import PrefixChange
+
+        mapping = [e.reverse_transform() for e in reversed(mapping) if not isinstance(e, PrefixChange)]
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    return renamings, converters, {p: entry for entry in converters for p in entry.source_patterns}
+
+
+class _Group:
+    """The tensors that one converter turns into others, of modules or of files."""
+
+    def __init__(self, model: Any, name: str, converter: Any) -> None:
+        self.model, self.name, self.converter = model, name, converter
+        self.sources: dict[str, tuple[str, StoredTensor]] = {}  # {name: (pattern that it matches, tensor)}
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return what the converter makes, read when it is asked for."""
+        shapes = self.converted(
+            {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, (_, t) in self.sources.items()}
+        )
+        (first, (_, source)), *others = self.sources.items()
+        # One source that ends as a tensor for each expert: an expert is read and converted alone
+        is_by_expert = not others and type(self.converter.operations[-1]).__name__ == "SplitModulelist"
+
+        def reader(name: str, place: int) -> Callable[[], torch.Tensor]:
+            def read() -> torch.Tensor:
+                if is_by_expert:  # all experts of one part (gate, up) come before those of the next
+                    part, expert = divmod(place, source.shape[0])
+                    return [*self.converted({first: source.rows(expert, expert + 1)}).values()][part]
+                return self.converted({n: t.read() for n, (_, t) in self.sources.items()})[name]
+
+            return read
+
+        return {
+            name: StoredTensor(tuple(shape.shape), shape.dtype, reader(name, i))
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+    def converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Apply the converter."""
+        converter = copy.deepcopy(self.converter)  # which collects the tensors that it is given
+        for name, value in values.items():
+            converter.add_tensor(self.name, name, self.sources[name][0], value)
+        found = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in found.items()}

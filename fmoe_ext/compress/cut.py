@@ -23,9 +23,9 @@ from typing import Any, TypeAlias
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_layers import MXFP4_STACKS, prefixes
 from fmoe_ext.checkpoint.files import inside, read_json, write_json
 from fmoe_ext.checkpoint.model_folder import FLOATS
-from fmoe_ext.checkpoint.packed import STACKED, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_files
 from fmoe_ext.checkpoint.weight_names import up_of
@@ -93,7 +93,7 @@ class Cut:
         self._of_one: dict[str, tuple[str, int]] = {}  # {begin of one expert's names: (path, expert)}
         self._stacks: dict[str, str] = {}  # {name of a stack: path}
         for path, module in self.layers.items():
-            packed = [f"{p}{s}_{k}" for p in prefixes(path) for s in STACKED for k in ("blocks", "scales")]
+            packed = [f"{p}{s}_{k}" for p in prefixes(path) for s in MXFP4_STACKS for k in ("blocks", "scales")]
             if found := [name for name in packed if name in base.tensors]:
                 self._stacks |= dict.fromkeys(found, path)
                 continue

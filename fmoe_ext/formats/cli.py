@@ -11,7 +11,16 @@ from fmoe_ext.formats.quantized import TARGETS, TYPES, export_quantized
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: written; 2: could not be done."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="fmoe export",
+        description="Writes a float model in packed weights, an expert in memory at a time.",
+    )
+    parser.add_argument("path", help="folder or name of the model, which stays as it is")
+    to = "gguf: model.gguf for llama.cpp; packed: a folder for Transformers and vLLM"
+    parser.add_argument("--to", required=True, choices=TARGETS, help=to)
+    parser.add_argument("--type", required=True, choices=TYPES, help="the packing of the weights")
+    parser.add_argument("-o", "--out", required=True, help="folder to write")
+    options = parser.parse_args(arguments)
     try:
         report = export_quantized(options.path, options.out, options.to, options.type)
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
@@ -26,20 +35,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fmoe export",
-        description="Writes a float model in packed weights, an expert in memory at a time.",
-    )
-    parser.add_argument("path", help="folder or name of the model, which stays as it is")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=TARGETS,
-        help="gguf: model.gguf for llama.cpp; packed: a folder for Transformers and vLLM",
-    )
-    parser.add_argument("--type", required=True, choices=TYPES, help="the packing of the weights")
-    parser.add_argument("-o", "--out", required=True, help="folder to write")
-    return parser

@@ -2,8 +2,8 @@
 
 The block's own tensors become the parameters of our layer, which is built on the meta device: no weight is copied or
 drawn. What a family computes around its experts (a norm, a factor, scores beside the output, ids of tokens) is a hook
-on our layer, so that Transformers' decoder layer calls it as it called its own. Functions of hooks are at the top
-level of this module, since a model with them has to be copied and pickled.
+on our layer, so that Transformers' decoder layer calls it as it called its own. Hooks are functions and classes at the
+top level of this module, since a model with them has to be copied and pickled.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import from_huggingface, is_huggingface
-from fmoe_ext.checkpoint.layouts import (
+from fmoe_ext.checkpoint.huggingface import find_layer, from_huggingface, is_huggingface
+from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers, local_path, read_config
+from fmoe_ext.checkpoint.model_state import (
     B1,
     EXPERT_BIAS,
     LATENT,
@@ -36,20 +37,12 @@ from fmoe_ext.checkpoint.layouts import (
     TABLE,
     W1,
     W2,
-    find_layer,
-    zeros,
-)
-from fmoe_ext.checkpoint.model_folder import (
-    ModelFolder,
-    errors_of_transformers,
-    local_path,
-    read_config,
 )
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors, zeros
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
-from fmoe_ext.checkpoint.written_names import as_in_modules
+from fmoe_ext.checkpoint.weight_names import as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
 from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, card_of, replace_save_pretrained
@@ -59,6 +52,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 
 def _read(source: Any, options: dict[str, Any]) -> Any:
+    """Read a model by Transformers, from files that were looked at before; CheckpointError for what they lack."""
     transformers = require("transformers", "import_model()")
     from safetensors import SafetensorError
 
@@ -100,7 +94,7 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
 
 
 def import_model(source: Any, **options: Any) -> Any:
-    """Makes the MoE layers of a Transformers model FMoETransformerMLPs with the same weights -> the model.
+    """Make the MoE layers of a Transformers model FMoETransformerMLPs with the same weights -> the model.
 
     source: a folder, or the name of a repository in the cache of the Hugging Face hub, for
     AutoModelForCausalLM.from_pretrained(source, **options), which downloads nothing; or a model, which is changed in
@@ -143,9 +137,8 @@ def import_model(source: Any, **options: Any) -> Any:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
     for name, block in blocks:
         layer = _converted(name, block, family, facts, activation)
-        if (
-            place
-        ):  # a decoder layer that calls experts(x, choices, weights) with those of router(h): ours takes x, h
+        if place:
+            # a decoder layer that calls experts(x, choices, weights) with those of router(h): ours takes x and h
             setattr(block, place, layer)
             setattr(block, family.in_modules.gate.partition(".")[0], _GateInput())
             layer.register_forward_pre_hook(_with_gate_input, with_kwargs=True)
@@ -171,22 +164,18 @@ def import_model(source: Any, **options: Any) -> Any:
 
 
 def _family_of(config: dict[str, Any]) -> Family:
-    """Finds the family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
+    """Find the family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
     family = FAMILIES.get(config["model_type"])
     if family is None:
         kind = config["model_type"]
-        reason = REFUSED.get(kind)
-        known = f": import_model() knows {', '.join(FAMILIES)}"
+        why = f"a model type that is not known: import_model() knows {', '.join(FAMILIES)}"
+        if kind in REFUSED:
+            why = f"for {REFUSED[kind]}"
+        way_out = "huggingface.use(model) computes its experts and leaves the rest to Transformers"
         way_out = (
-            "Transformers alone computes it"
-            if kind in NOT_USED
-            else "huggingface.use(model) computes its experts and leaves the rest to Transformers, save_pretrained "
-            "included"
+            "Transformers alone computes it" if kind in NOT_USED else f"{way_out}, save_pretrained included"
         )
-        raise CheckpointError(
-            f"{kind} is not imported, {f'for {reason}' if reason else f'a model type that is not known{known}'}. "
-            f"{way_out}"
-        )
+        raise CheckpointError(f"{kind} is not imported, {why}. {way_out}")
     for key, value in family.unsupported.items():
         if config.get(key, value) != value:
             raise CheckpointError(
@@ -205,7 +194,7 @@ def _refuse_router_logits(model: Any, _: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
+    """Let load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
     own = model.state_dict().keys()
     if prefix == "" and not state_dict.keys() <= own:
         found = as_in_modules(model, state_dict)
@@ -218,7 +207,7 @@ def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 def _converted(
     name: str, block: nn.Module, family: Family, facts: dict[str, Any], activation: Any
 ) -> nn.Module:
-    """Makes our layer of a block's tensors, on its device and in its mode."""
+    """Make our layer of a block's tensors, on its device and in its mode."""
     gate = family.in_modules.gate
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     if family.in_modules.place:  # the block has other parts
@@ -233,7 +222,36 @@ def _converted(
             f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
         )
     tensors = found[0]
-    layer = _layer_of(tensors, family, facts, activation)
+    # The gate: what it has and the model lacks is added
+    options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
+    options["gate_bias"] = family.gate_bias
+    kind = getattr(gates, facts.get("gate", family.gates[-1]))
+    num_experts, d_model = tensors["gate.gate.weight"].shape
+    if TABLE in tensors:
+        kind = gates.HashGate
+        options["vocab_size"] = tensors[TABLE].shape[0]
+    elif issubclass(kind, gates.SigmoidGate) and EXPERT_BIAS not in tensors:
+        tensors[EXPERT_BIAS] = zeros((num_experts,), torch.float32)
+        tensors[PENDING_LOAD] = zeros((num_experts,), torch.int64)
+        options["bias_update_speed"] = 0  # a bias that the model lacks stays zero, or it could not be saved
+    shared = tensors.get(f"{SHARED}h4toh.weight")  # [1, D, H]
+    has_gate = SHARED_GATE in tensors
+    with torch.device("meta"):
+        layer = FMoETransformerMLP(
+            num_experts,
+            d_model,
+            tensors[W2].shape[2],
+            activation=activation,
+            bias=B1 in tensors,
+            gate=functools.partial(kind, **options),
+            top_k=facts["top_k"],
+            shared_expert_hidden=None if shared is None else shared.shape[2],
+            shared_expert_gate=has_gate,
+            latent_size=tensors[W1].shape[2] if LATENT[0] in tensors else None,
+        )
+        if shared is not None and family.shared_activation:
+            width = shared.shape[2]
+            layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
     like = values[f"{gate}.weight"]
     for key, value in {key: tensor.read() for key, tensor in tensors.items()}.items():
         path, _, attribute = key.rpartition(".")
@@ -244,12 +262,10 @@ def _converted(
     layer.mark_parallel_comm("dp")
     if family.norm:
         setattr(layer, family.norm, getattr(block, family.norm))
-        layer.register_forward_hook(functools.partial(_normed, name=family.norm))
     if "output_scale" in facts:
         layer.output_scale = facts["output_scale"]
-        layer.register_forward_hook(functools.partial(_scaled, scale=facts["output_scale"]))
-    if family.returns_scores:
-        layer.register_forward_hook(_with_scores)
+    if family.norm or "output_scale" in facts or family.returns_scores:
+        layer.register_forward_hook(_Behind(family.norm, facts.get("output_scale"), family.returns_scores))
     if family.in_modules.table:
         ids = _TokenIds()
         layer.register_forward_pre_hook(ids.before, with_kwargs=True)
@@ -257,47 +273,20 @@ def _converted(
     return layer.train(block.training)
 
 
-def _layer_of(
-    tensors: dict[str, StoredTensor], family: Family, facts: dict[str, Any], activation: Any
-) -> FMoETransformerMLP:
-    """Builds a layer on the meta device, of the sizes and parts that these tensors have."""
-    num_experts, d_model = tensors["gate.gate.weight"].shape
-    layer_gate = _gate(family, facts, tensors)
-    with torch.device("meta"):
-        layer = FMoETransformerMLP(
-            num_experts,
-            d_model,
-            tensors[W2].shape[2],
-            activation=activation,
-            bias=B1 in tensors,
-            gate=layer_gate,
-            top_k=facts["top_k"],
-            shared_expert_hidden=tensors[f"{SHARED}h4toh.weight"].shape[2]
-            if f"{SHARED}h4toh.weight" in tensors
-            else None,
-            shared_expert_gate=SHARED_GATE in tensors,
-            latent_size=tensors[W1].shape[2] if LATENT[0] in tensors else None,
-        )
-        if layer.shared_experts is not None and family.shared_activation:
-            width = layer.shared_experts.mlp.h4toh.weight.shape[2]
-            has_gate = SHARED_GATE in tensors
-            layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
-    return layer
+class _Behind:
+    """Computes what a family has behind its experts: a norm, a factor, a pair with scores."""
 
+    def __init__(self, norm: str, scale: float | None, is_pair: bool) -> None:
+        self.norm = norm  # name of the norm in our layer, "" without
+        self.scale = scale  # a factor of the output
+        self.is_pair = is_pair  # the decoder layer expects router's scores too, which it drops
 
-def _gate(family: Family, facts: dict[str, Any], tensors: dict[str, StoredTensor]) -> Any:
-    """Returns the maker of a layer's gate; adds tensors that this gate has and the model lacks."""
-    options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
-    options["gate_bias"] = family.gate_bias
-    gate = getattr(gates, facts.get("gate", family.gates[-1]))
-    if TABLE in tensors:
-        return functools.partial(gates.HashGate, vocab_size=tensors[TABLE].shape[0], **options)
-    if issubclass(gate, gates.SigmoidGate) and EXPERT_BIAS not in tensors:
-        num_experts = tensors["gate.gate.weight"].shape[:1]
-        tensors[EXPERT_BIAS] = zeros(num_experts, torch.float32)
-        tensors[PENDING_LOAD] = zeros(num_experts, torch.int64)
-        options["bias_update_speed"] = 0  # a bias that the model lacks stays zero, or it could not be saved
-    return functools.partial(gate, **options)
+    def __call__(self, layer: nn.Module, args: Any, out: Tensor) -> Any:
+        if self.norm:
+            out = getattr(layer, self.norm)(out)
+        if self.scale is not None:
+            out = out * self.scale
+        return (out, None) if self.is_pair else out
 
 
 class _TokenIds:
@@ -333,20 +322,6 @@ class _GateInput(nn.Module):
 def _with_gate_input(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     x, _, gate_inp = args
     return (x,), {**kwargs, "gate_inp": gate_inp}
-
-
-def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:
-    """Returns the pair that the decoder layer expects of its MLP: it drops the router's scores."""
-    return out, None
-
-
-def _normed(layer: nn.Module, args: Any, out: Tensor, *, name: str) -> Tensor:
-    normed: Tensor = getattr(layer, name)(out)
-    return normed
-
-
-def _scaled(layer: nn.Module, args: Any, out: Tensor, *, scale: float) -> Tensor:
-    return out * scale
 
 
 def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -> Any:

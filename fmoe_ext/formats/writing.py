@@ -23,26 +23,22 @@ from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
-from fmoe_ext.checkpoint.written_names import as_written
+from fmoe_ext.checkpoint.weight_names import as_written
 from fmoe_ext.gguf import architecture_for
-from fmoe_ext.gguf.vocabulary import Vocabulary, read_vocabulary
+from fmoe_ext.gguf.vocabulary import read_vocabulary
 from fmoe_ext.gguf.writing import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
 from fmoe_ext.huggingface.saving import card_of, describe
 
-GGUF = "gguf"
-TOKENIZER_FILES = (
-    "token*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
+_GGUF = "gguf"
+_TOKENIZER_FILES = (
+    *("token*", "vocab*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
 # Numbers of layers that predict further tokens, which models in memory do not have
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 HAD_ROUTER_LOGITS = "had_router_logits"  # attribute of an imported model
-NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
+_NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
 @torch.no_grad()
@@ -55,7 +51,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Writes a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
+    """Write a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
     the tokenizer's files, a model card, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of
@@ -82,18 +78,34 @@ def export(
     folder = Path(folder)
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
-        if format != GGUF:
-            _check_tokenizer(tokenizer)
+        has_files = tokenizer is not None and not hasattr(tokenizer, "save_pretrained")
+        if format != _GGUF and has_files and not tokenizer_files(tokenizer):
+            raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(_TOKENIZER_FILES)})")
         plan = plan_export(model, format)
-        vocabulary = _read_vocabulary(tokenizer, plan) if format == GGUF else None
+        vocabulary = None
+        if format == _GGUF and tokenizer is not None:
+            stops = getattr(getattr(plan.state.model, "generation_config", None), "eos_token_id", None)
+            stops = [stops] if isinstance(stops, int) else stops or ()
+            vocabulary = read_vocabulary(tokenizer, plan.config, stops)
+        elif format == _GGUF:
+            warnings.warn(
+                "model.gguf has no vocabulary, so servers of llama.cpp refuse it: "
+                'export(model, folder, "gguf", tokenizer=the tokenizer or its folder)',
+                stacklevel=3,  # export() is wrapped by no_grad
+            )
     with gathered(folder, plan.state, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
-                if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.config, vocabulary)
+                if format == _GGUF:
+                    tensors = to_huggingface(whole.tensors, plan.family.in_modules)
+                    write_gguf(unfinished / "model.gguf", tensors, plan.config, vocabulary)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
-                    _write_tokenizer(tokenizer, unfinished)
+                    if has_files:
+                        for file in tokenizer_files(tokenizer):
+                            shutil.copy(file, unfinished / file.name)
+                    elif tokenizer is not None:
+                        tokenizer.save_pretrained(unfinished)
                 command = f'fmoe_ext.export(model, "{folder.name}", "{format}")'
                 write_card(unfinished, card_of(plan.state.model, plan.config, folder.name, command, format))
     return folder
@@ -113,17 +125,13 @@ class Plan:
         return self.target.config
 
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
-        """Returns the tensors of Hugging Face's files."""
+        """Return the tensors of Hugging Face's files."""
         tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
         return as_written(self.target, to_huggingface(tensors, self.family.in_modules))
 
-    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
-        """Returns all tensors, in the names of Transformers' modules."""
-        return to_huggingface(whole.tensors, self.family.in_modules)
-
 
 def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
-    """Writes the tensors and the configurations into a folder that is there."""
+    """Write the tensors and the configurations into a folder that is there."""
     write_model_files(folder, plan.convert(whole), max_shard_bytes)
     plan.config.save_pretrained(folder)
     generation = getattr(plan.state.model, "generation_config", None)
@@ -132,7 +140,7 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
 
 
 def check_export(model: nn.Module, format: str) -> None:
-    """Raises CheckpointError, before the model is trained, where export(model, folder, format) would.
+    """Raise CheckpointError, before the model is trained, where export(model, folder, format) would.
 
     Gates, activations and biases decide it, not the values of weights; biases must be zero to be left out.
     """
@@ -140,15 +148,23 @@ def check_export(model: nn.Module, format: str) -> None:
 
 
 def plan_export(model: nn.Module, format: str) -> Plan:
-    """Plans an export; CheckpointError for what the format cannot say.
+    """Plan an export; CheckpointError for what the format cannot say.
 
     The model of the format is built on the meta device and its tensors are compared with ours by name and shape: a part
     of the model that the format lacks shows here, whatever the configurations say.
     """
     state = ModelState(model)
     ours: Any = state.model
-    values = _values_of(ours)
-    is_gguf = format == GGUF
+    if not hasattr(getattr(ours, "config", None), "to_dict"):
+        raise CheckpointError(
+            f"{type(ours).__name__} is no model of Transformers, which these formats are for: "
+            "fmoe_ext.checkpoint.export_safetensors writes any model"
+        )
+    values: dict[str, Any] = ours.config.to_dict()
+    take_record(
+        values, f"{type(ours).__name__}.config"
+    )  # then they are the dense model's, if it was fmoefied
+    is_gguf = format == _GGUF
     if is_gguf:  # as the first of its formats that llama.cpp has a graph for
         source = values["model_type"]
         format = next((name for name in formats_for(source) if architecture_for(name)), source)
@@ -173,7 +189,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
             del config.quantization_config
         inner_config = config.get_text_config()
         for name, value in language.to_dict().items():
-            if name not in NOT_COPIED:
+            if name not in _NOT_COPIED:
                 setattr(inner_config, name, value)
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
@@ -191,20 +207,8 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     return Plan(state, family, target, tied)
 
 
-def _values_of(model: Any) -> dict[str, Any]:
-    """Returns the values of a Transformers model's configuration, the dense one's if it was fmoefied."""
-    if not hasattr(getattr(model, "config", None), "to_dict"):
-        raise CheckpointError(
-            f"{type(model).__name__} is no model of Transformers, which these formats are for: "
-            "fmoe_ext.checkpoint.export_safetensors writes any model"
-        )
-    values: dict[str, Any] = model.config.to_dict()
-    take_record(values, f"{type(model).__name__}.config")
-    return values
-
-
 def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
-    """Makes the configuration of a format for a model; values: the model's own, as its config.json has them.
+    """Make the configuration of a format for a model; values: the model's own, as its config.json has them.
 
     CheckpointError for models whose other parts the format does not compute.
     """
@@ -232,12 +236,10 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
     known = values
     if source != family.name:  # head_dim: some formats take it and have no default for it
         known = {**AutoConfig.for_model(family.name).to_dict(), "head_dim": None}
-    copied = {k: v for k, v in values.items() if k in known and k not in NOT_COPIED}
+    copied = {k: v for k, v in values.items() if k in known and k not in _NOT_COPIED}
     moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
     # Nemotron-H has a list of its layers' kinds instead of their number
-    num_layers = (
-        values["num_hidden_layers"] if "num_hidden_layers" in values else len(values["layers_block_type"])
-    )
+    num_layers = values.get("num_hidden_layers") or len(values["layers_block_type"])
     dense = tuple(i for i in range(num_layers) if i not in moe_layers)
     moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
     theirs = hidden_acts(family).get(facts.get("activation", ""))
@@ -252,17 +254,27 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
 
 
 def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: frozenset[str]) -> Any:
-    """Builds the model of a configuration; CheckpointError unless it has tensors of just these names and shapes."""
-    config.architectures = [_class_of(config, model).__name__]
+    """Build the model of a configuration; CheckpointError unless it has tensors of just these names and shapes."""
+    import transformers
+
+    kind = type(model)
+    if type(config) is not type(model.config):  # LlamaForCausalLM -> MixtralForCausalLM
+        before, after = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
+        wanted = after + kind.__name__.removeprefix(before)
+        found = getattr(transformers, wanted, None) if kind.__name__.startswith(before) else None
+        if found is None:
+            raise CheckpointError(f"Transformers has no {wanted}, which a {kind.__name__} would become")
+        kind = found
+    config.architectures = [kind.__name__]
     with torch.device("meta"):
-        target = _class_of(config, model)(config)
+        target = kind(config)
     expected = {name: tuple(value.shape) for name, value in target.state_dict().items() if name not in tied}
-    found = {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
-    problems = [f"it has no {name}" for name in expected.keys() - found.keys()]
-    problems += [f"{name} has no place" for name in found.keys() - expected.keys()]
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
+    problems = [f"it has no {name}" for name in expected.keys() - shapes.keys()]
+    problems += [f"{name} has no place" for name in shapes.keys() - expected.keys()]
     problems += [
         f"{name} is {list(shape)}, expected {list(expected[name])}"
-        for name, shape in found.items()
+        for name, shape in shapes.items()
         if name in expected and shape != expected[name]
     ]
     if problems:
@@ -273,50 +285,7 @@ def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: 
     return target
 
 
-def _class_of(config: Any, model: Any) -> Any:
-    """Finds the class of a format for what the model is: LlamaForCausalLM -> MixtralForCausalLM."""
-    import transformers
-
-    if type(config) is type(model.config):
-        return type(model)
-    before, after = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
-    name = type(model).__name__
-    wanted = after + name.removeprefix(before)
-    found = getattr(transformers, wanted, None) if name.startswith(before) else None
-    if found is None:
-        raise CheckpointError(f"Transformers has no {wanted}, which a {name} would become")
-    return found
-
-
-def _read_vocabulary(tokenizer: Any, plan: Plan) -> Vocabulary | None:
-    """The vocabulary of a GGUF file; None, with a warning, without a tokenizer."""
-    if tokenizer is None:
-        warnings.warn(
-            "model.gguf has no vocabulary, so servers of llama.cpp refuse it: "
-            'export(model, folder, "gguf", tokenizer=the tokenizer or its folder)',
-            stacklevel=4,  # export() is wrapped by no_grad
-        )
-        return None
-    stops = getattr(getattr(plan.state.model, "generation_config", None), "eos_token_id", None)
-    return read_vocabulary(tokenizer, plan.config, [stops] if isinstance(stops, int) else stops or ())
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
-        return
-    if not tokenizer_files(tokenizer):
-        raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
-
-
-def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(folder)
-    elif tokenizer is not None:
-        for file in tokenizer_files(tokenizer):
-            shutil.copy(file, folder / file.name)
-
-
 def tokenizer_files(tokenizer: str | Path) -> list[Path]:
-    """Finds the files of a tokenizer in a folder, or under a name in the hub's cache."""
+    """Find the files of a tokenizer in a folder, or under a name in the hub's cache."""
     folder = local_path(tokenizer, ())
-    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    return sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})

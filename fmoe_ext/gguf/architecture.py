@@ -11,7 +11,7 @@ llama.cpp's graph computes more than keys say: `fixed` and refused() name what a
 tensors are those of the package gguf (in_checkpoints() gives it the name that it knows); transforms() has the others,
 and those whose values differ.
 
-To add one: a subclass in a file of architectures/, with what differs, and its name in the list there.
+To add one: a subclass in a file of architectures/, with what differs; it is found by being there.
 """
 
 import functools
@@ -33,7 +33,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorc
 Values: TypeAlias = dict[str, Any]  # {attribute of the configuration: value}
 
 EPSILON, HEADS = "attention.layer_norm_rms_epsilon", "nextn_predict_layers"
-GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
+_GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
 # {key: attribute} of all architectures; those of experts are named by the family
 KEYS = MappingProxyType(
     {
@@ -71,8 +71,8 @@ UNUSED = (
     *("expert_weights_scale", "interleave_moe_layer_step", "expert_group_count", "expert_group_used_count"),
     *("embedding_scale", "residual_scale", "logit_scale"),
 )
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 class Architecture:
@@ -80,13 +80,13 @@ class Architecture:
 
     name = ""  # general.architecture of its files
     model_type = ""  # of Transformers: a key of checkpoint.families.FAMILIES
-    also: Mapping[str, tuple[str, ...]] = NOTHING  # {another name: its keys that change no logit}
-    keys: Mapping[str, str] = NOTHING  # {key: attribute} beside those of all
+    also: Mapping[str, tuple[str, ...]] = _NOTHING  # {another name: its keys that change no logit}
+    keys: Mapping[str, str] = _NOTHING  # {key: attribute} beside those of all
     read: tuple[str, ...] = ()  # further keys that config() reads
     harmless: tuple[str, ...] = ()  # keys that change no logit of this architecture
     needs: tuple[str, ...] = ()  # keys without which a file has another model
-    defaults: Mapping[str, Any] = NOTHING  # {attribute: value of a file without its key} beside `usual`
-    fixed: Mapping[str, Any] = NOTHING  # {attribute: the only value that the graph computes}
+    defaults: Mapping[str, Any] = _NOTHING  # {attribute: value of a file without its key} beside `usual`
+    fixed: Mapping[str, Any] = _NOTHING  # {attribute: the only value that the graph computes}
     has_heads = False  # the last blocks may be heads for the tokens after the next, which are left out
     has_biases = False  # of queries, keys, values and outputs
     groups_heads = True  # queries may be more than keys
@@ -103,17 +103,17 @@ class Architecture:
 
     @property
     def family(self) -> Family:
-        """The MoE layers as files and modules of Transformers have them."""
+        """Return the MoE layers as files and modules of Transformers have them."""
         return FAMILIES[self.model_type]
 
     @property
     def gating(self) -> int:
-        """expert_gating_func of its router."""
-        return GATING["sigmoid" if self.family.gates[-1] == "SigmoidGate" else "softmax"]
+        """Return expert_gating_func of its router."""
+        return _GATING["sigmoid" if self.family.gates[-1] == "SigmoidGate" else "softmax"]
 
     @property
     def attributes(self) -> dict[str, str]:
-        """{key: attribute of the configuration}."""
+        """Return {key: attribute of the configuration}."""
         facts = self.family.config
         of_experts = {key: facts[fact] for key, fact in OF_EXPERTS.items() if fact in facts}
         found = {**READ, **KEYS, **of_experts, **self.keys}
@@ -121,7 +121,7 @@ class Architecture:
 
     @property
     def usual(self) -> Values:
-        """{attribute: value with which llama.cpp computes where a file does not say it}."""
+        """Return {attribute: value with which llama.cpp computes where a file does not say it}."""
         facts = {"normalize": False, "scale": 1.0, "num_groups": 1, "topk_groups": 1}
         found = {self.family.config.get(fact): value for fact, value in facts.items()}
         found[self.keys.get("leading_dense_block_count")] = 0
@@ -134,7 +134,7 @@ class Architecture:
     # What a file says
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
-        """Returns the values of Transformers' configuration; KeyError for a key that is missing.
+        """Return the values of Transformers' configuration; KeyError for a key that is missing.
 
         factors: rope_freqs.weight of the file.
         """
@@ -143,9 +143,10 @@ class Architecture:
         values = {**self.usual, "tie_word_embeddings": "output.weight" not in shapes}
         for key, attribute in self.attributes.items():
             value = fields.get(key)
-            if value is not None:
+            if value is not None:  # 0 stands for "not used", which is a factor of 1 in Transformers
                 values[attribute] = type(value)(1) if value == 0 and key in UNUSED else value
         values |= self.sizes(shapes)
+        # YaRN's factors count from the context that the file says, if it says none of its own
         scaling = self.rope(fields, values["max_position_embeddings"])
         values["num_hidden_layers"] -= self.num_heads(fields)
         kinds = self.layer_types(fields, values["num_hidden_layers"])
@@ -163,7 +164,7 @@ class Architecture:
         return values
 
     def sizes(self, shapes: Shapes) -> dict[str, int]:
-        """Returns the sizes that the tensors have, whatever the keys say of them."""
+        """Return the sizes that the tensors have, whatever the keys say of them."""
         facts, gated = self.family.config, self.family.in_modules.gated
 
         def width(role: str) -> int | None:
@@ -186,7 +187,7 @@ class Architecture:
         return found
 
     def heads(self, values: Values) -> Values:
-        """Returns the heads of keys and their size, of the attributes that the keys have said."""
+        """Return the heads of keys and their size, of the attributes that the keys have said."""
         count = values["num_attention_heads"]
         return {
             "num_key_value_heads": values.get("num_key_value_heads", count),
@@ -194,29 +195,29 @@ class Architecture:
         }
 
     def rope(self, fields: Fields, context: int) -> Values:
-        """Returns rope_type and its parameters; empty where the file says nothing. context: longest of the model."""
+        """Return rope_type and its parameters; empty where the file says nothing. context: longest of the model."""
         return rope_parameters(self.name, fields, context, self.yarn_attention)
 
     def yarn_attention(self, said: Values, factor: float) -> Values:
-        """Takes from the keys of rope.scaling what they say of the attention's scale -> YaRN's parameters."""
+        """Take from the keys of rope.scaling what they say of the attention's scale -> YaRN's parameters."""
         return {"attention_factor": said.pop("attn_factor", 1.0) * yarn_factor(factor)}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str] | None:
-        """Returns the kinds of layers that a file says; None if the architecture has one."""
+        """Return the kinds of layers that a file says; None if the architecture has one."""
         if not self.window_period:
             return None
         is_full = [(i + 1) % self.window_period == 0 for i in range(num_layers)]
         return ["full_attention" if full else "sliding_attention" for full in is_full]
 
     def num_heads(self, fields: Fields) -> int:
-        """Counts the blocks at the end of a file that are heads for the tokens after the next."""
+        """Count the blocks at the end of a file that are heads for the tokens after the next."""
         heads, blocks = fields.get(HEADS, 0) if self.has_heads else 0, fields.get("block_count", 0)
         return heads if type(heads) is type(blocks) is int and 0 < heads < blocks else 0
 
     # What a file of a configuration has
 
     def fields(self, config: Any) -> dict[str, Any]:
-        """Returns the metadata of a model, without the architecture's name before each key, in the order of files."""
+        """Return the metadata of a model, without the architecture's name before each key, in the order of files."""
         config = first_layer(config)
         family = self.family
         facts = {fact: getattr(config, family.config[fact]) for fact in ("num_experts", "top_k")}
@@ -247,7 +248,7 @@ class Architecture:
         return found
 
     def attention(self, config: Any) -> dict[str, Any]:
-        """Returns the metadata of heads."""
+        """Return the metadata of heads."""
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return {
             "attention.head_count_kv": config.num_key_value_heads,
@@ -257,7 +258,7 @@ class Architecture:
         }
 
     def routing(self, config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the metadata of the router, and of the layers and experts beside the routed ones."""
+        """Return the metadata of the router, and of the layers and experts beside the routed ones."""
         family = self.family
         has_one = "num_shared" not in family.config and bool(family.in_modules.shared)
         shared = facts.get("num_shared", int(has_one)) or 0
@@ -281,15 +282,15 @@ class Architecture:
         return found
 
     def implied(self, config: Any) -> dict[str, Any]:
-        """Returns further metadata of a model, which export leaves out and other programs write."""
+        """Return further metadata of a model, which export leaves out and other programs write."""
         return {}
 
     def factors(self, config: Any) -> Tensor | None:
-        """Returns what divides the frequencies of rotary embeddings, in rope_freqs.weight; None without."""
+        """Return what divides the frequencies of rotary embeddings, in rope_freqs.weight; None without."""
         return None
 
     def refused(self, config: Any) -> dict[str, bool]:
-        """{attribute: True where llama.cpp's graph computes another model than the configuration}."""
+        """Return {attribute: True where llama.cpp's graph computes another model than the configuration}."""
         config = first_layer(config)
         facts = self.family.facts_of(config.to_dict())
         mlp_kinds = getattr(config, "mlp_layer_types", None) or ()
@@ -328,7 +329,7 @@ class Architecture:
         """{name in Transformers: what it is in the file}; CheckpointError for a name that the file has no place for."""
         own, known, found = self.transforms(config), known_names(self.name), {}
         for name in names:
-            layer = LAYER.fullmatch(name)
+            layer = _LAYER.fullmatch(name)
             # of all layers the package knows the same names
             transform = own.get(layer[2] if layer else name)
             if transform is None:
@@ -361,7 +362,7 @@ class Architecture:
         return found
 
     def in_checkpoints(self, name: str) -> str:
-        """Returns a tensor's name in the files that llama.cpp's converter reads, by which the package knows it."""
+        """Return a tensor's name in the files that llama.cpp's converter reads, by which the package knows it."""
         return name
 
 
@@ -391,13 +392,13 @@ class FixedRouter(Architecture):
 
 
 def first_layer(config: Any) -> Any:
-    """Returns the first layer's configuration, where Transformers has one a layer; else the model's."""
+    """Return the first layer's configuration, where Transformers has one a layer; else the model's."""
     return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
 
 
 @functools.cache
 def known_names(architecture: str) -> Any:
-    """Returns the package gguf's own map of names, of one layer."""
+    """Return the package gguf's own map of names, of one layer."""
     import gguf
 
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

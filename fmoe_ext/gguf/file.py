@@ -47,14 +47,14 @@ _DTYPES = MappingProxyType(  # of types that numpy has; others are bytes
 
 @dataclass
 class Field:
-    """A key's value, decoded when it is asked for. types: gguf.GGUFValueType of it, and of an array's items."""
+    """A key's value, decoded when it is asked for."""
 
-    types: list[Any]
+    types: list[Any]  # gguf.GGUFValueType of it, and of an array's items
     count: int  # of items
     content: memoryview
 
     def contents(self) -> Any:
-        """A number, text, or list of one of both; UnicodeDecodeError for a text that is none."""
+        """Return a number, text, or list of one of both; UnicodeDecodeError for a text that is none."""
         item = self.types[-1].name
         if item == "STRING":
             values: list[Any] = [str(part, "utf-8") for part in _strings(self.content, self.count)]
@@ -65,20 +65,20 @@ class Field:
 
 @dataclass
 class Tensor:
-    """A tensor of the file. shape: the fastest dimension first, as the file has it; data: read when it is used."""
+    """A tensor of the file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the fastest dimension first, as the file has it
     tensor_type: Any  # gguf.GGMLQuantizationType
     n_elements: int
     n_bytes: int
     data_offset: int  # in the file
-    data: np.ndarray[Any, Any]  # as gguf's reader has it: numbers, or the bytes of rows
+    data: np.ndarray[Any, Any]  # mapped; as gguf's reader has it: numbers, or the bytes of rows
     path: Path  # the file, one of several where a model is split
 
 
 def open_gguf(file: str | Path) -> GgufFile:
-    """An opened GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
+    """Open a GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
     try:
         import gguf  # noqa: F401
     except ModuleNotFoundError as error:
@@ -89,10 +89,12 @@ def open_gguf(file: str | Path) -> GgufFile:
 
 
 class GgufFile:
-    """fields {key: Field}, tensors and alignment of a file; CheckpointError for what llama.cpp would not load.
+    """A file, read to the end of its header; CheckpointError for what llama.cpp would not load."""
 
-    files: this one alone, until take_parts() adds those that a split model has beside it.
-    """
+    fields: dict[str, Field]  # {key: value}
+    tensors: list[Tensor]
+    alignment: int  # bytes
+    files: list[Path]  # this one alone, until take_parts() adds those that a split model has beside it
 
     def __init__(self, file: str | Path) -> None:
         from gguf import GGMLQuantizationType, GGUFValueType
@@ -111,25 +113,30 @@ class GgufFile:
         (version,) = self._take("I")
         if self._data[:4] != _MAGIC:
             self._refuse("it does not begin with GGUF")
-        if version & 0xFFFF == 0:
+        if version & 0xFFFF == 0:  # versions are small numbers: this one has its bytes turned
             raise CheckpointError(
                 f"{file} is for another order of bytes: turn it by `gguf-convert-endian FILE native`"
             )
         if version not in _VERSIONS:
             self._refuse(f"it has version {version}, known are {', '.join(map(str, _VERSIONS))}")
         num_tensors, num_keys = self._take("QQ")
-        self.fields: dict[str, Field] = {}
-        self._check_room(num_keys, _MIN_KEY, "keys")
+        self.fields = {}
+        self._check_room(num_keys, _MIN_KEY, "keys")  # before a loop over a number that may be anything
         for _ in range(num_keys):
             name = self._text("the name of a key")
             if name in self.fields:
                 self._refuse(f"it has {name!r} twice")
             self.fields[name] = self._field(name)
-        self.alignment = self._alignment()  # bytes
+        self.alignment = _ALIGNMENT
+        if (field := self.fields.get("general.alignment")) is not None:
+            value = field.contents() if [kind.name for kind in field.types] == ["UINT32"] else None
+            if value is None or value < 1 or value & (value - 1):
+                self._refuse(f"general.alignment is {value}, expected a power of two as UINT32")
+            self.alignment = int(value)
         self.tensors = self._tensors(num_tensors)
 
     def values(self) -> dict[str, Any]:
-        """{key: its value}; CheckpointError for a text that is none."""
+        """Return {key: its value}; CheckpointError for a text that is none."""
         try:
             return {key: field.contents() for key, field in self.fields.items()}
         except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
@@ -144,12 +151,12 @@ class GgufFile:
 
     @property
     def name(self) -> str:
-        """Name of the file, or of the one that the parts make together."""
+        """Return the name of the file, or of the one that the parts make together."""
         part = _PART.fullmatch(self.path.name) if len(self.files) > 1 else None
         return f"{part[1]}.gguf" if part else self.path.name
 
     def take_parts(self) -> None:
-        """Adds the tensors of the other parts of a split model, whose metadata are in the first one, and drops split.*.
+        """Add the tensors of the other parts of a split model, whose metadata are in the first one, and drops split.*.
 
         Raises CheckpointError for a part that is missing, or is not the one that its name says, and for tensors that
         are twice there or not at all.
@@ -180,7 +187,15 @@ class GgufFile:
         parts = [self, *(GgufFile(path) for path in paths[1:])]
         places: dict[str, Path] = {}
         for number, part in enumerate(parts):
-            part._check_part(number, count)
+            # it is the part that its name says, with metadata in the first alone
+            for key, expected in ((_SPLIT_NO, number), (_SPLIT_COUNT, count)):
+                if (value := part._split(key, None)) != expected:
+                    raise CheckpointError(f"{part.path}: {key} is {value}, but by its name it is {expected}")
+            others = part.fields.keys() - {*_SPLIT, "general.architecture", "general.alignment"}
+            if number and others:
+                raise CheckpointError(
+                    f"{part.path} has {min(others)}, but llama.cpp reads keys of a split model in its first part alone"
+                )
             for tensor in part.tensors:
                 if (other := places.setdefault(tensor.name, part.path)) != part.path:
                     raise CheckpointError(f"{other} and {part.path} both have {tensor.name}")
@@ -194,32 +209,12 @@ class GgufFile:
         for key in _SPLIT:
             self.fields.pop(key, None)
 
-    def _check_part(self, number: int, count: int) -> None:
-        """CheckpointError unless this is the part of a model that its name says, with metadata in the first alone."""
-        for key, expected in ((_SPLIT_NO, number), (_SPLIT_COUNT, count)):
-            if (value := self._split(key, None)) != expected:
-                raise CheckpointError(f"{self.path}: {key} is {value}, but by its name it is {expected}")
-        others = self.fields.keys() - {*_SPLIT, "general.architecture", "general.alignment"}
-        if number and others:
-            raise CheckpointError(
-                f"{self.path} has {min(others)}, but llama.cpp reads keys of a split model in its first part alone"
-            )
-
     def _split(self, key: str, default: Any) -> Any:
         field = self.fields.get(key)
         value = default if field is None else field.contents()
         if field is not None and type(value) is not int:
             self._refuse(f"{key} is {value!r}, no number")
         return value
-
-    def _alignment(self) -> int:
-        field = self.fields.get("general.alignment")
-        if field is None:
-            return _ALIGNMENT
-        value = field.contents() if [kind.name for kind in field.types] == ["UINT32"] else None
-        if value is None or value < 1 or value & (value - 1):
-            self._refuse(f"general.alignment is {value}, expected a power of two as UINT32")
-        return int(value)
 
     def _field(self, name: str) -> Field:
         (kind,) = self._take("I")
@@ -274,18 +269,15 @@ class GgufFile:
         begin = self._padded(self._at)
         if found and not begin + end <= self._size <= begin + padded:
             self._refuse(f"its tensors end at {begin + end}, but it has {self._size} bytes")
-        return [self._tensor(name, *facts, begin) for name, facts in found.items()]
-
-    def _tensor(
-        self, name: str, shape: tuple[int, ...], kind: Any, num_bytes: int, offset: int, begin: int
-    ) -> Tensor:
-        begin += offset
-        end = begin + num_bytes
-        if any(self._data[end : begin + self._padded(num_bytes)]):
-            self._refuse(f"what pads {name} {list(shape)} of {kind.name} is not zero")
-        rows = np.frombuffer(self._data[begin:end], _DTYPES.get(kind.name, np.uint8))
-        data = rows.reshape(*shape[:0:-1], -1) if shape else rows.reshape(())
-        return Tensor(name, shape, kind, math.prod(shape), num_bytes, begin, data, self.path)
+        tensors = []
+        for name, (shape, kind, num_bytes, offset) in found.items():
+            first, last = begin + offset, begin + offset + num_bytes
+            if any(self._data[last : first + self._padded(num_bytes)]):
+                self._refuse(f"what pads {name} {list(shape)} of {kind.name} is not zero")
+            rows = np.frombuffer(self._data[first:last], _DTYPES.get(kind.name, np.uint8))
+            data = rows.reshape(*shape[:0:-1], -1) if shape else rows.reshape(())
+            tensors.append(Tensor(name, shape, kind, math.prod(shape), num_bytes, first, data, self.path))
+        return tensors
 
     def _padded(self, size: int) -> int:
         return -(-size // self.alignment) * self.alignment
@@ -319,7 +311,7 @@ class GgufFile:
 
 
 def _strings(content: memoryview, count: int) -> Iterator[memoryview]:
-    """Texts that each have their length before them; struct.error where they do not fit."""
+    """Yield texts that each have their length before them; struct.error where they do not fit."""
     begin, size, unpack = 0, len(content), struct.Struct("=Q").unpack_from
     for _ in range(count):
         (length,) = unpack(content, begin)

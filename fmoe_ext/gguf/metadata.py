@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.gguf.architecture import (
-    HEADS,
-    READ,
-    UNUSED,
-    Architecture,
-    Fields,
-)
+from fmoe_ext.gguf.architecture import HEADS, READ, UNUSED, Architecture, Fields
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.file import GgufFile
 from fmoe_ext.gguf.rope import SCALING, shortened, with_defaults
@@ -62,17 +56,17 @@ FREQUENCIES = "rope_freqs.weight"
 
 
 def architecture_of(file: GgufFile, config: Any = None) -> Architecture:
-    """Finds a file's architecture, for the configuration's model type if it has that; CheckpointError for others."""
+    """Find a file's architecture, for the configuration's model type if it has that; CheckpointError for others."""
     return find(str(file.path), file.values(), config)
 
 
 def architecture_for(model_type: str) -> Architecture | None:
-    """Returns the architecture of a model type of Transformers; None if llama.cpp's graph for it is not known here."""
+    """Return the architecture of a model type of Transformers; None if llama.cpp's graph for it is not known here."""
     return next((kind() for kind in ARCHITECTURES if kind.model_type == model_type), None)
 
 
 def find(path: str, fields: Fields, config: Any = None) -> Architecture:
-    """Finds the architecture of a file's metadata; CheckpointError for one that is not read, or keys it lacks."""
+    """Find the architecture of a file's metadata; CheckpointError for one that is not read, or keys it lacks."""
     name = str(fields.get("general.architecture"))
     found = [kind(name) for kind in ARCHITECTURES if name in (kind.name, *kind.also)]
     if not found:
@@ -89,20 +83,20 @@ def find(path: str, fields: Fields, config: Any = None) -> Architecture:
 
 
 def own_fields(architecture: Architecture, fields: Fields) -> dict[str, Any]:
-    """Returns the keys of an architecture, without its name before them, and those of the vocabulary."""
+    """Return the keys of an architecture, without its name before them, and those of the vocabulary."""
     begin = f"{architecture.name}."
     own = {key.removeprefix(begin): value for key, value in fields.items() if key.startswith(begin)}
     return own | {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
 
 
 def factors_of(file: GgufFile) -> Tensor | None:
-    """Reads what divides the frequencies of rotary embeddings; None for a file without."""
+    """Read what divides the frequencies of rotary embeddings; None for a file without."""
     found = next((tensor for tensor in file.tensors if tensor.name == FREQUENCIES), None)
     return None if found is None else torch.from_numpy(found.data.copy())
 
 
 def config_of(file: GgufFile) -> Any:
-    """Makes the configuration of Transformers that a file says.
+    """Make the configuration of Transformers that a file says.
 
     Raises CheckpointError for keys that are missing or have values that no model has, and for an architecture that is
     not read.
@@ -124,7 +118,7 @@ def config_of(file: GgufFile) -> Any:
 
 
 def check(file: GgufFile, config: Any) -> None:
-    """Raises CheckpointError, by name, for the first key of a file that a configuration does not compute with."""
+    """Raise CheckpointError, by name, for the first key of a file that a configuration does not compute with."""
     path, fields = file.path, file.values()
     architecture = find(str(path), fields, config)
     own = own_fields(architecture, fields)
@@ -153,79 +147,70 @@ def check(file: GgufFile, config: Any) -> None:
         raise CheckpointError(
             f"{path} has layers of the kinds {shortened(kinds)}, but config.json has layer_types {shortened(said)}"
         )
-    check_factors(file, config)
+    divisors, needed = factors_of(file), architecture.factors(config)
+    if needed is None:
+        if divisors is not None and (divisors != 1).any():
+            raise CheckpointError(f"{path}: {FREQUENCIES} scales frequencies, which is not computed here")
+    elif divisors is None:
+        raise CheckpointError(f"{path} lacks {FREQUENCIES}")
+    elif not torch.equal(divisors, needed):
+        raise CheckpointError(
+            f"{path}: {FREQUENCIES} is {divisors.tolist()[:8]}, but the model is computed with {needed.tolist()[:8]}"
+        )
     try:
         scaling = architecture.rope(own, config.max_position_embeddings)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     found = with_defaults(config, architecture.rounds_yarn)
     for name, value in scaling.items():
-        if not same(found.get(name), value):
+        if not _same(found.get(name), value):
             raise CheckpointError(
                 f"{path}: the keys {SCALING}* say {name} {value}, but config.json says {found.get(name)}"
             )
 
 
-def check_factors(file: GgufFile, config: Any) -> None:
-    """Raises CheckpointError for factors of frequencies with which the configuration does not compute."""
-    found, expected = factors_of(file), architecture_of(file, config).factors(config)
-    if expected is None:
-        if found is not None and (found != 1).any():
-            raise CheckpointError(
-                f"{file.path}: {FREQUENCIES} scales frequencies, which is not computed here"
-            )
-    elif found is None:
-        raise CheckpointError(f"{file.path} lacks {FREQUENCIES}")
-    elif not torch.equal(found, expected):
-        raise CheckpointError(
-            f"{file.path}: {FREQUENCIES} is {found.tolist()[:8]}, but the model is computed with "
-            f"{expected.tolist()[:8]}"
-        )
-
-
 def _why_not(architecture: Architecture, full: str, key: str, value: Any, expected: Fields) -> str:
-    """Says why a key is refused, "" for one that is not. key: without the architecture's name before it."""
+    """Say why a key is refused, "" for one that is not. key: without the architecture's name before it."""
+    import gguf
+
     if key in architecture.harmless or key in READ:
         return ""
     if key.startswith(SCALING) and key not in architecture.keys:  # which rope() reads
         return ""
     attribute = architecture.attributes.get(key, "")
-    if attribute in architecture.fixed and not same(architecture.fixed[attribute], value):
+    if attribute in architecture.fixed and not _same(architecture.fixed[attribute], value):
         return f"but the model is computed with {architecture.fixed[attribute]} in any case"
     if key in expected:
         said = 1 if value == 0 and key in UNUSED else value
-        return "" if same(expected[key], said) else f"but the model is computed with {expected[key]}"
+        return "" if _same(expected[key], said) else f"but the model is computed with {expected[key]}"
     if key in architecture.read:
         return ""
     if key in ONLY:
         return "" if value in ONLY[key] else f"but only {' or '.join(map(str, ONLY[key]))} is computed"
-    return "which is not computed here" if key != full or _is_reserved(full) else ""
+    if (
+        key == full
+    ):  # of no architecture: other programs may add keys in namespaces that llama.cpp does not have
+        if full.startswith(NOTES):
+            return ""
+        known = {name.partition(".")[0] for name in names()} | {*gguf.MODEL_ARCH_NAMES.values()}
+        if full.partition(".")[0] not in known:
+            return ""
+    return "which is not computed here"
 
 
-def same(a: Any, b: Any) -> bool:
-    """Compares values of a key: floats as float32 has them, one number with a list of it for all layers."""
+def _same(a: Any, b: Any) -> bool:
+    """Compare values of a key: floats as float32 has them, one number with a list of it for all layers."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-6)  # the file has float32, config.json decimals
     if isinstance(a, list) and type(b) in (int, float):  # llama.cpp takes one number for all layers
-        return bool(a) and all(same(one, b) for one in a)
+        return bool(a) and all(_same(one, b) for one in a)
     if type(a) in (int, float) and isinstance(b, list):
-        return same(b, a)
+        return _same(b, a)
     return bool(a == b)
 
 
-def _is_reserved(key: str) -> bool:
-    """False for keys of other programs: of no namespace that llama.cpp computes with."""
-    import gguf
-
-    if key.startswith(NOTES):
-        return False
-    namespace = key.partition(".")[0]
-    known = {name.partition(".")[0] for name in names()}
-    return namespace in known or namespace in gguf.MODEL_ARCH_NAMES.values()
-
-
 def names() -> Iterator[str]:
-    """Every key that the installed package gguf knows, with {arch} for an architecture."""
+    """Yield every key that the installed package gguf knows, with {arch} for an architecture."""
     import gguf
 
     def walk(group: type) -> Iterator[str]:

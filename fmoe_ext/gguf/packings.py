@@ -17,17 +17,11 @@ from fmoe_ext.frozen.formats.base import nibbles
 Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # uint8 [rows, bytes] -> [rows, *]
 
 
-# A block of MXFP4: 1 byte of scale, 16 bytes of 32 values. One of NVFP4: 4 bytes of scales, 32 bytes of 4 * 16 values.
-def _mxfp4_data(rows: torch.Tensor) -> torch.Tensor:
-    return _in_turn(rows.unflatten(-1, (-1, 17))[..., 1:])
-
-
-def _mxfp4_scale(rows: torch.Tensor) -> torch.Tensor:
-    return rows.unflatten(-1, (-1, 17))[..., 0]
-
-
-def _nvfp4_data(rows: torch.Tensor) -> torch.Tensor:
-    return _in_turn(rows.unflatten(-1, (-1, 36))[..., 4:].unflatten(-1, (4, 8))).flatten(1)
+def _in_turn(halves: torch.Tensor) -> torch.Tensor:
+    """Rearrange bytes [..., 2n], low nibbles first, -> [..., 2n] of neighbours, the low nibble first."""
+    pairs = halves.contiguous().view(torch.int16)
+    low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
+    return torch.cat((low, high), -1).to(torch.uint8)
 
 
 def _nvfp4_scale(rows: torch.Tensor) -> torch.Tensor:
@@ -35,31 +29,32 @@ def _nvfp4_scale(rows: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 127, 0, scale)  # which E4M3 has for NaN
 
 
-def _in_turn(halves: torch.Tensor) -> torch.Tensor:
-    """Rearranges bytes [..., 2n], low nibbles first, -> [..., 2n] of neighbours, the low nibble first."""
-    pairs = halves.contiguous().view(torch.int16)
-    low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
-    return torch.cat((low, high), -1).to(torch.uint8)
-
-
 # {type of GGUF, a name in frozen.FORMATS: {tensor of Quantized: piece}}
 PIECES: Mapping[str, Mapping[str, Piece]] = MappingProxyType(
     {
         **{name: {"data": lambda rows: rows} for name in GGUF},
-        "mxfp4": {"data": _mxfp4_data, "scale": _mxfp4_scale},
-        "nvfp4": {"data": _nvfp4_data, "scale": _nvfp4_scale},
+        "mxfp4": {  # blocks of 1 byte of scale and 16 bytes of 32 values
+            "data": lambda rows: _in_turn(rows.unflatten(-1, (-1, 17))[..., 1:]),
+            "scale": lambda rows: rows.unflatten(-1, (-1, 17))[..., 0],
+        },
+        "nvfp4": {  # blocks of 4 bytes of scales and 32 bytes of 4 * 16 values
+            "data": lambda rows: _in_turn(
+                rows.unflatten(-1, (-1, 36))[..., 4:].unflatten(-1, (4, 8))
+            ).flatten(1),
+            "scale": _nvfp4_scale,
+        },
     }
 )
 SCALED = "nvfp4"  # the type whose tensors may have a factor each, or one for each expert
 
 
 def factors(factor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Makes the `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
+    """Make the `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
     return torch.stack((factor.flatten(), torch.ones(1, device=factor.device)), -1).expand(rows, 2)
 
 
 def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen.Quantized:
-    """Makes a matrix uint8 [rows, bytes] a weight of one expert. factor: of NVFP4, 1 if None."""
+    """Make a matrix uint8 [rows, bytes] a weight of one expert. factor: of NVFP4, 1 if None."""
     tensors = {name: piece(rows)[None].contiguous() for name, piece in PIECES[kind].items()}
     if kind == SCALED:
         factor = torch.ones(1, device=rows.device) if factor is None else factor
@@ -68,7 +63,7 @@ def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen
 
 
 def rows_of(weight: frozen.Quantized) -> torch.Tensor:
-    """Makes a weight of `packed()`, of any number of experts, rows uint8 [E, out, bytes] of a file again.
+    """Make a weight of `packed()`, of any number of experts, rows uint8 [E, out, bytes] of a file again.
 
     Factors of NVFP4 are not in the rows: a file has them in a tensor of their own.
     """

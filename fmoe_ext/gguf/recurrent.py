@@ -10,7 +10,7 @@ KEY_HEADS = "attention.head_count_kv"
 
 
 def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
-    """Returns layer_types of a file, `recurrent` where it has no heads of keys; CheckpointError for too few entries."""
+    """Return layer_types of a file, `recurrent` where it has no heads of keys; CheckpointError for too few entries."""
     heads = fields.get(KEY_HEADS)
     heads = heads if isinstance(heads, list) else [heads] * num_layers
     if len(heads) < num_layers:
@@ -19,12 +19,12 @@ def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
 
 
 def heads_of(config: Any) -> list[int]:
-    """Returns the heads of keys of each layer."""
+    """Return the heads of keys of each layer."""
     return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
 
 
 def one_number(name: str, values: Values) -> Values:
-    """Makes num_key_value_heads of the heads of each layer; CheckpointError for layers of attention that differ."""
+    """Make num_key_value_heads of the heads of each layer; CheckpointError for layers of attention that differ."""
     key, said, num_layers = f"{name}.{KEY_HEADS}", values["num_key_value_heads"], values["num_hidden_layers"]
     found = said if isinstance(said, list) else [said]
     if any(type(heads) is not int for heads in found):
@@ -37,7 +37,7 @@ def one_number(name: str, values: Values) -> Values:
 
 
 def head_size(name: str, inner: Any, heads: Any) -> int:
-    """Divides ssm.inner_size by the heads; CheckpointError where that is no whole number."""
+    """Divide ssm.inner_size by the heads; CheckpointError where that is no whole number."""
     if any(type(n) is not int or n < 1 for n in (inner, heads)) or inner % heads:
         raise CheckpointError(
             f"{name}.ssm.inner_size is {inner!r}, no multiple of ssm.time_step_rank {heads!r}"
@@ -46,7 +46,7 @@ def head_size(name: str, inner: Any, heads: Any) -> int:
 
 
 def of_mamba(prefix: str, num_groups: int) -> dict[str, TensorTransform]:
-    """Returns the transforms of a Mamba-2 layer. num_groups: each with a norm of its own."""
+    """Return the transforms of a Mamba-2 layer. num_groups: each with a norm of its own."""
     return {
         f"{prefix}conv1d.weight": convolution("ssm_conv1d.weight"),
         f"{prefix}dt_bias": renamed("ssm_dt.bias"),

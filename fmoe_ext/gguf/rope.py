@@ -20,20 +20,20 @@ YARN = MappingProxyType(
 
 
 def rope_of(config: Any) -> Mapping[str, Any]:
-    """rope_parameters of a configuration's layers with full attention, empty for models without rotary embeddings."""
+    """Return rope_parameters of layers with full attention, empty for models without rotary embeddings."""
     said = getattr(config, "rope_parameters", None) or {}
     found: Mapping[str, Any] = said.get("full_attention", said)
     return found
 
 
 def shortened(value: Any) -> str:
-    """Writes a value for an error."""
+    """Write a value for an error."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def yarn_factor(factor: float) -> float:
-    """Returns the factor of attention that llama.cpp computes of the factor of positions."""
+    """Return the factor of attention that llama.cpp computes of the factor of positions."""
     return 1 + 0.1 * math.log(factor)
 
 
@@ -43,7 +43,7 @@ def rope_parameters(
     context: int,
     attention_of: Callable[[dict[str, Any], float], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Reads rope_type and its parameters from the keys of an architecture; empty where the file says nothing.
+    """Read rope_type and its parameters from the keys of an architecture; empty where the file says nothing.
 
     attention_of: of a dict of what the keys say, from which it takes what it uses, and the factor of positions,
     YaRN's parameters for the attention.
@@ -75,7 +75,7 @@ def rope_parameters(
 
 
 def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
-    """Returns rope_parameters of a configuration, with YaRN's defaults for what is left out."""
+    """Return rope_parameters of a configuration, with YaRN's defaults for what is left out."""
     said = {name: value for name, value in rope_of(config).items() if value is not None}
     if said.get("rope_type") != "yarn" or {"mscale", "mscale_all_dim"} & said.keys():
         return said
@@ -91,7 +91,7 @@ def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
 
 
 def yarn_fields(config: Any) -> dict[str, Any]:
-    """Returns the metadata of YaRN, whose factor of the attention is the usual one."""
+    """Return the metadata of YaRN, whose factor of the attention is the usual one."""
     said = config.rope_parameters
     context = said.get("original_max_position_embeddings") or config.max_position_embeddings
     return {

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-WEIGHTS = tuple(f"ffn_{role}_exps.weight" for role in ("gate", "up", "down"))
-BIASES = tuple(f"ffn_{role}_exps.bias" for role in ("gate", "up", "down"))
+_WEIGHTS = tuple(f"ffn_{role}_exps.weight" for role in ("gate", "up", "down"))
+_BIASES = tuple(f"ffn_{role}_exps.bias" for role in ("gate", "up", "down"))
 
 
 class TensorTransform(NamedTuple):
@@ -20,27 +20,27 @@ class TensorTransform(NamedTuple):
 
 
 def one(part: str, read: Any, write: Any, has_rows: bool = False) -> TensorTransform:
-    """Describes a tensor that is one in the file, with other values or another shape."""
+    """Describe a tensor that is one in the file, with other values or another shape."""
     return TensorTransform((part,), read, lambda w: (write(w),), has_rows)
 
 
 def renamed(part: str) -> TensorTransform:
-    """Describes a tensor that is in the file as it is."""
+    """Describe a tensor that is in the file as it is."""
     return one(part, lambda w: w, lambda w: w, True)
 
 
 def plus_one(part: str) -> TensorTransform:
-    """Describes the weight w of a norm that Transformers multiplies by 1 + w, and llama.cpp by what the file has."""
+    """Describe the weight w of a norm that Transformers multiplies by 1 + w, and llama.cpp by what the file has."""
     return one(part, lambda w: w - 1, lambda w: w.double() + 1)  # in float64: the sum is rounded once
 
 
 def row(part: str) -> TensorTransform:
-    """Describes a row [1, D] that is [D] in the file, or as it is."""
+    """Describe a row [1, D] that is [D] in the file, or as it is."""
     return one(part, lambda w: w.reshape(1, -1), Tensor.flatten)
 
 
 def pairs(part: str, heads: int) -> TensorTransform:
-    """Describes rows of queries or keys: Transformers rotates halves of a head, this graph neighbours."""
+    """Describe rows of queries or keys: Transformers rotates halves of a head, this graph neighbours."""
     return one(
         part,
         lambda w: w.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2),
@@ -50,33 +50,33 @@ def pairs(part: str, heads: int) -> TensorTransform:
 
 
 def convolution(part: str) -> TensorTransform:
-    """Describes weights [channels, 1, taps] that are [channels, taps] in the file."""
+    """Describe weights [channels, 1, taps] that are [channels, taps] in the file."""
     return one(part, lambda w: w[:, None], lambda w: w[:, 0])
 
 
 def log(a: Tensor) -> Tensor:
-    """Returns A_log of the decays that a file has."""
+    """Return A_log of the decays that a file has."""
     return (-a).log()
 
 
 def exp(a: Tensor) -> Tensor:
-    """Returns the decays that a file has of A_log."""
+    """Return the decays that a file has of A_log."""
     return -a.double().exp().to(a.dtype)
 
 
 def halves(first: str, second: str, dim: int = 0) -> TensorTransform:
-    """Describes two tensors of a file that are one in Transformers."""
+    """Describe two tensors of a file that are one in Transformers."""
     return TensorTransform(
         (first, second), lambda *parts: torch.cat(parts, dim), lambda w: w.chunk(2, dim), dim == 0
     )
 
 
 def of_experts(prefix: str, gated: bool, interleaved: bool) -> dict[str, TensorTransform]:
-    """Returns the transforms of stacked experts: gate and up apart in the file.
+    """Return the transforms of stacked experts: gate and up apart in the file.
 
     interleaved: gate and up take turns in the columns of [E, in, out] (GPT-OSS), with biases [E, out].
     """
-    gate, up, down = WEIGHTS
+    gate, up, down = _WEIGHTS
     if not gated:
         return {f"{prefix}up_proj": renamed(up), f"{prefix}down_proj": renamed(down)}
     if not interleaved:
@@ -89,7 +89,7 @@ def of_experts(prefix: str, gated: bool, interleaved: bool) -> dict[str, TensorT
         ),
         f"{prefix}down_proj": one(down, lambda w: w.mT, lambda w: w.mT),
         f"{prefix}gate_up_proj_bias": TensorTransform(
-            BIASES[:2], lambda *parts: torch.stack(parts, -1).flatten(1), lambda w: (w[:, ::2], w[:, 1::2])
+            _BIASES[:2], lambda *parts: torch.stack(parts, -1).flatten(1), lambda w: (w[:, ::2], w[:, 1::2])
         ),
-        f"{prefix}down_proj_bias": renamed(BIASES[2]),
+        f"{prefix}down_proj_bias": renamed(_BIASES[2]),
     }

@@ -26,10 +26,10 @@ from typing import Any
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import local_path
 
-SPACE = "▁"  # stands for a space in SentencePiece's tokens
-BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_SPACE = "▁"  # stands for a space in SentencePiece's tokens
+_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 # Added tokens of chat templates that are not said to be special: llama.cpp's converter hides them in answers too
-FOR_TEMPLATES = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
+_FOR_TEMPLATES = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
 # The parts that expressions of tokenizer.json share: endings of English words, runs of spaces, letters by their case
 _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -119,7 +119,7 @@ class Vocabulary:
     chat_template: str | Sequence[Mapping[str, str]] | None
 
     def write(self, writer: Any) -> None:
-        """Adds all keys under tokenizer. to a gguf.GGUFWriter."""
+        """Add all keys under tokenizer. to a gguf.GGUFWriter."""
         writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
@@ -140,14 +140,14 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> Vocabulary:
-    """Describes a tokenizer for llama.cpp.
+    """Describe a tokenizer for llama.cpp.
 
     tokenizer: of Transformers, fast (with a tokenizer.json); or a folder or name of one, whose tokenizer.json is taken
     as it is. config: the model's, for the number of rows of its embeddings. stops: further ids at which the model ends
     an answer, as generation_config.json has them.
     Raises CheckpointError for what llama.cpp computes otherwise.
     """
-    tokenizer, name = open_tokenizer(tokenizer)
+    tokenizer, name = _open_tokenizer(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
         raise CheckpointError(
@@ -170,7 +170,7 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
         kind, pre = "gpt2", _name_of(name, backend, chain, steps)
     else:
         adds["space_prefix"] = _adds_space(name, chain, steps)
-        scores = scores_of(model["vocab"], merges)
+        scores = _scores_of(model["vocab"], merges)
         kind, pre = "llama", "default"
         if scores:
             merges = []
@@ -205,8 +205,8 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
     )
 
 
-def open_tokenizer(tokenizer: Any) -> tuple[Any, str]:
-    """(tokenizer of Transformers, its name for errors) of one, or of a folder or a name in the hub's cache."""
+def _open_tokenizer(tokenizer: Any) -> tuple[Any, str]:
+    """Return (tokenizer of Transformers, its name for errors) of one, or of a folder or a name in the hub's cache."""
     if hasattr(tokenizer, "save_pretrained"):
         return tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer"
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -223,8 +223,8 @@ def open_tokenizer(tokenizer: Any) -> tuple[Any, str]:
         ) from error
 
 
-def scores_of(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]]) -> dict[str, float]:
-    """Scores of tokens by which SentencePiece merges as these merges do; {} where none do.
+def _scores_of(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]]) -> dict[str, float]:
+    """Compute scores of tokens by which SentencePiece merges as these merges do; {} where none do.
 
     SentencePiece joins the neighbours whose token has the best score, whatever the two are. So a token's merges must be
     all pairs of tokens that make it, and stand together in the list.
@@ -241,7 +241,7 @@ def scores_of(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]]) -> di
         pairs[token] = pairs.get(token, 0) + 1
     for token in vocab:
         splits = sum(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
-        if splits != pairs.get(token, 0) and token not in BYTES:
+        if splits != pairs.get(token, 0) and token not in _BYTES:
             return {}
     return scores
 
@@ -253,7 +253,7 @@ def _refusal(name: str, why: str) -> CheckpointError:
 
 
 def _flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    """Return the steps of a normalizer or pre-tokenizer, sequences taken apart."""
     if step is None:
         return []
     if step["type"] == "Sequence":
@@ -262,7 +262,7 @@ def _flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]
 
 
 def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """The name of a pre-tokenizer that cuts bytes as letters into words."""
+    """Return the name of a pre-tokenizer that cuts bytes as letters into words."""
     for step in _flat(chain["normalizer"], "normalizers"):
         if step["type"] != "NFC":  # which llama.cpp leaves out for Qwen too: text comes in NFC
             raise _refusal(name, f"its normalizer has {step['type']}, and llama.cpp's has none")
@@ -293,7 +293,7 @@ def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[
     if found[takes_whole]:
         return found[takes_whole]
     # Without a chain of this kind the other one does, if each token is what its merges make of its letters
-    if unmade := tokens_not_made(backend, chain):
+    if unmade := _tokens_not_made(backend, chain):
         raise _refusal(
             name,
             f"its pre-tokenizer is {found[not takes_whole]} but for ignore_merges={takes_whole}, and merges do not "
@@ -302,8 +302,8 @@ def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[
     return found[not takes_whole]
 
 
-def tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
-    """The tokens that merges of their letters do not end in: only ignore_merges finds them."""
+def _tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
+    """Return the tokens that merges of their letters do not end in: only ignore_merges finds them."""
     bare = dict(
         chain, normalizer=None, pre_tokenizer=None, post_processor=None, decoder=None, added_tokens=[]
     )
@@ -317,14 +317,14 @@ def tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
 def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
     """True if a chain of SentencePiece's kind puts a space before a text."""
     normal = _flat(chain["normalizer"], "normalizers")
-    adds = {"type": "Prepend", "prepend": SPACE} in normal
+    adds = {"type": "Prepend", "prepend": _SPACE} in normal
     replaces = any(
-        step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE
+        step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _SPACE
         for step in normal
     )
     others = [step["type"] for step in normal if step["type"] not in ("Prepend", "Replace")]
     for step in steps:
-        if step["type"] == "Metaspace" and step["replacement"] == SPACE and not step["split"] and not normal:
+        if step["type"] == "Metaspace" and step["replacement"] == _SPACE and not step["split"] and not normal:
             replaces, adds = True, step["prepend_scheme"] != "never"
             if adds:
                 warnings.warn(
@@ -340,7 +340,7 @@ def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str
             name, f"it is neither of GPT-2's kind nor of SentencePiece's ({', '.join(others) or 'no spaces'})"
         )
     vocab = chain["model"]["vocab"]
-    if not chain["model"].get("byte_fallback") or not vocab.keys() >= set(BYTES):
+    if not chain["model"].get("byte_fallback") or not vocab.keys() >= set(_BYTES):
         raise _refusal(
             name, "it has no tokens <0x00> to <0xFF> for the bytes of unknown characters (byte_fallback)"
         )
@@ -350,7 +350,7 @@ def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str
 def _tokens(
     name: str, chain: Mapping[str, Any], rows: int, is_byte_level: bool
 ) -> tuple[list[str], list[int]]:
-    """(text, gguf.TokenType) for each row of the embeddings: rows without a token are unused."""
+    """Return (text, gguf.TokenType) for each row of the embeddings: rows without a token are unused."""
     from gguf import TokenType
 
     vocab = chain["model"]["vocab"]
@@ -368,14 +368,14 @@ def _tokens(
         tokens[i], types[i] = token, TokenType.NORMAL
     for i, token in added.items():
         text = token["content"]
-        is_control = token["special"] or FOR_TEMPLATES.fullmatch(text)
+        is_control = token["special"] or _FOR_TEMPLATES.fullmatch(text)
         # llama.cpp looks for these in the text as it is, before its spaces are written as SentencePiece's
-        tokens[i] = text if is_byte_level else text.replace(SPACE, " ")
+        tokens[i] = text if is_byte_level else text.replace(_SPACE, " ")
         types[i] = TokenType.CONTROL if is_control else TokenType.USER_DEFINED
         if text == unknown:
             types[i] = TokenType.UNKNOWN
     if not is_byte_level:
-        for byte in BYTES:
+        for byte in _BYTES:
             types[vocab[byte]] = TokenType.BYTE
     stripped = [token["content"] for token in added.values() if token["lstrip"] or token["rstrip"]]
     if stripped:
@@ -418,7 +418,7 @@ def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -
 
 
 def _around(name: str, tokenizer: Any, ids: Mapping[str, int]) -> dict[str, bool]:
-    """{bos, eos: is it put before, or behind, a text}: GGUF has keys for these two."""
+    """Return {bos, eos: is it put before, or behind, a text}: GGUF has keys for these two."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)

@@ -26,19 +26,18 @@ from fmoe_ext.gguf.metadata import FREQUENCIES, architecture_for
 from fmoe_ext.gguf.packings import SCALED, rows_of
 from fmoe_ext.gguf.vocabulary import Vocabulary
 
-DOWNLOAD = "pip install gguf"
-CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+_CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
 # Packings that are written, with the name of llama.cpp's for a file of most weights in them
 PACKED = MappingProxyType(
     {"q4_k": "MOSTLY_Q4_K_S", "q8_0": "MOSTLY_Q8_0", "mxfp4": "MOSTLY_MXFP4_MOE", "nvfp4": "MOSTLY_NVFP4"}
 )
-WIDER = "q8_0"  # for rows that are no whole blocks of another packing, as llama.cpp's own tool does
-NOTHING: Mapping[str, str] = MappingProxyType({})
+_WIDER = "q8_0"  # for rows that are no whole blocks of another packing, as llama.cpp's own tool does
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def check_writable(config: Any) -> Architecture:
-    """Finds the architecture of a configuration; CheckpointError, by name, for what llama.cpp computes otherwise."""
+    """Find the architecture of a configuration; CheckpointError, by name, for what llama.cpp computes otherwise."""
     _import_gguf()
     architecture = architecture_for(config.model_type)
     if architecture is None:
@@ -62,9 +61,9 @@ def write_gguf(
     tensors: Mapping[str, StoredTensor],
     config: Any,
     vocabulary: Vocabulary | None = None,
-    packings: Mapping[str, str] = NOTHING,
+    packings: Mapping[str, str] = _NOTHING,
 ) -> dict[str, int]:
-    """Writes a model in Transformers' names in memory to one file, a tensor at a time -> {type: number of tensors}.
+    """Write a model in Transformers' names in memory to one file, a tensor at a time -> {type: number of tensors}.
 
     path: a file that does not exist. vocabulary: None for a file that takes token ids alone. packings: {name in
     Transformers: a name in PACKED} of weights to round to the nearest values; experts are read by their parts().
@@ -73,9 +72,7 @@ def write_gguf(
     gguf = _import_gguf()
     float32 = gguf.GGMLQuantizationType.F32
     architecture = check_writable(config)
-    named = {
-        name: (tensor, packing) for name, tensor, packing in _parts(tensors, architecture, config, packings)
-    }
+    named = _parts(tensors, architecture, config, packings)
     types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing) in named.items()}
     writer = gguf.GGUFWriter(path, architecture.name)
     try:
@@ -110,14 +107,14 @@ def write_gguf(
 
 
 def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Container[str]) -> str:
-    """The name of GGUF's type for a tensor."""
+    """Return the name of GGUF's type for a tensor."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(CONVOLUTIONS)
+    is_vector = len(tensor.shape) < 2 or 1 in tensor.shape or name.endswith(_CONVOLUTIONS)
     # llama.cpp computes with vectors, gates, norms and biases in float32, and has no float64
     if is_vector or ".ffn_gate_inp" in name or name.endswith((".bias", "_norm.weight")):
         return "F32"
-    for wanted in (packing, WIDER) if packing else ():
+    for wanted in (packing, _WIDER) if packing else ():
         # Gemma 4's file has another factor of its experts under this name, and llama.cpp's halves of kv_b have none
         is_free = _factors_of(name) not in named and (len(tensor.shape) == 2 or "_exps." in name)
         block = GGML_QUANT_SIZES[GGMLQuantizationType[wanted.upper()]][0]
@@ -127,12 +124,12 @@ def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Contai
 
 
 def _factors_of(name: str) -> str:
-    """The name of the factors that a weight in NVFP4 has beside it."""
+    """Return the name of the factors that a weight in NVFP4 has beside it."""
     return f"{name.removesuffix('weight')}scale"
 
 
 def _values(tensor: StoredTensor, kind: str) -> Iterator[torch.Tensor]:
-    """Yields what a file has of a tensor of a type, an expert in memory at a time where it is packed."""
+    """Yield what a file has of a tensor of a type, an expert in memory at a time where it is packed."""
     if kind not in PACKED:
         dtype = next(dtype for dtype, name in _NAMES.items() if name.lower() == kind)
         yield tensor.read().to(dtype)
@@ -149,41 +146,38 @@ def _values(tensor: StoredTensor, kind: str) -> Iterator[torch.Tensor]:
 
 
 def write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
-    """Adds to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
+    """Add to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
     writer.add_name(config.architectures[0])
-    add = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[list] = writer.add_array
     for key, value in architecture.fields(config).items():
         add[type(value)](f"{architecture.name}.{key}", value)
 
 
 def _parts(
     tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Any, packings: Mapping[str, str]
-) -> Iterator[tuple[str, StoredTensor, str | None]]:
-    """(name in the file, tensor, its packing) of a model's tensors."""
+) -> dict[str, tuple[StoredTensor, str | None]]:
+    """Return {name in the file: (tensor, its packing)} of a model's tensors."""
+    named: dict[str, tuple[StoredTensor, str | None]] = {}
     for name, transform in architecture.tensors(config, tensors).items():
         tensor = tensors[name]
         shapes = [part.shape for part in transform.write(torch.empty(tensor.shape, device="meta"))]
         for i, (part, shape) in enumerate(zip(transform.parts, shapes, strict=True)):
-            # each part reads the tensor again: kept, it would stay in memory until the last part is written
+            # Each part reads the tensor again: kept, it would stay in memory until the last part is written
             read = lambda tensor=tensor, write=transform.write, i=i: write(tensor.read())[i]  # noqa: E731
             parts = None
             if "_exps." in part:  # of which an expert is written as all are
                 parts = lambda t=tensor, write=transform.write, i=i: (write(one)[i] for one in t.parts())  # noqa: E731
-            yield part, StoredTensor(tuple(shape), tensor.dtype, read, parts=parts), packings.get(name)
+            named[part] = StoredTensor(tuple(shape), tensor.dtype, read, parts=parts), packings.get(name)
     factors = architecture.factors(config)
     if factors is not None:
-        yield FREQUENCIES, StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None
+        named[FREQUENCIES] = StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None
+    return named
 
 
 def _import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise CheckpointError(f"format='gguf' needs the package gguf ({error}): {DOWNLOAD}") from error
+        raise CheckpointError(f"format='gguf' needs the package gguf ({error}): pip install gguf") from error
     return gguf

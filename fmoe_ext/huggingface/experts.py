@@ -141,7 +141,7 @@ def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_
     """Put what save_pretrained() wrote under the names that the modules have."""
     # the hook runs for each submodule too, with its prefix: once, for the whole model, is enough
     if prefix == "" and not state_dict.keys() <= model.state_dict().keys():
-        from fmoe_ext.checkpoint.written_names import as_in_modules  # it brings torch.distributed.checkpoint
+        from fmoe_ext.checkpoint.weight_names import as_in_modules  # it brings torch.distributed.checkpoint
 
         found = as_in_modules(model, state_dict)
         state_dict.clear()

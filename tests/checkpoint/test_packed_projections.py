@@ -14,9 +14,9 @@ from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
-from fmoe_ext.gguf.experts import gguf_layers
 from fmoe_ext.gguf.file import open_gguf
 from fmoe_ext.gguf.packings import PIECES
+from fmoe_ext.gguf.reading import gguf_layers
 from tests.packed_experts import packed_layer
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
@@ -224,7 +224,7 @@ def write_gguf(path, kinds=("q4_k", "q4_k", "q6_k"), leave_out=""):
 
 def test_gguf_experts_are_read_as_they_are(tmp_path):
     decoded = write_gguf(tmp_path / "model.gguf")
-    layers = gguf_layers(tmp_path / "model.gguf", open_gguf(tmp_path / "model.gguf"))
+    layers = gguf_layers(open_gguf(tmp_path / "model.gguf"))
     assert list(layers) == [0]
     check(layers[0], decoded)
     w1, w2 = read(layers[0], [0])
@@ -270,9 +270,9 @@ def test_every_type_of_gguf_is_read_or_refused_by_name(kind, tmp_path):
         with pytest.raises(
             CheckpointError, match=rf"ffn_gate_exps\.weight is {kind.lower()}, which the gguf"
         ):
-            gguf_layers(path, open_gguf(path))
+            gguf_layers(open_gguf(path))
         return
-    layer = gguf_layers(path, open_gguf(path))[0]
+    layer = gguf_layers(open_gguf(path))[0]
     assert layer.shapes == ((E, 512, 256), (E, 256, 256))
     weights = read(layer, [2, 0])
     assert all(torch.is_tensor(w) != (kind.lower() in PIECES) for w in weights)
@@ -290,8 +290,7 @@ def test_factors_of_experts_in_nvfp4(kinds, tmp_path):
     scales = np.linspace(0.1, 0.7, E, dtype=np.float32)
     values = write_types(path, kinds, beside=[("blk.0.ffn_up_exps.scale", scales)])
     w1, w2 = (
-        w if torch.is_tensor(w) else w.dequantize()
-        for w in read(gguf_layers(path, open_gguf(path))[0], [2, 0])
+        w if torch.is_tensor(w) else w.dequantize() for w in read(gguf_layers(open_gguf(path))[0], [2, 0])
     )
     for slot, e in enumerate((2, 0)):
         joined = np.concatenate((values["gate"][e], values["up"][e] * scales[e]))
@@ -311,13 +310,13 @@ def test_factors_of_experts_that_do_not_fit_are_refused(kind, scales, message, t
     path = tmp_path / "model.gguf"
     write_types(path, [kind] * 3, beside=[("blk.0.ffn_up_exps.scale", scales)])
     with pytest.raises(CheckpointError, match=rf"blk\.0\.ffn_up_exps\.scale.*{message}"):
-        gguf_layers(path, open_gguf(path))
+        gguf_layers(open_gguf(path))
 
 
 def test_gate_and_up_of_gguf_in_one_tensor(tmp_path):
     path = tmp_path / "model.gguf"
     values = write_types(path, ["MXFP4", "MXFP4"], roles=("gate_up", "down"))
-    w1, w2 = read(gguf_layers(path, open_gguf(path))[0], [1])
+    w1, w2 = read(gguf_layers(open_gguf(path))[0], [1])
     np.testing.assert_array_equal(w1.dequantize()[0].numpy(), values["gate_up"][1])
     np.testing.assert_array_equal(w2.dequantize()[0].numpy(), values["down"][1])
 
@@ -326,11 +325,11 @@ def test_gguf_files_that_are_broken(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, leave_out="up")
     with pytest.raises(CheckpointError, match=r"lacks blk\.0\.ffn_up_exps\.weight"):
-        gguf_layers(path, open_gguf(path))
+        gguf_layers(open_gguf(path))
     write_gguf(path)
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(CheckpointError, match="truncated"):
-        gguf_layers(path, open_gguf(path))
+        gguf_layers(open_gguf(path))
     path.write_bytes(b"no model")
     with pytest.raises(CheckpointError, match="no GGUF file"):
-        gguf_layers(path, open_gguf(path))
+        gguf_layers(open_gguf(path))

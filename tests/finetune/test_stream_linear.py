@@ -12,7 +12,7 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming.linear import PackedLinear
 from fmoe_ext.gguf.file import open_gguf
-from fmoe_ext.gguf.weights import outside_experts
+from fmoe_ext.gguf.reading import outside_experts
 from tests.finetune.streamed_models import (
     WIDE,
     checkpoint_layers,

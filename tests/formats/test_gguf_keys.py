@@ -16,7 +16,7 @@ from fmoe_ext.gguf import metadata, rope
 from fmoe_ext.gguf import writing as written
 from fmoe_ext.gguf.architecture import KEYS, OF_EXPERTS, READ, FixedRouter
 from fmoe_ext.gguf.architectures import ARCHITECTURES
-from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
+from fmoe_ext.gguf.architectures.plain import Qwen3Moe
 from fmoe_ext.gguf.file import open_gguf
 from fmoe_ext.model_files import GgufModel
 from tests.formats.format_models import MODELS

@@ -4,23 +4,19 @@ from types import MappingProxyType
 
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values, kinds_of_layers
 
-GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
+_GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
 
 
 def _read(values: Values) -> Values:
     """Softmax is over the chosen logits, so that its weights have the sum 1 in any case."""
     averages = values.get("num_shared_experts") and values["shared_expert_combination_strategy"] == "average"
-    gate = GATES[values["expert_selection_fn"]]
+    gate = _GATES[values["expert_selection_fn"]]
     normalize = values["norm_topk_prob"] if gate == "SigmoidGate" else True
     scale = {"output_scale": 0.5} if averages else {}
     return {**values, "gate": gate, "norm_topk_prob": normalize, **scale}
 
 
-def _extra(values: Values, facts: Values) -> Values:
-    return {"expert_selection_fn": next(name for name, gate in GATES.items() if gate == facts["gate"])}
-
-
-FAMILY = Family(
+_FAMILY = Family(
     name="cohere2_moe",
     holds=("cohere2_moe",),
     files=Layout(no_bias=True, per_expert=PROJECTIONS, shared="shared_experts."),
@@ -34,6 +30,10 @@ FAMILY = Family(
     },
     layers=kinds_of_layers,
     read=_read,
-    extra=_extra,
+    extra=lambda values, facts: {
+        "expert_selection_fn": next(name for name, gate in _GATES.items() if gate == facts["gate"])
+    },
     fewest_shared=0,
 )
+
+FAMILIES = (_FAMILY,)

@@ -11,15 +11,12 @@ from fmoe_ext.checkpoint.families.family import (
 
 
 def _read(values: Values) -> Values:
+    """Leave out the groups that the greedy method does not use."""
     greedy = values.get("topk_method", "greedy") == "greedy"
     return {**values, "n_group": 1, "topk_group": 1} if greedy else values
 
 
-def _extra(values: Values, facts: Values) -> Values:
-    return {"topk_method": "greedy" if facts["num_groups"] == 1 else "group_limited_greedy"}
-
-
-FAMILY = Family(
+_FAMILY = Family(
     name="deepseek_v2",
     holds=("deepseek_v2",),
     files=Layout(per_expert=PROJECTIONS, shared="shared_experts."),
@@ -35,11 +32,14 @@ FAMILY = Family(
     },
     fixed={"normalize": False, "group_best": 1},
     layers=first_dense,
-    extra=_extra,
-    read=_read,  # without groups, which llama.cpp ranks by two scores
+    extra=lambda values, facts: {
+        "topk_method": "greedy" if facts["num_groups"] == 1 else "group_limited_greedy"
+    },
+    read=_read,
 )
 
-VARIANTS = (
-    FAMILY.variant("deepseek_ocr2_text", layers=kinds_of_layers),
-    FAMILY.variant("unlimited_ocr_text", layers=kinds_of_layers),
+FAMILIES = (
+    _FAMILY,
+    _FAMILY.variant("deepseek_ocr2_text", layers=kinds_of_layers),
+    _FAMILY.variant("unlimited_ocr_text", layers=kinds_of_layers),
 )

@@ -18,6 +18,7 @@ from fmoe_ext.checkpoint.families.family import (
 
 
 def _no_groups(values: Values) -> Values:
+    """Refuse groups, of A.X-K2, which rank them in another way."""
     if values.get("n_group") not in (None, 1):
         raise CheckpointError(
             f"config.n_group={values['n_group']}: axk2 lets experts outside of the chosen groups compete with score 0"
@@ -25,7 +26,7 @@ def _no_groups(values: Values) -> Values:
     return {**values, "n_group": 1, "topk_group": 1}
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="deepseek_v3",
     holds=("deepseek_v3",),
     files=Layout(
@@ -46,74 +47,75 @@ FAMILY = Family(
     layers=first_dense,
 )
 
-KIMI = MappingProxyType(
+_KIMI = MappingProxyType(
     {
-        **FAMILY.config,
+        **_FAMILY.config,
+        **{"num_experts": "num_experts", "num_shared": "num_shared_experts"},
         **{
-            "num_experts": "num_experts",
-            "num_shared": "num_shared_experts",
             "top_k": "num_experts_per_token",
+            "normalize": "moe_renormalize",
+            "num_groups": "num_expert_group",
         },
-        **{"normalize": "moe_renormalize", "num_groups": "num_expert_group"},
     }
 )
 # Softmax instead of sigmoid, without a bias
-MISTRAL_4 = replace(
-    FAMILY,
+_MISTRAL_4 = replace(
+    _FAMILY,
     name="mistral4",
     holds=("mistral4",),
-    files=replace(FAMILY.files, expert_bias=""),
+    files=replace(_FAMILY.files, expert_bias=""),
     gates=("SoftmaxGate",),
 )
 # The shared experts' gate and up are not clamped
-HUNYUAN_4 = replace(
-    FAMILY,
+_HUNYUAN_4 = replace(
+    _FAMILY,
     name="hy_v4",
     holds=("hy_v4",),
     activations=(LIMITED,),
     shared_activation="swiglu",
-    config={**FAMILY.config, "swiglu_limit": "swiglu_limit"},
+    config={**_FAMILY.config, "swiglu_limit": "swiglu_limit"},
     layers=kinds_of_layers,
     unsupported={"hidden_act": "silu"},
 )
 
-VARIANTS = (
-    FAMILY.variant("axk1", norm="post_mlp_layernorm", layers=kinds_of_layers),  # A.X-K1
-    FAMILY.variant("axk2", layers=kinds_of_layers, read=_no_groups),  # A.X-K2
-    FAMILY.variant("bailing_hybrid", config=KIMI, layers=kinds_of_layers),  # Ling and Ring
-    FAMILY.variant(  # without shared experts
+FAMILIES = (
+    _FAMILY,
+    _FAMILY.variant("axk1", norm="post_mlp_layernorm", layers=kinds_of_layers),  # A.X-K1
+    _FAMILY.variant("axk2", layers=kinds_of_layers, read=_no_groups),  # A.X-K2
+    _FAMILY.variant("bailing_hybrid", config=_KIMI, layers=kinds_of_layers),  # Ling and Ring
+    _FAMILY.variant(  # without shared experts
         "beam",
-        files=replace(FAMILY.files, shared=""),
+        files=replace(_FAMILY.files, shared=""),
         config={
-            **{fact: key for fact, key in FAMILY.config.items() if fact != "num_shared"},
+            **{fact: key for fact, key in _FAMILY.config.items() if fact != "num_shared"},
             "num_experts": "num_experts",
         },
         layers=kinds_of_layers,
     ),
-    FAMILY.variant("deepseek_v32", layers=kinds_of_layers),
-    FAMILY.variant("dots1"),
-    FAMILY.variant(  # K-EXAONE
+    _FAMILY.variant("deepseek_v32", layers=kinds_of_layers),
+    _FAMILY.variant("dots1"),
+    _FAMILY.variant(  # K-EXAONE
         "exaone_moe",
-        config={**FAMILY.config, "num_experts": "num_experts", "num_shared": "num_shared_experts"},
+        config={**_FAMILY.config, "num_experts": "num_experts", "num_shared": "num_shared_experts"},
         layers=kinds_of_layers,
     ),
-    FAMILY.variant("glm4_moe"),  # GLM-4.5 and GLM-4.6
-    FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers),  # GLM-4.7-Flash
-    FAMILY.variant(  # the language model of GLM-5 with images
+    _FAMILY.variant("glm4_moe"),  # GLM-4.5 and GLM-4.6
+    _FAMILY.variant("glm4_moe_lite", layers=kinds_of_layers),  # GLM-4.7-Flash
+    _FAMILY.variant(  # the language model of GLM-5 with images
         "glm5_next_text",
         activations=(LIMITED,),
-        config={**FAMILY.config, "swiglu_limit": "swiglu_limit"},
+        config={**_FAMILY.config, "swiglu_limit": "swiglu_limit"},
         layers=kinds_of_layers,
         unsupported={"hidden_act": "silu"},
     ),
-    FAMILY.variant("glm4v_moe_text"),  # the language model of GLM-4.5V
-    FAMILY.variant("glm_moe_dsa", layers=kinds_of_layers),  # GLM-5
-    HUNYUAN_4,
-    HUNYUAN_4.variant("hy_v4_vl_text"),
-    FAMILY.variant("kimi_linear", config=KIMI, layers=kinds_of_layers),  # Kimi Linear
-    FAMILY.variant(  # Hunyuan 3
+    _FAMILY.variant("glm4v_moe_text"),  # the language model of GLM-4.5V
+    _FAMILY.variant("glm_moe_dsa", layers=kinds_of_layers),  # GLM-5
+    _HUNYUAN_4,
+    _HUNYUAN_4.variant("hy_v4_vl_text"),
+    _FAMILY.variant("kimi_linear", config=_KIMI, layers=kinds_of_layers),  # Kimi Linear
+    _FAMILY.variant(  # Hunyuan 3
         "hy_v3",
-        files=replace(FAMILY.files, gate="router.gate", shared="shared_mlp.", expert_bias="expert_bias"),
+        files=replace(_FAMILY.files, gate="router.gate", shared="shared_mlp.", expert_bias="expert_bias"),
         modules=Layout(shared="shared_experts.", expert_bias="e_score_correction_bias"),
         config={
             **{"num_experts": "num_experts", "d_hidden": "moe_intermediate_size"},
@@ -123,9 +125,9 @@ VARIANTS = (
         fixed={"normalize": True},
         layers=kinds_of_layers,
     ),
-    FAMILY.variant(  # Trinity
+    _FAMILY.variant(  # Trinity
         "afmoe",
-        files=replace(FAMILY.files, gate="router.gate", expert_bias="expert_bias"),
+        files=replace(_FAMILY.files, gate="router.gate", expert_bias="expert_bias"),
         config={
             **{"num_experts": "num_experts", "d_hidden": "moe_intermediate_size"},
             **{"num_shared": "num_shared_experts", "top_k": "num_experts_per_tok", "scale": "route_scale"},
@@ -133,9 +135,9 @@ VARIANTS = (
         fixed={"normalize": True},
         layers=as_configured,
     ),
-    FAMILY.variant(  # Laguna
+    _FAMILY.variant(  # Laguna
         "laguna",
-        files=replace(FAMILY.files, shared="shared_expert.", expert_bias="experts.e_score_correction_bias"),
+        files=replace(_FAMILY.files, shared="shared_expert.", expert_bias="experts.e_score_correction_bias"),
         modules=Layout(shared="shared_experts.", expert_bias="gate.e_score_correction_bias"),
         config={
             **{"num_experts": "num_experts", "d_hidden": "moe_intermediate_size"},
@@ -146,18 +148,18 @@ VARIANTS = (
         layers=kinds_of_layers,
         unsupported={"moe_router_logit_softcapping": 0},
     ),
-    MISTRAL_4,
-    MISTRAL_4.variant(  # the language model of Mistral Large 4
+    _MISTRAL_4,
+    _MISTRAL_4.variant(  # the language model of Mistral Large 4
         "mistral_large4_text",
-        config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
+        config={fact: key for fact, key in _FAMILY.config.items() if fact != "normalize"},
         fixed={"normalize": True, "group_best": 2},
         layers=as_configured,
     ),
-    FAMILY.variant(  # without shared experts
+    _FAMILY.variant(  # without shared experts
         "mimo_v2_flash",
-        files=replace(FAMILY.files, shared=""),
-        config={fact: key for fact, key in FAMILY.config.items() if fact != "num_shared"},
+        files=replace(_FAMILY.files, shared=""),
+        config={fact: key for fact, key in _FAMILY.config.items() if fact != "num_shared"},
         layers=kinds_of_layers,
     ),
-    FAMILY.variant("solar_open", layers=every_layer),
+    _FAMILY.variant("solar_open", layers=every_layer),
 )

@@ -1,14 +1,7 @@
 """ERNIE 4.5 MoE; ERNIE 4.5 models with MoE layers."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families.family import (
-    PROJECTIONS,
-    SOFTMAX,
-    Family,
-    Layout,
-    Numbers,
-    Values,
-)
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, SOFTMAX, Family, Layout, Numbers, Values
 
 
 def _one_range(name: str, moe: Numbers, dense: Numbers) -> Values:
@@ -17,7 +10,7 @@ def _one_range(name: str, moe: Numbers, dense: Numbers) -> Values:
     return {"moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1], "moe_layer_interval": 1}
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="ernie4_5_moe",
     holds=("ernie4_5_moe", "ernie4_5"),
     files=Layout(
@@ -40,3 +33,5 @@ FAMILY = Family(
     layers=_one_range,
     fewest_shared=0,
 )
+
+FAMILIES = (_FAMILY,)

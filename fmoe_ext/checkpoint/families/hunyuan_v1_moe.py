@@ -3,17 +3,17 @@
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values
 
-LISTS = ("num_experts", "moe_topk")
+_LISTS = ("num_experts", "moe_topk")
 
 
 def _one_value(values: Values) -> Values:
-    for key in LISTS:
+    for key in _LISTS:
         if isinstance(values.get(key), list) and len(set(values[key])) != 1:
             raise CheckpointError(f"config.{key}={values[key]}: the layers of hunyuan_v1_moe differ here")
-    return {k: v[0] if k in LISTS and isinstance(v, list) else v for k, v in values.items()}
+    return {k: v[0] if k in _LISTS and isinstance(v, list) else v for k, v in values.items()}
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="hunyuan_v1_moe",
     holds=("hunyuan_v1_moe",),
     files=Layout(gate="gate.wg", per_expert=PROJECTIONS, shared="shared_mlp."),
@@ -21,3 +21,5 @@ FAMILY = Family(
     fixed={"normalize": True},
     read=_one_value,
 )
+
+FAMILIES = (_FAMILY,)

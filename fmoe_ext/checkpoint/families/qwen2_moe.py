@@ -6,18 +6,12 @@ from fmoe_ext.checkpoint.families.family import (
     PROJECTIONS,
     Family,
     Layout,
-    Values,
     any_dense,
     every_layer,
     nothing_more,
 )
 
-
-def _attention_bias(values: Values, facts: Values) -> Values:
-    return {"qkv_bias": values["model_type"] == "qwen2"} if values["model_type"] != "qwen2_moe" else {}
-
-
-FAMILY = Family(
+_FAMILY = Family(
     name="qwen2_moe",
     holds=("qwen2_moe", "qwen2", "mistral", "llama"),
     files=Layout(per_expert=PROJECTIONS, shared="shared_expert.", shared_gate="shared_expert_gate.weight"),
@@ -30,37 +24,41 @@ FAMILY = Family(
     },
     defaults={"norm_topk_prob": False},
     layers=any_dense,
-    extra=_attention_bias,
+    # of dense models Qwen2's alone have biases of queries, keys and values
+    extra=lambda values, facts: (
+        {} if values["model_type"] == "qwen2_moe" else {"qkv_bias": values["model_type"] == "qwen2"}
+    ),
 )
 
-VARIANTS = (
-    FAMILY.variant(  # Flint: sigmoid without a bias, shared experts without a gate
+FAMILIES = (
+    _FAMILY,
+    _FAMILY.variant(  # Flint: sigmoid without a bias, shared experts without a gate
         "flint",
-        files=replace(FAMILY.files, shared_gate="", no_bias=True),
+        files=replace(_FAMILY.files, shared_gate="", no_bias=True),
         gates=("SigmoidGate",),
         defaults={},
         extra=nothing_more,
     ),
-    FAMILY.variant(  # Lara Mini: shared experts without a gate
+    _FAMILY.variant(  # Lara Mini: shared experts without a gate
         "lara_mini",
-        files=replace(FAMILY.files, shared_gate=""),
+        files=replace(_FAMILY.files, shared_gate=""),
         defaults={},
         layers=every_layer,
         extra=nothing_more,
     ),
-    FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more),
-    FAMILY.variant(  # the language model of Qwen3.5 and 3.6; weights are always normalised
+    _FAMILY.variant("qwen3_next", defaults={"norm_topk_prob": True}, extra=nothing_more),
+    _FAMILY.variant(  # the language model of Qwen3.5 and 3.6; weights are always normalised
         "qwen3_5_moe_text",
-        files=replace(FAMILY.files, per_expert=None),
-        config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
+        files=replace(_FAMILY.files, per_expert=None),
+        config={fact: key for fact, key in _FAMILY.config.items() if fact != "normalize"},
         fixed={"normalize": True},
         defaults={},
         layers=every_layer,
         extra=nothing_more,
     ),
-    FAMILY.variant(  # the language model of Qwen4 (experimental)
+    _FAMILY.variant(  # the language model of Qwen4 (experimental)
         "qwen4_exp_text",
-        files=replace(FAMILY.files, per_expert=None),
+        files=replace(_FAMILY.files, per_expert=None),
         defaults={"norm_topk_prob": True},
         layers=every_layer,
         extra=nothing_more,

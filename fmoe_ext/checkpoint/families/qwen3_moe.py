@@ -21,7 +21,7 @@ def _windows(values: Values, facts: Values) -> Values:
     return {"use_sliding_window": kinds == {"sliding_attention"}} if kinds else {}
 
 
-FAMILY = Family(
+_FAMILY = Family(
     name="qwen3_moe",
     holds=("qwen3_moe", "qwen3"),
     files=Layout(per_expert=PROJECTIONS),
@@ -36,14 +36,15 @@ FAMILY = Family(
     extra=_windows,
 )
 
-VARIANTS = (
-    FAMILY.variant("mellum", defaults={}, layers=kinds_of_layers, extra=nothing_more),  # Mellum 2
-    FAMILY.variant("qwen3_omni_moe_text", extra=nothing_more),  # of the thinker
-    FAMILY.variant(  # the language model of Qwen3-VL; weights are always normalised
+FAMILIES = (
+    _FAMILY,
+    _FAMILY.variant("mellum", defaults={}, layers=kinds_of_layers, extra=nothing_more),  # Mellum 2
+    _FAMILY.variant("qwen3_omni_moe_text", extra=nothing_more),  # of the thinker
+    _FAMILY.variant(  # the language model of Qwen3-VL; weights are always normalised
         "qwen3_vl_moe_text",
         files=Layout(transposed=True),
         modules=Layout(),
-        config={fact: key for fact, key in FAMILY.config.items() if fact != "normalize"},
+        config={fact: key for fact, key in _FAMILY.config.items() if fact != "normalize"},
         fixed={"normalize": True},
         defaults={},
         extra=nothing_more,

@@ -7,43 +7,32 @@ that no operator decodes as it lies is turned into one that an operator does, wi
 from types import MappingProxyType
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods.awq import AWQ
-from fmoe_ext.checkpoint.methods.base import USUAL, Kind, Matrix, PackedTensor, is_usual, refuse
-from fmoe_ext.checkpoint.methods.bitsandbytes import BITSANDBYTES
-from fmoe_ext.checkpoint.methods.compressed_tensors import COMPRESSED_TENSORS
-from fmoe_ext.checkpoint.methods.decoded import Decoded, decoded, plain
-from fmoe_ext.checkpoint.methods.fp8 import DEEPSEEK_V4, FP8
-from fmoe_ext.checkpoint.methods.gptq import GPTQ
-from fmoe_ext.checkpoint.methods.modelopt import MODELOPT
+from fmoe_ext.checkpoint.methods.base import USUAL, Decoded, Kind, Matrix, PackedTensor, is_usual, refuse
+from fmoe_ext.checkpoint.methods.bitsandbytes import Bitsandbytes
+from fmoe_ext.checkpoint.methods.compressed_tensors import CompressedTensors
+from fmoe_ext.checkpoint.methods.fp8 import DeepseekV4, Fp8
+from fmoe_ext.checkpoint.methods.gptq import Awq, Gptq
+from fmoe_ext.checkpoint.methods.modelopt import Modelopt
 from fmoe_ext.checkpoint.model_folder import ModelFolder
+
+__all__ = ["KINDS", "Decoded", "Kind", "Matrix", "PackedTensor", "kind_of"]
 
 KINDS = MappingProxyType(
     {
-        "fp8": FP8,
-        "mxfp8": FP8,
-        "compressed-tensors": COMPRESSED_TENSORS,
-        "modelopt": MODELOPT,
-        "gptq": GPTQ,
-        "awq": AWQ,
-        "bitsandbytes": BITSANDBYTES,
+        "fp8": Fp8(),
+        "mxfp8": Fp8(),
+        "compressed-tensors": CompressedTensors(),
+        "modelopt": Modelopt(),
+        "gptq": Gptq(),
+        "awq": Awq(),
+        "bitsandbytes": Bitsandbytes(),
     }
 )
-MXFP4 = "mxfp4"  # of GPT-OSS, whose tensors are stacks: checkpoint.packed
-
-__all__ = [
-    "KINDS",
-    "Decoded",
-    "Kind",
-    "Matrix",
-    "PackedTensor",
-    "decoded",
-    "kind_of",
-    "plain",
-]
+_MXFP4 = "mxfp4"  # of GPT-OSS, whose tensors are stacks: expert_layers.py
 
 
 def kind_of(base: ModelFolder) -> Kind | None:
-    """The kind that quantization_config names, None for plain weights and for MXFP4.
+    """Return the kind that quantization_config names, None for plain weights and for MXFP4.
 
     Raises CheckpointError, by name, for methods that are not read and for settings that are not computed.
     """
@@ -52,31 +41,25 @@ def kind_of(base: ModelFolder) -> Kind | None:
         method = config.get("quant_method", "")
         kind = KINDS.get(method)
         if kind is None:
-            if method and method != MXFP4:
+            if method and method != _MXFP4:
                 algorithm = config.get("quant_algo") or config.get("format") or config.get("quant_type")
                 refuse(base.folder, f"packed by {method}{f' ({algorithm})' if algorithm else ''}")
             return None
         kind.check(str(base.folder), config)
-        unknown = (f"{key} {value!r}" for key, value in config.items() if not _is_known(kind, key, value))
+        known = {*kind.known.split(), "quant_method"}
+        unknown = [
+            f"{key} {value!r}"
+            for key, value in config.items()
+            if not (value in USUAL["fmt"] if key == "fmt" else key in known or is_usual(key, value))
+        ]
         for what in (*unknown, *kind.refusals(config)):
             refuse(base.folder, f"quantization_config with {what}")
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{base.folder}: quantization_config is damaged: {error}") from error
-    if kind is FP8 and _names_scales_as_deepseek_v4(base):
-        return DEEPSEEK_V4
+    # DeepSeek-V4 says "fp8" too: the names of its scales tell it apart
+    if isinstance(kind, Fp8) and not any(name.endswith(kind.scale) for name in base.tensors):
+        for name in base.tensors:
+            stem = name.removesuffix(DeepseekV4.scale)
+            if stem != name and f"{stem}.weight" in base.tensors:
+                return DeepseekV4()
     return kind
-
-
-def _names_scales_as_deepseek_v4(base: ModelFolder) -> bool:
-    if any(name.endswith(FP8.scale) for name in base.tensors):
-        return False
-    return any(
-        name.endswith(DEEPSEEK_V4.scale) and f"{name.removesuffix('.scale')}.weight" in base.tensors
-        for name in base.tensors
-    )
-
-
-def _is_known(kind: Kind, key: str, value: object) -> bool:
-    if key == "fmt":
-        return value in USUAL["fmt"]
-    return key in kind.known.split() or key == "quant_method" or is_usual(key, value)

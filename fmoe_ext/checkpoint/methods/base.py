@@ -1,4 +1,14 @@
-"""Packed matrices as published files name and lay them out, and what every quantization method has."""
+"""Packed matrices as published files name and lay them out, and what every quantization method has.
+
+A linear layer [rows, columns] of a packed folder is several tensors: its numbers in 4 or 8 bits, a scale for each
+channel, group or block of them, perhaps zero points, or one number for the whole matrix. A method (Kind) says how they
+are called, and makes one of two things of them:
+
+    Matrix     a layout with which an operator computes as it lies, perhaps after its bytes are turned (Piece.turn)
+    Decoded    any other layout: float32, made when the matrix is read
+
+Both name their tensors and say how the bytes become theirs, so that those who stream can read byte ranges.
+"""
 
 from __future__ import annotations
 
@@ -14,60 +24,55 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.frozen.formats.base import nibbles
+from fmoe_ext.frozen.formats.mxfp4 import e2m1
 
 Array: TypeAlias = np.ndarray[Any, Any]
+Config: TypeAlias = Mapping[str, Any]  # quantization_config
+NVFP4_BLOCK = 16
+# Values that say "as usual", of keys that are refused with any other
+USUAL = MappingProxyType({"fmt": ("e4m3", "float8_e4m3fn"), "pack_dtype": ("int32",), "type": ("int",)})
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Turns the bytes of a tensor by a function of the array. shape, dtype: of it in the file, as NumPy has them."""
+    """Turns the bytes of a tensor, uint8 [n], by a function of the array that they are."""
 
     function: Callable[[Array], Array]
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # in the file
+    dtype: str  # in the file, as NumPy calls it
 
     def __call__(self, data: Array) -> Array:
-        """The turned array of the bytes of a file, uint8 [n]."""
         return self.function(data.view(self.dtype).reshape(self.shape))
 
 
 def transposed(values: Array) -> Array:
-    """[n, m] -> [m, n]."""
+    """Return [n, m] as [m, n] in memory of its own."""
     return np.ascontiguousarray(values.T)
 
 
 class Piece(NamedTuple):
-    """A tensor of a packed matrix: its name in the files, and what frozen.Quantized takes of it.
+    """A tensor of a packed matrix, as frozen.Quantized takes it."""
 
-    turn: makes that of the tensor in the file; None where it is the same.
-    """
-
-    name: str
+    name: str  # in the files
     shape: tuple[int, int]
     dtype: torch.dtype
-    turn: Turn | None = None
+    turn: Turn | None = None  # makes it of the tensor in the file; None where it is the same
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make the piece of the tensor in the file."""
+        if self.turn is None:
+            return tensor.reshape(self.shape)
+        turned = self.turn(tensor.reshape(-1).view(torch.uint8).numpy())
+        return torch.from_numpy(turned.reshape(-1).view(np.uint8)).view(self.dtype).reshape(self.shape)
 
 
 class Matrix(NamedTuple):
-    """A packed matrix [rows, columns]. pieces: {"data", "scale", and "zero" where there are zero points}."""
+    """A packed matrix [rows, columns] in a layout that an operator takes."""
 
-    format: str
+    format: str  # a name in frozen.FORMATS
     shape: tuple[int, int]
-    pieces: dict[str, Piece]
-
-    def packed(self, tensors: Mapping[str, StoredTensor]) -> frozen.Quantized:
-        """Its bytes, read now from the tensors of a folder, as a weight of one expert."""
-        return self.quantized(
-            {part: read_piece(tensors[piece.name].read(), piece) for part, piece in self.pieces.items()}
-        )
-
-    def quantized(self, parts: Mapping[str, torch.Tensor]) -> frozen.Quantized:
-        """The weight of one expert that its pieces make."""
-        one = {
-            part: value[None] if self.has_rows else value.reshape(1, 1, -1) for part, value in parts.items()
-        }
-        data = frozen.FORMATS[self.format].of_bytes(one["data"].view(torch.uint8))
-        return frozen.Quantized(self.format, data, one["scale"], one.get("zero"))
+    pieces: dict[str, Piece]  # data, scale, and zero where there are zero points
 
     @property
     def has_rows(self) -> bool:
@@ -79,46 +84,79 @@ class Matrix(NamedTuple):
         """True if a word has the zero points of several rows."""
         return "zero" in self.pieces and self.pieces["zero"].shape[0] < self.shape[0]
 
+    def packed(self, tensors: Mapping[str, StoredTensor]) -> frozen.Quantized:
+        """Read its bytes from the tensors of a folder, as a weight of one expert."""
+        return self._quantized({piece.name: tensors[piece.name].read() for piece in self.pieces.values()})
+
     def decode(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
-        """Its values, read now from the tensors of a folder."""
+        """Read its values from the tensors of a folder."""
         return self.packed(tensors).dequantize(dtype).view(self.shape)
+
+    def decoded(self) -> Decoded:
+        """Return the same matrix, decoded when it is read."""
+        names = tuple(dict.fromkeys(piece.name for piece in self.pieces.values()))
+
+        def values(*tensors: torch.Tensor) -> torch.Tensor:
+            packed = self._quantized(dict(zip(names, tensors, strict=True)))
+            return packed.dequantize(torch.float32).view(self.shape)
+
+        return Decoded(self.format, self.shape, names, values)
+
+    def _quantized(self, tensors: Mapping[str, torch.Tensor]) -> frozen.Quantized:
+        one = {}
+        for part, piece in self.pieces.items():
+            value = piece.of(tensors[piece.name])
+            one[part] = value[None] if self.has_rows else value.reshape(1, 1, -1)
+        data = frozen.FORMATS[self.format].of_bytes(one["data"].view(torch.uint8))
+        return frozen.Quantized(self.format, data, one["scale"], one.get("zero"))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A matrix [rows, columns] in a layout that no operator takes, decoded when it is read."""
+
+    format: str  # as the library calls it that writes it
+    shape: tuple[int, int]
+    names: tuple[str, ...]  # its tensors in the files
+    values: Callable[..., torch.Tensor]  # these tensors -> float32 [rows, columns]
+
+    def decode(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
+        """Read its values from the tensors of a folder."""
+        return self.values(*(tensors[name].read() for name in self.names)).to(dtype)
+
+    def decoded(self) -> Decoded:
+        return self
 
 
 class PackedTensor(StoredTensor):
     """A packed matrix: read() decodes it, packed() returns its bytes as a weight of one expert."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        packed: Callable[[], frozen.Quantized],
+        self, shape: tuple[int, ...], dtype: torch.dtype, packed: Callable[[], frozen.Quantized]
     ) -> None:
         super().__init__(shape, dtype, lambda: packed().dequantize(dtype)[0])
         self.packed = packed
 
 
-Config: TypeAlias = Mapping[str, Any]
+class Kind:
+    """A quantization method of published folders: names of its tensors, its settings, and the matrix of a layer."""
 
+    data: tuple[str, ...] = (".weight",)  # what may follow a layer's name in the name of its packed data
+    scale = ""  # the same for its scales
+    others: tuple[str, ...] = ()  # the same for its other tensors
+    known = ""  # keys of quantization_config that are read or change no weight; any other is refused
 
-class Kind(NamedTuple):
-    """A quantization method of published folders.
+    def check(self, folder: str, config: Config) -> None:
+        """Raise CheckpointError for settings that are not computed."""
+        raise NotImplementedError
 
-    data: what may follow a layer's name in the name of its packed data. scale: the same of its scales; others: of the
-    rest of its tensors.
-    known: keys of quantization_config that are read or change no weight, separated by spaces; any other is refused.
-    check: raises CheckpointError for settings of quantization_config that are not computed.
-    matrix: the matrix of a layer's name, as an operator takes it or decoded; raises CheckpointError for tensors that
-    are missing or do not fit, and for layouts that are not read.
-    refusals: key and value of settings below those of the config itself that are not computed.
-    """
+    def matrix(self, base: ModelFolder, stem: str) -> Matrix | Decoded:
+        """Describe a layer's matrix; CheckpointError for tensors that are missing or do not fit, or another layout."""
+        raise NotImplementedError
 
-    data: tuple[str, ...]
-    scale: str
-    others: tuple[str, ...]
-    known: str
-    check: Callable[[str, Config], None]
-    matrix: Callable[[ModelFolder, str], Any]
-    refusals: Callable[[Config], Iterator[str]] = lambda config: iter(())
+    def refusals(self, config: Config) -> Iterator[str]:
+        """Yield key and value of settings below those of the config itself that are not computed."""
+        return iter(())
 
     def has(self, base: ModelFolder, stem: str) -> bool:
         """True if the layer of this name is packed."""
@@ -130,11 +168,11 @@ class Kind(NamedTuple):
         return bool(found) and (self.has(base, stem) or found[0].dtype not in FLOATS)
 
     def stem_of(self, name: str) -> str | None:
-        """The name of a layer whose packed data a tensor would be; None for other names."""
+        """Return the name of the layer whose packed data a tensor would be; None for other names."""
         return next((name.removesuffix(data) for data in self.data if name.endswith(data)), None)
 
     def plain_name(self, name: str) -> str:
-        """The name that packed data has in a plain model."""
+        """Return the name that packed data has in a plain model."""
         stem = self.stem_of(name)
         return name if stem is None else f"{stem}.weight"
 
@@ -143,20 +181,10 @@ class Kind(NamedTuple):
         return name.endswith((self.scale, *self.others))
 
 
-def _factors(whole: Array, rows: int, place: int) -> Array:
-    """The factors [rows, 2] of all rows, of the one number of a matrix; place: of it beside a 1."""
-    factors = np.ones((rows, 2), np.float32)
-    factors[:, place] = whole.reshape(())
-    return factors
-
-
-NVFP4_BLOCK = 16
-
-
 def nvfp4(
     base: ModelFolder, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool
 ) -> Matrix | None:
-    """The matrix of codes, scales and the number of the whole matrix; None for rows that no operator takes.
+    """Describe the matrix of codes, scales and one number for all; None for rows that no operator takes.
 
     is_divisor: scales are divided by that number, not multiplied.
     """
@@ -164,32 +192,52 @@ def nvfp4(
     if columns % (2 * NVFP4_BLOCK):
         return None
     data, scale, whole = names
-    turn = Turn(lambda number: _factors(number, rows, int(is_divisor)), base.tensors[whole].shape, "f4")
+
+    def factors(number: Array) -> Array:  # the operator takes a factor and a divisor of each row
+        found = np.ones((rows, 2), np.float32)
+        found[:, int(is_divisor)] = number.reshape(())
+        return found
+
     pieces = {
         "data": Piece(data, (rows, columns // 2), torch.uint8),
         "scale": Piece(scale, (rows, columns // NVFP4_BLOCK), torch.float8_e4m3fn),
-        "zero": Piece(whole, (rows, 2), torch.float32, turn),
+        "zero": Piece(whole, (rows, 2), torch.float32, Turn(factors, base.tensors[whole].shape, "f4")),
     }
     return Matrix("nvfp4", shape, pieces)
 
 
-def read_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece that a tensor of a file becomes."""
-    if piece.turn is None:
-        return tensor.reshape(piece.shape)
-    turned = piece.turn(tensor.reshape(-1).view(torch.uint8).numpy())
-    return torch.from_numpy(turned.reshape(-1).view(np.uint8)).view(piece.dtype).reshape(piece.shape)
+def e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32, of any floating dtype or as exponents in uint8 (OCP's Microscaling)."""
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponent = scale.view(torch.uint8).int()
+        # the bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN
+        bits = torch.where(exponent == 0, 0x400000, exponent << 23)
+        return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+    return scale.float()
+
+
+def fp4(data: torch.Tensor) -> torch.Tensor:
+    """Decode two values of E2M1 in each byte [*, n], the first in the low bits -> float32 [*, 2n]."""
+    return e2m1(data.device)[nibbles(data.view(torch.uint8)).int()]
+
+
+def scaled(values: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Multiply each block of rows x columns of a matrix by its entry of scale [row blocks, column blocks]."""
+    out, width = values.shape
+    of_row = torch.arange(out, device=scale.device) // rows
+    of_column = torch.arange(width, device=scale.device) // columns
+    return values * scale[of_row][:, of_column]
 
 
 def tensor_of(base: ModelFolder, name: str) -> StoredTensor:
-    """The tensor of a name; CheckpointError if it is missing."""
+    """Return the tensor of a name; CheckpointError if it is missing."""
     if name not in base.tensors:
         raise CheckpointError(f"{base.folder} lacks {name}")
     return base.tensors[name]
 
 
 def stored(base: ModelFolder, name: str, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a tensor."""
+    """Return shape and dtype of a tensor; CheckpointError for another number of dimensions."""
     tensor = tensor_of(base, name)
     if len(tensor.shape) != dims:
         raise CheckpointError(f"{base.folder}: {name} is {list(tensor.shape)}, expected {dims} dimensions")
@@ -197,31 +245,17 @@ def stored(base: ModelFolder, name: str, dims: int = 2) -> tuple[tuple[int, ...]
 
 
 def refuse(folder: object, what: str) -> None:
-    """CheckpointError: what is not computed."""
+    """Raise CheckpointError for what is not computed."""
     raise CheckpointError(
         f"{folder}: {what}, which is not computed here: dequantise the model to bfloat16 first"
     )
 
 
-def expect(base: ModelFolder, name: str, expected: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Piece:
-    """The piece that a tensor is as it lies; CheckpointError for other shapes and dtypes."""
-    shape, dtype = stored(base, name)
-    if shape != expected or dtype not in dtypes:
-        raise CheckpointError(
-            f"{base.folder}: {name} is {dtype} {list(shape)}, expected {dtypes[0]} {list(expected)}"
-        )
-    return Piece(name, (shape[0], shape[1]), dtype)
-
-
-def check_groups(base: ModelFolder, name: str, columns: int, groups: int) -> None:
-    """CheckpointError unless the columns are whole groups of a multiple of 32."""
-    if groups == 0 or columns % groups or columns // groups % 32:
-        raise CheckpointError(
-            f"{base.folder}: {name} has {groups} groups for {columns} columns: groups of a multiple of 32 are computed"
-        )
-
-
-USUAL = MappingProxyType({"fmt": ("e4m3", "float8_e4m3fn"), "pack_dtype": ("int32",), "type": ("int",)})
+def unlike(base: ModelFolder, name: str, expected: str) -> CheckpointError:
+    """Make the error for a tensor that is missing, or of another dtype or shape than expected."""
+    found = base.tensors.get(name)
+    is_so = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+    return CheckpointError(f"{base.folder}: {name} is {is_so}, expected {expected}")
 
 
 def is_usual(key: str, value: Any) -> bool:

@@ -1,68 +1,75 @@
-"""bitsandbytes' NF4, nested scales too."""
+"""bitsandbytes' NF4, nested scales too.
+
+The weight is flat: blocks of values follow each other across the ends of rows, and quant_state, JSON in a tensor of
+bytes, has its shape. Nested scales are in 8 bits themselves, by a table and a scale for each 256 of them.
+"""
 
 import json
 import math
-from collections.abc import Callable
 
 import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, Piece, Turn, refuse, stored
+from fmoe_ext.checkpoint.methods.base import Config, Kind, Matrix, Piece, Turn, refuse, stored, tensor_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 
-KNOWN = """
-    load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage
-    bnb_4bit_compute_dtype bnb_4bit_use_double_quant llm_int8_threshold llm_int8_skip_modules
-    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
-"""
-_NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+_STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 
-def _check(folder: str, config: Config) -> None:
-    if not config.get("load_in_4bit", config.get("_load_in_4bit", True)):
-        refuse(folder, "bitsandbytes with 8 bits instead of 4")
-    if config.get("bnb_4bit_quant_type", "nf4") != "nf4":
-        refuse(folder, f"bitsandbytes of type {config.get('bnb_4bit_quant_type')!r} instead of 'nf4'")
-    if config.get("bnb_4bit_quant_storage", "uint8") != "uint8":
-        refuse(folder, f"bitsandbytes with bnb_4bit_quant_storage {config['bnb_4bit_quant_storage']!r}")
+class Bitsandbytes(Kind):
+    scale = ".weight.absmax"
+    others = (_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
+    known = """
+        load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage
+        bnb_4bit_compute_dtype bnb_4bit_use_double_quant llm_int8_threshold llm_int8_skip_modules
+        llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
+    """
 
+    def check(self, folder: str, config: Config) -> None:
+        if not config.get("load_in_4bit", config.get("_load_in_4bit", True)):
+            refuse(folder, "bitsandbytes with 8 bits instead of 4")
+        if config.get("bnb_4bit_quant_type", "nf4") != "nf4":
+            refuse(folder, f"bitsandbytes of type {config.get('bnb_4bit_quant_type')!r} instead of 'nf4'")
+        if config.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+            refuse(folder, f"bitsandbytes with bnb_4bit_quant_storage {config['bnb_4bit_quant_storage']!r}")
 
-def _matrix(base: ModelFolder, stem: str) -> Matrix:
-    names = f"{stem}.weight", f"{stem}.weight.absmax"
-    for name in (*names, stem + _NF4_STATE):
-        if name not in base.tensors:
-            raise CheckpointError(f"{base.folder} lacks {name}")
-    state = bytes(base.tensors[stem + _NF4_STATE].read().tolist())
-    try:
-        values = json.loads(state)
-        rows, columns = map(int, values["shape"])
-        block = int(values.get("blocksize", 64))
-        nested = float(values["nested_offset"]) if "nested_offset" in values else None
-        of_nested = int(values.get("nested_blocksize", 256))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{base.folder}: {stem}{_NF4_STATE} is no quant_state: {error}") from error
-    data, scale = (base.tensors[name] for name in names)
-    numel = rows * columns
-    expected = (data, torch.uint8, numel // 2), (scale, torch.float32 if nested is None else torch.uint8, -1)
-    for name, (tensor, dtype, size) in zip(names, expected, strict=True):
-        size = -(-numel // block) if size < 0 else size
-        if tensor.dtype != dtype or math.prod(tensor.shape) != size or numel % block:
-            raise CheckpointError(
-                f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} [{size}] for "
-                f"[{rows}, {columns}] in blocks of {block}"
-            )
-    turn = None if nested is None else _nested(base, stem, nested, of_nested, math.prod(scale.shape))
-    of_row = (rows, columns // block) if columns % block == 0 else (1, numel // block)
-    pieces = {
-        "data": Piece(names[0], (rows, columns // 2) if of_row[0] == rows else (1, numel // 2), torch.uint8),
-        "scale": Piece(names[1], of_row, torch.float32, turn),
-    }
-    return Matrix("nf4", (rows, columns), pieces)
+    def matrix(self, base: ModelFolder, stem: str) -> Matrix:
+        names = f"{stem}.weight", f"{stem}.weight.absmax"
+        data, scale, state = (tensor_of(base, name) for name in (*names, stem + _STATE))
+        try:
+            values = json.loads(bytes(state.read().tolist()))
+            rows, columns = map(int, values["shape"])
+            block = int(values.get("blocksize", 64))
+            nested = float(values["nested_offset"]) if "nested_offset" in values else None
+            of_nested = int(values.get("nested_blocksize", 256))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{base.folder}: {stem}{_STATE} is no quant_state: {error}") from error
+        numel = rows * columns
+        of_scale = torch.float32 if nested is None else torch.uint8
+        for name, tensor, dtype, size in (
+            (names[0], data, torch.uint8, numel // 2),
+            (names[1], scale, of_scale, -(-numel // block)),
+        ):
+            if tensor.dtype != dtype or math.prod(tensor.shape) != size or numel % block:
+                raise CheckpointError(
+                    f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} [{size}] for "
+                    f"[{rows}, {columns}] in blocks of {block}"
+                )
+        # one row of all blocks where blocks cross the ends of rows
+        by_row = columns % block == 0
+        turn = None if nested is None else _nested(base, stem, nested, of_nested, math.prod(scale.shape))
+        pieces = {
+            "data": Piece(names[0], (rows, columns // 2) if by_row else (1, numel // 2), torch.uint8),
+            "scale": Piece(
+                names[1], (rows, columns // block) if by_row else (1, numel // block), torch.float32, turn
+            ),
+        }
+        return Matrix("nf4", (rows, columns), pieces)
 
 
 def _nested(base: ModelFolder, stem: str, offset: float, block: int, num_scales: int) -> Turn:
-    """Turns absmax in 8 bits into float32; what it needs is a hundredth of that, and read here."""
+    """Turn absmax in 8 bits, uint8 [n], into float32; what it needs is a hundredth of it, and read here."""
     absmax, code = f"{stem}.weight.nested_absmax", f"{stem}.weight.nested_quant_map"
     values = []
     for name, size in ((absmax, -(-num_scales // 256)), (code, 256)):
@@ -73,19 +80,8 @@ def _nested(base: ModelFolder, stem: str, offset: float, block: int, num_scales:
                 "blocks of 256"
             )
         values.append(base.tensors[name].read())
-    return Turn(_nested_scales(values[0], values[1], offset), (num_scales,), "u1")
-
-
-def _nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> Callable[[Array], Array]:
-    """Turns scales of NF4 in 8 bits, uint8 [n], into float32 [n]; see frozen.nf4_scales."""
-    return lambda scales: frozen.nf4_scales(torch.from_numpy(scales), absmax, code, offset).numpy()
-
-
-BITSANDBYTES = Kind(
-    (".weight",),
-    ".weight.absmax",
-    (_NF4_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
-    KNOWN,
-    _check,
-    _matrix,
-)
+    return Turn(
+        lambda scales: frozen.nf4_scales(torch.from_numpy(scales), values[0], values[1], offset).numpy(),
+        (num_scales,),
+        "u1",
+    )

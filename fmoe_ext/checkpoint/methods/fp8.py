@@ -9,74 +9,87 @@ import torch
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods.base import (
     Config,
+    Decoded,
     Kind,
     Matrix,
     Piece,
     Turn,
+    e8m0,
+    fp4,
     refuse,
+    scaled,
     stored,
     tensor_of,
+    unlike,
 )
-from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-KNOWN = """
-    weight_block_size fmt scale_fmt activation_scheme modules_to_not_convert modules_to_convert ignored_layers
-    dequantize expert_dtype
-"""
 FP8_BLOCK = 128  # of the operators
 MX_BLOCK = 32
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-SCALES = (torch.float32, torch.bfloat16, *EXPONENTS)
-FP4 = (torch.int8, torch.uint8)
+_SCALES = (torch.float32, torch.bfloat16, *EXPONENTS)
 
 
-def _check(folder: str, config: Config) -> None:
-    block = config.get("weight_block_size")
-    if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-        refuse(folder, f"FP8 with weight_block_size {block}")
+class Fp8(Kind):
+    scale = ".weight_scale_inv"
+    others = (".input_scale", ".activation_scale")
+    known = """
+        weight_block_size fmt scale_fmt activation_scheme modules_to_not_convert modules_to_convert ignored_layers
+        dequantize expert_dtype
+    """
+
+    def check(self, folder: str, config: Config) -> None:
+        block = config.get("weight_block_size")
+        if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+            refuse(folder, f"FP8 with weight_block_size {block}")
+
+    def matrix(self, base: ModelFolder, stem: str) -> Matrix | Decoded:
+        name, scale_name = f"{stem}.weight", stem + self.scale
+        (rows, columns), dtype = stored(base, name)
+        scale = tensor_of(base, scale_name)
+        if dtype in (torch.int8, torch.uint8):  # two numbers of FP4 in each byte
+            columns *= 2
+            if scale.shape != (rows, columns // MX_BLOCK) or columns % MX_BLOCK or scale.dtype not in _SCALES:
+                raise unlike(base, scale_name, f"[{rows}, {columns // MX_BLOCK}] for FP4 [{rows}, {columns}]")
+            if scale.dtype not in EXPONENTS:
+                return Decoded(
+                    "fp4",
+                    (rows, columns),
+                    (name, scale_name),
+                    lambda data, scale: scaled(fp4(data), e8m0(scale), 1, MX_BLOCK),
+                )
+            pieces = {
+                "data": Piece(name, (rows, columns // 2), torch.uint8),
+                "scale": Piece(scale_name, (rows, columns // MX_BLOCK), torch.uint8),
+            }
+            return Matrix("mxfp4", (rows, columns), pieces)
+        if dtype != torch.float8_e4m3fn:
+            raise CheckpointError(
+                f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8"
+            )
+        block = _block(base, scale_name, (rows, columns))
+        if is_mxfp8(scale, rows, columns):
+            return mxfp8(name, scale_name, rows, columns)
+        if block != (FP8_BLOCK, FP8_BLOCK):  # which the operator has alone
+            return Decoded("fp8", (rows, columns), (name, scale_name), fp8_values(*block))
+        grid = (scale.shape[0], scale.shape[1])
+        of_scale = Piece(scale_name, grid, scale.dtype)
+        if scale.dtype in EXPONENTS:
+            turn = Turn(lambda exponents: e8m0(torch.from_numpy(exponents)).numpy(), scale.shape, "u1")
+            of_scale = Piece(scale_name, grid, torch.float32, turn)
+        pieces = {"data": Piece(name, (rows, columns), dtype), "scale": of_scale}
+        return Matrix("fp8_block", (rows, columns), pieces)
 
 
-def _matrix(base: ModelFolder, stem: str, scale_name: str = ".weight_scale_inv") -> Matrix | Decoded:
-    name, scale_name = f"{stem}.weight", stem + scale_name
-    (rows, columns), dtype = stored(base, name)
-    scale = tensor_of(base, scale_name)
-    if dtype in FP4:
-        columns *= 2
-        if scale.shape != (rows, columns // MX_BLOCK) or columns % MX_BLOCK or scale.dtype not in SCALES:
-            raise _unlike(base, scale_name, f"[{rows}, {columns // MX_BLOCK}] for FP4 [{rows}, {columns}]")
-        if scale.dtype not in EXPONENTS:
-            return Decoded("fp4", (rows, columns), (name, scale_name), _fp4_values)
-        pieces = {
-            "data": Piece(name, (rows, columns // 2), torch.uint8),
-            "scale": Piece(scale_name, (rows, columns // MX_BLOCK), torch.uint8),
-        }
-        return Matrix("mxfp4", (rows, columns), pieces)
-    if dtype != torch.float8_e4m3fn:
-        raise CheckpointError(
-            f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8"
-        )
-    block = _block(base, scale_name, (rows, columns))
-    if is_mxfp8(scale, rows, columns):
-        return mxfp8(name, scale_name, rows, columns)
-    if block != (FP8_BLOCK, FP8_BLOCK):
-        values = fp8_values(*block)
-        return Decoded("fp8", (rows, columns), (name, scale_name), values)
-    turn = Turn(lambda exponents: e8m0(torch.from_numpy(exponents)).numpy(), scale.shape, "u1")
-    is_exponent = scale.dtype in EXPONENTS
-    grid = (scale.shape[0], scale.shape[1])
-    pieces = {
-        "data": Piece(name, (rows, columns), dtype),
-        "scale": Piece(scale_name, grid, torch.float32, turn)
-        if is_exponent
-        else Piece(scale_name, grid, scale.dtype),
-    }
-    return Matrix("fp8_block", (rows, columns), pieces)
+class DeepseekV4(Fp8):
+    """The same with another name of the scale; its experts are FP4."""
+
+    scale = ".scale"
 
 
 def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of a matrix that an entry of its scale is for."""
+    """Find rows and columns of the block of a matrix that an entry of its scale is for."""
     scale = base.tensors[name]
     said = tuple(base.quantization.get("weight_block_size") or ())
     known = [said] if said else [(FP8_BLOCK, FP8_BLOCK), (1, shape[1]), shape]
@@ -88,19 +101,14 @@ def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, i
         block = shape
         if scale.shape not in ((), (1,)):
             blocks = [-(-n // m) for n, m in zip(shape, said or (FP8_BLOCK, FP8_BLOCK), strict=True)]
-            raise _unlike(base, name, f"{blocks} for {list(shape)}")
-    if scale.dtype not in SCALES:
-        raise _unlike(base, name, f"one of {', '.join(map(str, SCALES))}")
+            raise unlike(base, name, f"{blocks} for {list(shape)}")
+    if scale.dtype not in _SCALES:
+        raise unlike(base, name, f"one of {', '.join(map(str, _SCALES))}")
     return block[0], block[1]
 
 
-def _unlike(base: ModelFolder, name: str, expected: str) -> CheckpointError:
-    found = base.tensors[name]
-    return CheckpointError(f"{base.folder}: {name} is {found.dtype} {list(found.shape)}, expected {expected}")
-
-
 def fp8_values(rows: int, columns: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Decodes a matrix and its scale, one for each block of rows x columns."""
+    """Decode a matrix and its scale, one for each block of rows x columns."""
 
     def values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         grid = (-(-data.shape[0] // rows), -(-data.shape[1] // columns))
@@ -115,21 +123,9 @@ def is_mxfp8(scale: StoredTensor, rows: int, columns: int) -> bool:
 
 
 def mxfp8(name: str, scale_name: str, rows: int, columns: int) -> Matrix:
-    """The matrix of numbers in E4M3 and of their exponents, each a tensor of this name."""
+    """Describe the matrix of numbers in E4M3 and of their exponents, each a tensor of this name."""
     pieces = {
         "data": Piece(name, (rows, columns), torch.float8_e4m3fn),
         "scale": Piece(scale_name, (rows, columns // MX_BLOCK), torch.uint8),
     }
     return Matrix("mxfp8", (rows, columns), pieces)
-
-
-def _fp4_values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return scaled(fp4(data), e8m0(scale), 1, MX_BLOCK)
-
-
-_BESIDE = (".input_scale", ".activation_scale")
-FP8 = Kind((".weight",), ".weight_scale_inv", _BESIDE, KNOWN, _check, _matrix)
-# DeepSeek-V4 calls the scale so, and packs its experts as FP4.
-DEEPSEEK_V4 = Kind(
-    (".weight",), ".scale", _BESIDE, KNOWN, _check, lambda base, stem: _matrix(base, stem, ".scale")
-)

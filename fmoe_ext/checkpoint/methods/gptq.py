@@ -1,8 +1,11 @@
-"""GPTQ with four bits: the words of the transposed weight, turned into int4 as compressed-tensors has it."""
+"""GPTQ and AWQ with four bits, turned into int4 as compressed-tensors has it.
+
+Both store the transposed weight in words of 32 bits with eight values each, qweight, beside scales [groups, out] and
+zero points in words. GPTQ's words go down a column of [in, out], so that turning is a transposition. AWQ's go along a
+row, and the eight values in a word have an order of their own: they are taken apart and put together again.
+"""
 
 from collections.abc import Callable
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,102 +18,136 @@ from fmoe_ext.checkpoint.methods.base import (
     Matrix,
     Piece,
     Turn,
-    check_groups,
-    expect,
     refuse,
     stored,
     transposed,
+    unlike,
 )
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
-_QWEIGHT = MappingProxyType({"data": ".qweight", "scale": ".scales", "zero": ".qzeros"})
+_ONES = 0x11111111  # 1 in each of a word's eight values
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first
 
 
-def turned_qweight(
+def _turned(
     base: ModelFolder,
     stem: str,
     rows: int,
     columns: int,
-    words: Callable[..., Any],
-    zeros: Callable[..., Any],
+    words: Callable[[Array], Array],
+    zeros: Callable[[Array], Array],
 ) -> Matrix:
-    """The matrix of a qweight: int4 once data, scale and zero are turned."""
-    names = {part: stem + suffix for part, suffix in _QWEIGHT.items()}
-    (groups, _), of_scale = stored(base, names["scale"])
-    check_groups(base, names["scale"], columns, groups)
-    if rows % 8 or columns % 8:
+    """Describe the matrix of a qweight: int4 once data, scale and zero are turned."""
+    data, scale, zero = (f"{stem}.{leaf}" for leaf in ("qweight", "scales", "qzeros"))
+    (groups, _), of_scale = stored(base, scale)
+    if groups == 0 or columns % groups or columns // groups % 32:
         raise CheckpointError(
-            f"{base.folder}: {names['data']} is of {rows} x {columns}, which are no whole words"
+            f"{base.folder}: {scale} has {groups} groups for {columns} columns: groups of a multiple of 32 are computed"
         )
-    expect(base, names["data"], base.tensors[names["data"]].shape, (torch.int32,))
-    expect(base, names["scale"], (groups, rows), (torch.float16, *FLOATS))
-    expect(base, names["zero"], (groups, rows // 8), (torch.int32,))
-    shapes = {"data": (rows, columns // 8), "scale": (rows, groups), "zero": (rows // 8, groups)}
-    dtypes = {"data": torch.int32, "scale": of_scale, "zero": torch.int32}
-    turns = {"data": words, "scale": transposed, "zero": zeros}
-    pieces = {
-        part: Piece(
-            name,
-            shapes[part],
-            dtypes[part],
-            Turn(turns[part], base.tensors[name].shape, f"u{dtypes[part].itemsize}"),
-        )
-        for part, name in names.items()
-    }
+    if rows % 8 or columns % 8:
+        raise CheckpointError(f"{base.folder}: {data} is of {rows} x {columns}, which are no whole words")
+    given = base.tensors[data].shape
+    pieces = {}
+    for part, name, in_file, dtypes, shape, turn in (
+        ("data", data, given, (torch.int32,), (rows, columns // 8), words),
+        ("scale", scale, (groups, rows), (torch.float16, *FLOATS), (rows, groups), transposed),
+        ("zero", zero, (groups, rows // 8), (torch.int32,), (rows // 8, groups), zeros),
+    ):
+        found, dtype = stored(base, name)
+        if found != in_file or dtype not in dtypes:
+            raise unlike(base, name, f"{dtypes[0]} {list(in_file)}")
+        pieces[part] = Piece(name, shape, dtype, Turn(turn, found, f"u{dtype.itemsize}"))
     return Matrix("int4", (rows, columns), pieces)
 
 
-KNOWN = """
-    bits desc_act checkpoint_format format is_marlin_format dynamic group_size sym damp_percent
-    damp_auto_increment static_groups true_sequential lm_head model_name_or_path model_file_base_name meta
-    act_group_aware backend tokenizer dataset model_seqlen block_name_to_quantize
-    module_name_preceding_first_block batch_size pad_token_id max_input_length cache_block_outputs
-    modules_in_block_to_quantize use_exllama exllama_config max_input_len use_cuda_fp16 disable_exllama
-    cache_examples_on_gpu
-"""
-ONES = 0x11111111
+class Gptq(Kind):
+    data = (".qweight",)
+    scale = ".scales"
+    others = (".qzeros", ".g_idx")
+    known = """
+        bits desc_act checkpoint_format format is_marlin_format dynamic group_size sym damp_percent
+        damp_auto_increment static_groups true_sequential lm_head model_name_or_path model_file_base_name meta
+        act_group_aware backend tokenizer dataset model_seqlen block_name_to_quantize
+        module_name_preceding_first_block batch_size pad_token_id max_input_length cache_block_outputs
+        modules_in_block_to_quantize use_exllama exllama_config max_input_len use_cuda_fp16 disable_exllama
+        cache_examples_on_gpu
+    """
 
+    def check(self, folder: str, config: Config) -> None:
+        if config.get("bits") != 4:
+            refuse(folder, f"GPTQ with {config.get('bits')} bits instead of 4")
+        if _gptq_format(config) not in ("gptq", "gptq_v2"):
+            refuse(
+                folder, f"GPTQ of checkpoint_format {_gptq_format(config)!r} instead of 'gptq' or 'gptq_v2'"
+            )
+        if config.get("is_marlin_format"):
+            refuse(folder, "GPTQ of is_marlin_format")
+        for name, changes in (config.get("dynamic") or {}).items():
+            if not name.startswith("-") and (changes or {}).get("bits", 4) != 4:
+                refuse(folder, f"GPTQ with {changes['bits']} bits for {name!r}")
 
-def _check(folder: str, config: Config) -> None:
-    if config.get("bits") != 4:
-        refuse(folder, f"GPTQ with {config.get('bits')} bits instead of 4")
-    if _gptq_format(config) not in ("gptq", "gptq_v2"):
-        refuse(folder, f"GPTQ of checkpoint_format {_gptq_format(config)!r} instead of 'gptq' or 'gptq_v2'")
-    if config.get("is_marlin_format"):
-        refuse(folder, "GPTQ of is_marlin_format")
-    for name, changes in (config.get("dynamic") or {}).items():
-        if not name.startswith("-") and (changes or {}).get("bits", 4) != 4:
-            refuse(folder, f"GPTQ with {changes['bits']} bits for {name!r}")
+    def matrix(self, base: ModelFolder, stem: str) -> Matrix:
+        (words, rows), _ = stored(base, f"{stem}.qweight")
+        columns, config = 8 * words, base.quantization
+        zeros = transposed
+        if (
+            _gptq_format(config) == "gptq"
+        ):  # its zero points are less by 1; whole words, as GPTQModel subtracted it
+
+            def zeros(words: Array) -> Array:
+                return transposed(words) + np.uint32(_ONES)
+
+        found = _turned(base, stem, rows, columns, transposed, zeros)
+        _, groups = found.pieces["scale"].shape
+        name = f"{stem}.g_idx"
+        if name in base.tensors:
+            order = base.tensors[name].read()
+            expected = torch.arange(columns, dtype=order.dtype, device=order.device) // (columns // groups)
+            if not torch.equal(order, expected):
+                refuse(base.folder, f"GPTQ with act-order ({name} is not in the order of the columns)")
+        elif config.get("desc_act"):
+            refuse(base.folder, "GPTQ with act-order (desc_act)")
+        return found
 
 
 def _gptq_format(config: Config) -> str:
     return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
-def _matrix(base: ModelFolder, stem: str) -> Matrix:
-    (words, rows), _ = stored(base, f"{stem}.qweight")
-    columns = 8 * words
-    config = base.quantization
-    is_first = _gptq_format(config) == "gptq"  # whose zero points have 1 subtracted
-    found = turned_qweight(base, stem, rows, columns, transposed, _gptq_zeros(is_first))
-    _, groups = found.pieces["scale"].shape
-    name = f"{stem}.g_idx"
-    if name in base.tensors:
-        order = base.tensors[name].read()
-        expected = torch.arange(columns, dtype=order.dtype, device=order.device) // (columns // groups)
-        if not torch.equal(order, expected):
-            refuse(base.folder, f"GPTQ with act-order ({name} is not in the order of the columns)")
-    elif config.get("desc_act"):
-        refuse(base.folder, "GPTQ with act-order (desc_act)")
-    return found
-
-
-def _gptq_zeros(is_first: bool) -> Callable[[Array], Array]:
-    """Turns zero points [groups, out / 8] into [out / 8, groups]. is_first: of the first format, which has them less 1.
-
-    The 1 is added to whole words, as GPTQModel subtracted it.
+class Awq(Kind):
+    data = (".qweight",)
+    scale = ".scales"
+    others = (".qzeros",)
+    known = """
+        bits w_bit version format group_size q_group_size zero_point backend modules_to_not_convert exllama_config
+        do_fuse modules_to_fuse fuse_max_seq_len
     """
-    return (lambda words: transposed(words) + np.uint32(ONES)) if is_first else transposed
 
+    def check(self, folder: str, config: Config) -> None:
+        bits = config.get("bits", config.get("w_bit"))
+        if bits != 4:
+            refuse(folder, f"AWQ with {bits} bits instead of 4")
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
+        if version != "gemm":
+            refuse(folder, f"AWQ of version {version!r} instead of 'gemm'")
 
-GPTQ = Kind((".qweight",), ".scales", (".qzeros", ".g_idx"), KNOWN, _check, _matrix)
+    def matrix(self, base: ModelFolder, stem: str) -> Matrix:
+        def turn_words(
+            words: Array,
+        ) -> Array:  # along the rows [in, out / 8] -> along the columns [out, in / 8]
+            num_columns, num_words = words.shape
+            columns = words.reshape(-1, 8, num_words)
+            out = np.zeros((8, num_columns // 8, num_words), np.uint32)
+            for i, row in enumerate(_AWQ_ROWS):
+                for j in range(8):
+                    out[row] |= (columns[:, j] >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * j)
+            return np.ascontiguousarray(out.transpose(2, 0, 1)).reshape(8 * num_words, -1)
+
+        def turn_zeros(words: Array) -> Array:  # [groups, out / 8] -> [out / 8, groups], their rows in order
+            out = np.zeros_like(words)
+            for i, row in enumerate(_AWQ_ROWS):
+                out |= (words >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * row)
+            return transposed(out)
+
+        (columns, words), _ = stored(base, f"{stem}.qweight")
+        return _turned(base, stem, 8 * words, columns, turn_words, turn_zeros)

@@ -19,21 +19,18 @@ from fmoe_ext.frozen.formats.nf4 import NF4_CODE
 
 
 class Packing(NamedTuple):
-    """A packing of folders.
+    """A packing of folders."""
 
-    format: its name in frozen.FORMATS. tensors: packed [1, out, in] -> {what follows the layer's name: tensor}.
-    config: quantization_config but for the layers that stay as they are; ignored: its key for their names.
-    fused: the layers that a server joins have one factor, or it takes the largest of them for all.
-    """
-
-    format: str
-    tensors: Callable[[Quantized], dict[str, torch.Tensor]]
-    config: Mapping[str, Any]
-    ignored: str
-    fused: bool = False
+    format: str  # a name in frozen.FORMATS
+    tensors: Callable[
+        [Quantized], dict[str, torch.Tensor]
+    ]  # packed [1, out, in] -> {what follows the layer's name}
+    config: Mapping[str, Any]  # quantization_config but for the layers that stay as they are
+    ignored: str  # its key for their names
+    fused: bool = False  # layers that a server joins need one factor: it takes the largest of theirs for all
 
     def quantization_config(self, plain: Iterable[str]) -> dict[str, Any]:
-        """quantization_config of a folder. plain: names of the linear layers that are not packed."""
+        """Make quantization_config of a folder. plain: names of the linear layers that are not packed."""
         return {**self.config, self.ignored: sorted(set(plain))}
 
 
@@ -50,90 +47,78 @@ def _compressed(format: str, **weights: Any) -> dict[str, Any]:
 
 
 def _mxfp4(packed: Quantized) -> dict[str, torch.Tensor]:
-    assert packed.scale is not None
-    return {"weight_packed": packed.data[0].flatten(1), "weight_scale": packed.scale[0]}
+    return {"weight_packed": packed.data[0].flatten(1), "weight_scale": _scale(packed)[0]}
 
 
 def _nvfp4(packed: Quantized) -> dict[str, torch.Tensor]:
-    assert packed.scale is not None and packed.zero is not None
+    assert packed.zero is not None
     factors = packed.zero[0, 0]
-    # compressed-tensors divides by it
-    whole = (factors[1] / factors[0])[None]
-    return {"weight_packed": packed.data[0], "weight_scale": packed.scale[0], "weight_global_scale": whole}
+    whole = (factors[1] / factors[0])[None]  # compressed-tensors divides by it
+    return {
+        "weight_packed": packed.data[0],
+        "weight_scale": _scale(packed)[0],
+        "weight_global_scale": whole,
+    }
 
 
 def _with_inverse(packed: Quantized) -> dict[str, torch.Tensor]:
-    assert packed.scale is not None
-    return {"weight": packed.data[0], "weight_scale_inv": packed.scale[0]}
+    return {"weight": packed.data[0], "weight_scale_inv": _scale(packed)[0]}
 
 
 def _nf4(packed: Quantized) -> dict[str, torch.Tensor]:
-    assert packed.scale is not None
-    state = {
-        "quant_type": "nf4",
-        "blocksize": packed.kind.block,
-        "dtype": "bfloat16",
-        "shape": list(packed.shape[1:]),
-    }
+    shape = list(packed.shape[1:])
+    state = {"quant_type": "nf4", "blocksize": packed.kind.block, "dtype": "bfloat16", "shape": shape}
     text = bytearray(json.dumps(state).encode())
     return {
         "weight": packed.data.reshape(-1, 1),
-        "weight.absmax": packed.scale.flatten(),
+        "weight.absmax": _scale(packed).flatten(),
         "weight.quant_map": torch.tensor(NF4_CODE, device="cpu"),
         "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(text, dtype=torch.uint8),
     }
 
 
+def _scale(packed: Quantized) -> torch.Tensor:
+    assert packed.scale is not None  # as of all these formats
+    return packed.scale
+
+
+_MXFP4 = MappingProxyType(
+    _compressed("mxfp4-pack-quantized", strategy="group", group_size=MX_BLOCK, scale_dtype="torch.uint8")
+)
+_NVFP4 = MappingProxyType(
+    _compressed(
+        "nvfp4-pack-quantized",
+        strategy="tensor_group",
+        group_size=NVFP4_BLOCK,
+        scale_dtype="torch.float8_e4m3fn",
+    )
+)
+_MXFP8 = MappingProxyType(
+    {"quant_method": "mxfp8", "weight_block_size": [1, MX_BLOCK], "activation_scheme": "dynamic"}
+)
+_FP8 = MappingProxyType(
+    {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "activation_scheme": "dynamic",
+    }
+)
+_NF4 = MappingProxyType(
+    {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    }
+)
 PACKINGS: Mapping[str, Packing] = MappingProxyType(
     {
-        "mxfp4": Packing(
-            "mxfp4",
-            _mxfp4,
-            _compressed(
-                "mxfp4-pack-quantized", strategy="group", group_size=MX_BLOCK, scale_dtype="torch.uint8"
-            ),
-            "ignore",
-        ),
-        "nvfp4": Packing(
-            "nvfp4",
-            _nvfp4,
-            _compressed(
-                "nvfp4-pack-quantized",
-                strategy="tensor_group",
-                group_size=NVFP4_BLOCK,
-                scale_dtype="torch.float8_e4m3fn",
-            ),
-            "ignore",
-            fused=True,
-        ),
-        "mxfp8": Packing(
-            "mxfp8",
-            _with_inverse,
-            {"quant_method": "mxfp8", "weight_block_size": [1, MX_BLOCK], "activation_scheme": "dynamic"},
-            "modules_to_not_convert",
-        ),
-        "fp8": Packing(
-            "fp8_block",
-            _with_inverse,
-            {
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-                "activation_scheme": "dynamic",
-            },
-            "modules_to_not_convert",
-        ),
-        "nf4": Packing(
-            "nf4",
-            _nf4,
-            {
-                "quant_method": "bitsandbytes",
-                "load_in_4bit": True,
-                "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_use_double_quant": False,
-                "bnb_4bit_compute_dtype": "bfloat16",
-            },
-            "llm_int8_skip_modules",
-        ),
+        "mxfp4": Packing("mxfp4", _mxfp4, _MXFP4, "ignore"),
+        "nvfp4": Packing("nvfp4", _nvfp4, _NVFP4, "ignore", fused=True),
+        "mxfp8": Packing("mxfp8", _with_inverse, _MXFP8, "modules_to_not_convert"),
+        "fp8": Packing("fp8_block", _with_inverse, _FP8, "modules_to_not_convert"),
+        "nf4": Packing("nf4", _nf4, _NF4, "llm_int8_skip_modules"),
     }
 )

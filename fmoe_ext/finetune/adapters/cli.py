@@ -13,8 +13,8 @@ import torch
 from fmoe_ext._cli import positive_int, reason
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_layers import decode
 from fmoe_ext.checkpoint.model_folder import ModelFolder, local_path
-from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import LAYOUTS, convert
 from fmoe_ext.finetune.adapters.merge import merge

@@ -14,8 +14,7 @@ import torch
 from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.checkpoint.weight_names import Converted
-from fmoe_ext.checkpoint.written_names import as_in_modules, as_written
+from fmoe_ext.checkpoint.weight_names import Converted, as_in_modules, as_written
 from fmoe_ext.finetune.adapters.delta import module_of
 
 _Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.layouts import BLOCKS
+from fmoe_ext.checkpoint.families import BLOCKS
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters.delta import module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors

@@ -1,55 +1,22 @@
-"""The architectures of llama.cpp that are read and written: a class each, in a file with its relatives."""
+"""The architectures of llama.cpp that are read and written: a class each, found by being in a file here.
+
+A file has one class with its relatives; plain.py has those that differ by their keys alone.
+"""
+
+import importlib
+import pkgutil
 
 from fmoe_ext.gguf.architecture import Architecture
-from fmoe_ext.gguf.architectures.afmoe import Afmoe
-from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2, DeepseekV3, Glm4MoeLite
-from fmoe_ext.gguf.architectures.dots1 import Dots1
-from fmoe_ext.gguf.architectures.ernie4_5_moe import Ernie45Moe
-from fmoe_ext.gguf.architectures.exaone_moe import ExaoneMoe
-from fmoe_ext.gguf.architectures.gemma4 import Gemma4
-from fmoe_ext.gguf.architectures.glm4moe import Glm4Moe, SolarOpen
-from fmoe_ext.gguf.architectures.glm_dsa import GlmDsa
-from fmoe_ext.gguf.architectures.gpt_oss import GptOss
-from fmoe_ext.gguf.architectures.granitehybrid import GraniteHybrid
-from fmoe_ext.gguf.architectures.granitemoe import GraniteMoe, GraniteMoeShared
-from fmoe_ext.gguf.architectures.hunyuan_moe import HunyuanMoe
-from fmoe_ext.gguf.architectures.kimi_linear import KimiLinear
-from fmoe_ext.gguf.architectures.lfm2moe import Lfm2Moe
-from fmoe_ext.gguf.architectures.llama import Llama
-from fmoe_ext.gguf.architectures.minimax_m2 import MiniMaxM2
-from fmoe_ext.gguf.architectures.nemotron_h_moe import NemotronHMoe
-from fmoe_ext.gguf.architectures.olmoe import Olmoe
-from fmoe_ext.gguf.architectures.qwen2moe import Qwen2Moe
-from fmoe_ext.gguf.architectures.qwen3moe import Qwen3Moe
-from fmoe_ext.gguf.architectures.qwen3next import Qwen3Next
-from fmoe_ext.gguf.architectures.qwen35moe import Qwen35Moe
 
-# Of several for one name in files, the first that accepts a file's keys reads it, or the last
-ARCHITECTURES: tuple[type[Architecture], ...] = (
-    Afmoe,
-    DeepseekV2,
-    DeepseekV3,
-    Glm4MoeLite,
-    Dots1,
-    Ernie45Moe,
-    ExaoneMoe,
-    Gemma4,
-    Glm4Moe,
-    SolarOpen,
-    GlmDsa,
-    GptOss,
-    GraniteMoe,
-    GraniteMoeShared,
-    GraniteHybrid,
-    HunyuanMoe,
-    KimiLinear,
-    Lfm2Moe,
-    Llama,
-    MiniMaxM2,
-    NemotronHMoe,
-    Olmoe,
-    Qwen2Moe,
-    Qwen3Moe,
-    Qwen3Next,
-    Qwen35Moe,
+_MODULES = tuple(
+    importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)
 )
+_FOUND = tuple(
+    value
+    for module in _MODULES
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, Architecture) and value.__module__ == module.__name__
+)
+# Of several for one name in files, which stand in one file in this order, the first that accepts a file's keys reads
+# it, or the last
+ARCHITECTURES: tuple[type[Architecture], ...] = tuple(sorted(_FOUND, key=lambda kind: kind.name))

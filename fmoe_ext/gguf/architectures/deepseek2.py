@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 with Kimi K2, whose router's score says which, and GLM-4.7-Flash: latent attention.
+"""Latent attention: DeepSeek-V2, V3 and Kimi K2, whose router's score says which, GLM-4.7-Flash, GLM-5 and Kimi Linear.
 
 llama.cpp computes it as attention with one head of latent keys, which are values too: kv_b_proj, which widens them, is
 in the file as keys [heads, rank, nope], absorbed in the queries, and values [heads, v, rank].
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe_ext.gguf.architecture import Architecture, Values
-from fmoe_ext.gguf.transforms import TensorTransform
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
+from fmoe_ext.gguf.recurrent import KEY_HEADS, kinds_of
+from fmoe_ext.gguf.transforms import TensorTransform, exp, log, one, renamed
 
-NOPE_AND_ROPE = "attention.key_length_mla"
+_NOPE_AND_ROPE = "attention.key_length_mla"
 
 
 class DeepseekV2(Architecture):
@@ -22,7 +24,7 @@ class DeepseekV2(Architecture):
     keys = MappingProxyType(
         {
             "leading_dense_block_count": "first_k_dense_replace",
-            NOPE_AND_ROPE: "qk_head_dim",
+            _NOPE_AND_ROPE: "qk_head_dim",
             "attention.value_length_mla": "v_head_dim",
             "attention.kv_lora_rank": "kv_lora_rank",
             "attention.q_lora_rank": "q_lora_rank",
@@ -30,7 +32,7 @@ class DeepseekV2(Architecture):
         }
     )
     read = ("attention.head_count_kv", "attention.key_length")
-    needs: tuple[str, ...] = ("expert_gating_func", NOPE_AND_ROPE, "rope.dimension_count")
+    needs: tuple[str, ...] = ("expert_gating_func", _NOPE_AND_ROPE, "rope.dimension_count")
     defaults = MappingProxyType({"q_lora_rank": None})
 
     def heads(self, values: Values) -> Values:
@@ -49,7 +51,7 @@ class DeepseekV2(Architecture):
             "attention.head_count_kv": 1,
             "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
             "attention.value_length": config.kv_lora_rank,
-            NOPE_AND_ROPE: config.qk_nope_head_dim + config.qk_rope_head_dim,
+            _NOPE_AND_ROPE: config.qk_nope_head_dim + config.qk_rope_head_dim,
             "attention.value_length_mla": config.v_head_dim,
             "attention.kv_lora_rank": config.kv_lora_rank,
             "rope.dimension_count": config.qk_rope_head_dim,
@@ -78,11 +80,7 @@ class DeepseekV2(Architecture):
 class DeepseekV3(DeepseekV2):
     model_type = "deepseek_v3"
     keys = MappingProxyType(
-        {
-            **DeepseekV2.keys,
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-        }
+        {**DeepseekV2.keys, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
     )
     defaults = MappingProxyType({**DeepseekV2.defaults, "num_mtp_layers": 0})
     has_heads = True
@@ -92,3 +90,88 @@ class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash, whose file alone is read as DeepSeek-V3."""
 
     model_type = "glm4_moe_lite"
+
+
+_INDEXER = MappingProxyType(
+    {
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    }
+)
+_TYPES = "attention.indexer.types"
+
+
+class GlmDsa(DeepseekV3):
+    """GLM-5: DeepSeek-V3 with indexers, which choose the tokens that a layer attends to."""
+
+    name = "glm-dsa"
+    model_type = "glm_moe_dsa"
+    keys = MappingProxyType({**DeepseekV3.keys, **_INDEXER, _TYPES: "indexer_types"})
+    needs = (*DeepseekV2.needs[1:], *_INDEXER)
+    defaults = DeepseekV2.defaults
+
+    def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
+        values = super().config(fields, shapes, factors)
+        num_layers = values["num_hidden_layers"]
+        usual = None if values["max_position_embeddings"] >= 2**20 else [True] * num_layers
+        types = values.get("indexer_types", usual)
+        if not isinstance(types, list) or len(types) < num_layers:
+            raise CheckpointError(
+                f"{self.name}.{_TYPES} is {types!r}, expected a list of {num_layers} entries"
+            )
+        values["indexer_types"] = ["full" if full else "shared" for full in types[:num_layers]]
+        return values
+
+    def fields(self, config: Any) -> dict[str, Any]:
+        return {
+            **super().fields(config),
+            **{key: getattr(config, attribute) for key, attribute in _INDEXER.items()},
+            _TYPES: [kind == "full" for kind in config.indexer_types],
+        }
+
+
+_DELTA = MappingProxyType({"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"})
+
+
+class KimiLinear(DeepseekV2):
+    """Kimi Linear: latent attention without rotary embeddings, and layers of Kimi's delta attention."""
+
+    name = "kimi-linear"
+    model_type = "kimi_linear"
+    keys = MappingProxyType({**DeepseekV2.keys, **_DELTA})
+    harmless = ("rope.freq_base", "attention.value_length")  # of rotary embeddings; without latent attention
+    needs = (*DeepseekV2.needs[1:], *_DELTA, KEY_HEADS)
+    defaults = MappingProxyType({"moe_renormalize": True, "q_lora_rank": None, "pad_token_id": None})
+    fixed = MappingProxyType({"moe_renormalize": True, "tie_word_embeddings": False})
+
+    def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
+        values = super().config(fields, shapes, factors)
+        return {**values, "linear_num_heads": values["num_attention_heads"]}
+
+    def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
+        return kinds_of(fields, num_layers, "linear_attention")
+
+    def fields(self, config: Any) -> dict[str, Any]:
+        return {
+            **super().fields(config),
+            **{key: getattr(config, attribute) for key, attribute in _DELTA.items()},
+            KEY_HEADS: [int(kind == "full_attention") for kind in config.layer_types],
+        }
+
+    def transforms(self, config: Any) -> dict[str, TensorTransform]:
+        gate = "self_attn.forget_gate."
+        return {
+            **super().transforms(config),
+            f"{gate}f_a_proj.weight": renamed("ssm_f_a.weight"),
+            f"{gate}f_b_proj.weight": renamed("ssm_f_b.weight"),
+            f"{gate}dt_bias": renamed("ssm_dt.bias"),
+            f"{gate}A_log": one(
+                "ssm_a", lambda a: log(a).reshape(1, 1, -1, 1), lambda a: exp(a).reshape(-1, 1)
+            ),
+            "self_attn.conv1d.weight": TensorTransform(
+                tuple(f"ssm_conv1d_{part}.weight" for part in "qkv"),
+                lambda *parts: torch.cat([part.reshape(-1, 1, part.shape[-1]) for part in parts]),
+                lambda w: w.chunk(3),
+            ),
+        }

@@ -10,23 +10,23 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
 from fmoe_ext.gguf.transforms import TensorTransform, renamed
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-PATTERN = "attention.sliding_window_pattern"
-KEY, VALUE = (
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_PATTERN = "attention.sliding_window_pattern"
+_KEY, _VALUE = (
     "attention.key_length",
     "attention.value_length",
 )  # of layers with full attention; _swa: of the others
-SOFTCAP, SHARED = "final_logit_softcapping", "attention.shared_kv_layers"
-UNROTATED = 1e30  # divides the frequency of what is not rotated
-OWN = MappingProxyType(
+_SOFTCAP, _SHARED = "final_logit_softcapping", "attention.shared_kv_layers"
+_UNROTATED = 1e30  # divides the frequency of what is not rotated
+_OWN = MappingProxyType(
     {
         "attention.sliding_window": "sliding_window",
-        SHARED: "num_kv_shared_layers",
+        _SHARED: "num_kv_shared_layers",
         "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         "attention.key_length": "global_head_dim",
         "attention.key_length_swa": "head_dim",
         "rope.freq_base_swa": "rope_theta_swa",
-        SOFTCAP: SOFTCAP,
+        _SOFTCAP: _SOFTCAP,
     }
 )
 
@@ -35,20 +35,20 @@ class Gemma4(Architecture):
     name = "gemma4"
     model_type = "gemma4_text"
     has_factors = True
-    keys = OWN
+    keys = _OWN
     read = (
-        PATTERN,
+        _PATTERN,
         "attention.value_length",
         "attention.value_length_swa",
         "rope.dimension_count",
         "rope.dimension_count_swa",
     )
-    needs = tuple(key for key in (*OWN, PATTERN) if key not in (SOFTCAP, SHARED))
+    needs = tuple(key for key in (*_OWN, _PATTERN) if key not in (_SOFTCAP, _SHARED))
     defaults = MappingProxyType(
         {
             "enable_moe_block": True,
             "num_kv_shared_layers": 0,
-            SOFTCAP: 30.0,  # llama.cpp's, whose graph takes 0 for none
+            _SOFTCAP: 30.0,  # llama.cpp's, whose graph takes 0 for none
         }
     )
     fixed = MappingProxyType({"enable_moe_block": True, "hidden_activation": "gelu_pytorch_tanh"})
@@ -56,17 +56,14 @@ class Gemma4(Architecture):
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
         for kind in ("", "_swa"):  # the configuration has one size for both
-            keys, of_values = fields.get(f"{KEY}{kind}"), fields.get(f"{VALUE}{kind}")
+            keys, of_values = fields.get(f"{_KEY}{kind}"), fields.get(f"{_VALUE}{kind}")
             if of_values is not None and keys != of_values:
                 raise CheckpointError(
-                    f"{self.name}.{KEY}{kind} is {keys!r}, but {self.name}.{VALUE}{kind} is {of_values!r}"
+                    f"{self.name}.{_KEY}{kind} is {keys!r}, but {self.name}.{_VALUE}{kind} is {of_values!r}"
                 )
         kinds, num_layers = values["layer_types"], values["num_hidden_layers"]
         said = values["num_key_value_heads"]
-        own = {
-            "head_dim": values.pop("global_head_dim"),
-            "num_key_value_heads": _heads(said, kinds, FULL),
-        }
+        own = {"head_dim": values.pop("global_head_dim"), "num_key_value_heads": _heads(said, kinds, _FULL)}
         first = num_layers - values["num_kv_shared_layers"]
         widths = [shapes.get(f"blk.{i}.ffn_up.weight", (0,))[0] for i in (0, num_layers - 1)]
         if factors is None:
@@ -77,32 +74,32 @@ class Gemma4(Architecture):
         rotated = int((factors == 1).sum()) / max(1, len(factors))
         return {
             **values,
-            "num_key_value_heads": _heads(said, kinds, SLIDING),
-            "per_layer_config": {i: own for i, kind in enumerate(kinds) if kind == FULL},
+            "num_key_value_heads": _heads(said, kinds, _SLIDING),
+            "per_layer_config": {i: own for i, kind in enumerate(kinds) if kind == _FULL},
             "attention_k_eq_v": any(
-                kind == FULL and f"blk.{i}.attn_v.weight" not in shapes
+                kind == _FULL and f"blk.{i}.attn_v.weight" not in shapes
                 for i, kind in enumerate(kinds[:first])
             ),
             "use_double_wide_mlp": widths[1] == 2 * widths[0],
             "vocab_size_per_layer_input": values["vocab_size"],
-            SOFTCAP: values[SOFTCAP] or None,
+            _SOFTCAP: values[_SOFTCAP] or None,
             "rope_parameters": {
-                FULL: {"rope_type": "proportional", "partial_rotary_factor": rotated, **rope},
-                SLIDING: {"rope_type": "default", "rope_theta": theta},
+                _FULL: {"rope_type": "proportional", "partial_rotary_factor": rotated, **rope},
+                _SLIDING: {"rope_type": "default", "rope_theta": theta},
             },
         }
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
-        windows = fields[PATTERN]
+        windows = fields[_PATTERN]
         if not isinstance(windows, list):
-            raise TypeError(f"{self.name}.{PATTERN} is {windows!r}, expected a list")
-        return [SLIDING if windows[i] else FULL for i in range(num_layers)]
+            raise TypeError(f"{self.name}.{_PATTERN} is {windows!r}, expected a list")
+        return [_SLIDING if windows[i] else _FULL for i in range(num_layers)]
 
     def fields(self, config: Any) -> dict[str, Any]:
         layers = range(config.num_hidden_layers)
         first = config.num_hidden_layers - config.num_kv_shared_layers
         heads = [config.per_layer_config[i].num_key_value_heads for i in layers]
-        full, sliding = _head_dim(config, FULL), _head_dim(config, SLIDING)
+        full, sliding = _head_dim(config, _FULL), _head_dim(config, _SLIDING)
         found = {
             **super().fields(config),
             "attention.key_length": full,
@@ -111,12 +108,12 @@ class Gemma4(Architecture):
             "attention.key_length_swa": sliding,
             "attention.value_length_swa": sliding,
             "rope.dimension_count_swa": sliding,
-            "rope.freq_base_swa": float(config.rope_parameters[SLIDING]["rope_theta"]),
+            "rope.freq_base_swa": float(config.rope_parameters[_SLIDING]["rope_theta"]),
             "attention.head_count_kv": heads[0] if len({*heads}) == 1 else heads,
-            SHARED: config.num_kv_shared_layers,
+            _SHARED: config.num_kv_shared_layers,
             "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
-            PATTERN: [kind == SLIDING for kind in config.layer_types],
-            SOFTCAP: float(config.final_logit_softcapping or 0),
+            _PATTERN: [kind == _SLIDING for kind in config.layer_types],
+            _SOFTCAP: float(config.final_logit_softcapping or 0),
         }
         if config.use_double_wide_mlp and first < config.num_hidden_layers:
             width = config.intermediate_size
@@ -124,19 +121,19 @@ class Gemma4(Architecture):
         return found
 
     def factors(self, config: Any) -> Tensor:
-        full = config.rope_parameters[FULL]
+        full = config.rope_parameters[_FULL]
         part = full.get("partial_rotary_factor", 1.0) if full["rope_type"] == "proportional" else 1.0
-        head_dim = _head_dim(config, FULL)
+        head_dim = _head_dim(config, _FULL)
         factors = torch.ones(head_dim // 2, device="cpu")
-        factors[int(part * head_dim // 2) :] = UNROTATED
+        factors[int(part * head_dim // 2) :] = _UNROTATED
         return factors
 
     def refused(self, config: Any) -> dict[str, bool]:
         rope, kinds = config.rope_parameters, config.layer_types
         first = config.num_hidden_layers - config.num_kv_shared_layers
         # llama.cpp shares the last layer's keys, or with a window those of the layer before it
-        shared = {kind: first - (2 if kind == SLIDING else 1) for kind in kinds[first:]}
-        full, sliding = rope.get(FULL, {}), rope.get(SLIDING, {})
+        shared = {kind: first - (2 if kind == _SLIDING else 1) for kind in kinds[first:]}
+        full, sliding = rope.get(_FULL, {}), rope.get(_SLIDING, {})
         return {
             **super().refused(config),
             "rope_parameters": full.get("rope_type") not in ("default", "proportional")
@@ -160,7 +157,7 @@ class Gemma4(Architecture):
 
 
 def _heads(said: Any, kinds: list[str], kind: str) -> int:
-    """Returns the heads of keys that the layers of a kind have."""
+    """Return the heads of keys that the layers of a kind have."""
     found = said if isinstance(said, list) else [said] * len(kinds)
     if len(found) < len(kinds) or any(type(heads) is not int for heads in found):
         raise CheckpointError(f"attention.head_count_kv is {said!r}, expected {len(kinds)} numbers of heads")
@@ -171,6 +168,6 @@ def _heads(said: Any, kinds: list[str], kind: str) -> int:
 
 
 def _head_dim(config: Any, kind: str) -> int:
-    """Returns the size of a head in layers of a kind, or in the first layer if none is."""
+    """Return the size of a head in layers of a kind, or in the first layer if none is."""
     layers = [i for i, other in enumerate(config.layer_types) if other == kind] or [0]
     return int(config.per_layer_config[layers[0]].head_dim)

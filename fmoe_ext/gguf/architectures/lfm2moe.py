@@ -9,20 +9,16 @@ from fmoe_ext.gguf.architecture import EPSILON, Architecture, Fields, Shapes, Va
 from fmoe_ext.gguf.recurrent import KEY_HEADS, heads_of, kinds_of, one_number
 from fmoe_ext.gguf.transforms import TensorTransform, convolution, renamed
 
-TAPS = "shortconv.l_cache"
+_TAPS = "shortconv.l_cache"
 
 
 class Lfm2Moe(Architecture):
     name = "lfm2moe"
     model_type = "lfm2_moe"
     keys = MappingProxyType(
-        {
-            EPSILON: "norm_eps",
-            "leading_dense_block_count": "num_dense_layers",
-            TAPS: "conv_L_cache",
-        }
+        {EPSILON: "norm_eps", "leading_dense_block_count": "num_dense_layers", _TAPS: "conv_L_cache"}
     )
-    needs = (TAPS, KEY_HEADS)
+    needs = (_TAPS, KEY_HEADS)
     defaults = MappingProxyType({"norm_topk_prob": True})
     fixed = MappingProxyType({"norm_topk_prob": True, "routed_scaling_factor": 1.0, "conv_bias": False})
 
@@ -33,7 +29,7 @@ class Lfm2Moe(Architecture):
         return kinds_of(fields, num_layers, "conv")
 
     def fields(self, config: Any) -> dict[str, Any]:
-        return {**super().fields(config), KEY_HEADS: heads_of(config), TAPS: config.conv_L_cache}
+        return {**super().fields(config), KEY_HEADS: heads_of(config), _TAPS: config.conv_L_cache}
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
         return {

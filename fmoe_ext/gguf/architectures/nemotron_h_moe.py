@@ -10,7 +10,7 @@ from fmoe_ext.gguf.architecture import EPSILON, Architecture, Fields, Shapes, Va
 from fmoe_ext.gguf.recurrent import KEY_HEADS, head_size, heads_of, kinds_of, of_mamba, one_number
 from fmoe_ext.gguf.transforms import TensorTransform
 
-MAMBA = MappingProxyType(
+_MAMBA = MappingProxyType(
     {
         "ssm.conv_kernel": "conv_kernel",
         "ssm.state_size": "ssm_state_size",
@@ -18,8 +18,8 @@ MAMBA = MappingProxyType(
         "ssm.time_step_rank": "mamba_num_heads",
     }
 )
-NORM = "attention.layer_norm_epsilon"
-WIDTHS = "feed_forward_length"  # of each layer, 0 for those without experts
+_NORM = "attention.layer_norm_epsilon"
+_WIDTHS = "feed_forward_length"  # of each layer, 0 for those without experts
 
 
 class NemotronHMoe(Architecture):
@@ -27,15 +27,15 @@ class NemotronHMoe(Architecture):
     model_type = "nemotron_h"
     keys = MappingProxyType(
         {
-            **MAMBA,
+            **_MAMBA,
             "ssm.inner_size": "inner_size",
             "moe_latent_size": "moe_latent_size",
-            NORM: "layer_norm_epsilon",
+            _NORM: "layer_norm_epsilon",
             EPSILON: "layer_norm_epsilon",
         }
     )
     harmless = ("rope.freq_base", "rope.dimension_count")
-    needs = (*MAMBA, "ssm.inner_size", NORM, KEY_HEADS, WIDTHS)
+    needs = (*_MAMBA, "ssm.inner_size", _NORM, KEY_HEADS, _WIDTHS)
     defaults = MappingProxyType({"moe_latent_size": None})
     fixed = MappingProxyType(
         {"mlp_hidden_act": "relu2", "use_conv_bias": True, "use_bias": False, "mlp_bias": False}
@@ -52,10 +52,10 @@ class NemotronHMoe(Architecture):
         return {**values, "mamba_num_heads": heads, "mamba_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
-        kinds, widths = kinds_of(fields, num_layers, "linear_attention"), fields[WIDTHS]
+        kinds, widths = kinds_of(fields, num_layers, "linear_attention"), fields[_WIDTHS]
         if not isinstance(widths, list) or len(widths) < num_layers:
             raise CheckpointError(
-                f"{self.name}.{WIDTHS} is {widths!r}, expected a list of {num_layers} entries"
+                f"{self.name}.{_WIDTHS} is {widths!r}, expected a list of {num_layers} entries"
             )
         return ["moe" if widths[i] else kind for i, kind in enumerate(kinds)]
 
@@ -63,12 +63,12 @@ class NemotronHMoe(Architecture):
         latent = {"moe_latent_size": config.moe_latent_size} if config.moe_latent_size else {}
         return {
             **super().fields(config),
-            **{key: getattr(config, attribute) for key, attribute in MAMBA.items()},
+            **{key: getattr(config, attribute) for key, attribute in _MAMBA.items()},
             **latent,
             "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
-            NORM: float(config.layer_norm_epsilon),
+            _NORM: float(config.layer_norm_epsilon),
             KEY_HEADS: heads_of(config),
-            WIDTHS: [config.moe_intermediate_size if kind == "moe" else 0 for kind in config.layer_types],
+            _WIDTHS: [config.moe_intermediate_size if kind == "moe" else 0 for kind in config.layer_types],
         }
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:

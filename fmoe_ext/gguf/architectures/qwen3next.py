@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of four are gated delta nets.
+"""Qwen3-Next and Qwen3.5: three layers of four are gated delta nets.
 
 The file has queries, keys and values of all heads one after the other, and their gates apart; the model has those of a
 head of keys beside each other.
@@ -14,7 +14,7 @@ from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
 from fmoe_ext.gguf.recurrent import head_size
 from fmoe_ext.gguf.transforms import TensorTransform, convolution, exp, log, one, plus_one, renamed
 
-DELTA = MappingProxyType(
+_DELTA = MappingProxyType(
     {
         "ssm.conv_kernel": "linear_conv_kernel_dim",
         "ssm.state_size": "linear_key_head_dim",
@@ -22,7 +22,7 @@ DELTA = MappingProxyType(
         "ssm.time_step_rank": "linear_num_value_heads",
     }
 )
-RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
+_RECURRENT, _INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 
 
 class Heads(NamedTuple):
@@ -35,21 +35,18 @@ class Heads(NamedTuple):
 
 
 def heads_of(config: Any) -> Heads:
-    """Returns the heads of a configuration's gated delta nets."""
+    """Return the heads of a configuration's gated delta nets."""
     keys = config.linear_num_key_heads
     return Heads(
-        keys,
-        config.linear_num_value_heads // keys,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
+        keys, config.linear_num_value_heads // keys, config.linear_key_head_dim, config.linear_value_head_dim
     )
 
 
 class Qwen3Next(Architecture):
     name = "qwen3next"
     model_type = "qwen3_next"
-    keys = MappingProxyType({**DELTA, "ssm.inner_size": "inner_size"})
-    read = (RECURRENT, INTERVAL)
+    keys = MappingProxyType({**_DELTA, "ssm.inner_size": "inner_size"})
+    read = (_RECURRENT, _INTERVAL)
     needs = ("rope.dimension_count",)
     defaults: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
     fixed: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
@@ -62,18 +59,18 @@ class Qwen3Next(Architecture):
         return {**values, "linear_value_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
-        recurrent = fields.get(RECURRENT)
+        recurrent = fields.get(_RECURRENT)
         if recurrent is None:
-            every = fields.get(INTERVAL, 4)
+            every = fields.get(_INTERVAL, 4)
             recurrent = [(i + 1) % every != 0 for i in range(num_layers)]
         return ["linear_attention" if recurrent[i] else "full_attention" for i in range(num_layers)]
 
     def fields(self, config: Any) -> dict[str, Any]:
         return {
             **super().fields(config),
-            **{key: getattr(config, attribute) for key, attribute in DELTA.items()},
+            **{key: getattr(config, attribute) for key, attribute in _DELTA.items()},
             "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
-            RECURRENT: [kind == "linear_attention" for kind in config.layer_types],
+            _RECURRENT: [kind == "linear_attention" for kind in config.layer_types],
         }
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
@@ -93,7 +90,7 @@ class Qwen3Next(Architecture):
         }
 
     def of_delta(self, config: Any) -> dict[str, TensorTransform]:
-        """{name in a gated delta net: what it is in the file}."""
+        """Return {name in a gated delta net: what it is in the file}."""
         heads = heads_of(config)
 
         def read(qkv: Tensor, z: Tensor) -> Tensor:
@@ -113,4 +110,56 @@ class Qwen3Next(Architecture):
             "A_log": one("ssm_a", log, exp),
             "dt_bias": renamed("ssm_dt.bias"),
             "conv1d.weight": convolution("ssm_conv1d.weight"),
+        }
+
+
+_SECTIONS = "rope.dimension_sections"  # of a head, by time, height and width, which are equal in a text
+
+
+class Qwen35Moe(Qwen3Next):
+    """Qwen3.5 and 3.6, whose file counts the heads of values through the heads of keys first."""
+
+    name = "qwen35moe"
+    model_type = "qwen3_5_moe_text"
+    has_factors = True
+    harmless = (_SECTIONS,)
+    defaults = MappingProxyType({})
+    fixed = MappingProxyType({})
+
+    def fields(self, config: Any) -> dict[str, Any]:
+        sections = config.rope_parameters.get("mrope_section") or [11, 11, 10]
+        return {**super().fields(config), _SECTIONS: [*sections, 0]}
+
+    def of_delta(self, config: Any) -> dict[str, TensorTransform]:
+        heads = heads_of(config)
+        num_keys = 2 * heads.keys * heads.key
+
+        def read(rows: Tensor, size: int = heads.value) -> Tensor:
+            return rows.unflatten(0, (heads.values, heads.keys, size)).transpose(0, 1).flatten(0, 2)
+
+        def write(rows: Tensor, size: int = heads.value) -> Tensor:
+            return rows.unflatten(0, (heads.keys, heads.values, size)).transpose(0, 1).flatten(0, 2)
+
+        def read_behind_keys(rows: Tensor) -> Tensor:
+            return torch.cat((rows[:num_keys], read(rows[num_keys:])))
+
+        def write_behind_keys(rows: Tensor) -> Tensor:
+            return torch.cat((rows[:num_keys], write(rows[num_keys:])))
+
+        def ones(part: str, has_rows: bool = True) -> TensorTransform:
+            return one(part, lambda w: read(w, 1), lambda w: write(w, 1), has_rows)
+
+        return {
+            "A_log": one("ssm_a", lambda a: read(log(a), 1), lambda a: write(exp(a), 1)),
+            "dt_bias": ones("ssm_dt.bias", False),
+            "conv1d.weight": one(
+                "ssm_conv1d.weight",
+                lambda w: read_behind_keys(w)[:, None],
+                lambda w: write_behind_keys(w[:, 0]),
+            ),
+            "in_proj_qkv.weight": one("attn_qkv.weight", read_behind_keys, write_behind_keys, True),
+            "in_proj_z.weight": one("attn_gate.weight", read, write, True),
+            "in_proj_a.weight": ones("ssm_alpha.weight"),
+            "in_proj_b.weight": ones("ssm_beta.weight"),
+            "out_proj.weight": one("ssm_out.weight", lambda w: read(w.T).T, lambda w: write(w.T).T),
         }
