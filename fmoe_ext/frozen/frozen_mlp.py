@@ -168,13 +168,10 @@ def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _places(*names: str) -> tuple[int, ...]:
-    return tuple(FrozenMlp._fields.index(name) for name in names)
-
-
-_WEIGHTS = _places("w1", "b1", "w2", "b2")
-_LORA = _places("lora_a1", "lora_b1", "lora_a2", "lora_b2")
-_LEARNED = (*_places("x"), *_LORA, *_places("topk_weights"))  # in the order of the backward's results
+# Places of arguments.
+_WEIGHTS = (4, 5, 6, 7)  # w1, b1, w2, b2
+_LORA = (19, 20, 22, 23)  # lora_a1, lora_b1, lora_a2, lora_b2
+_LEARNED = (0, *_LORA, 8)  # x, ..., topk_weights: in the order of the backward's results
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -220,7 +217,7 @@ register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=(*_W
 register_not_differentiable_twice("fmoe_ext::frozen_mlp_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
-register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(*_places("x"), *_WEIGHTS, *_LORA))
+register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, *_WEIGHTS, *_LORA))
 
 
 # What follows computes both operators by grouped_gemm, one product after another, for devices without a kernel of their
