@@ -93,7 +93,9 @@ class Cut:
         self._of_one: dict[str, tuple[str, int]] = {}  # {begin of one expert's names: (path, expert)}
         self._stacks: dict[str, str] = {}  # {name of a stack: path}
         for path, module in self.layers.items():
-            packed = [f"{p}{s}_{k}" for p in prefixes(path) for s in MXFP4_STACKS for k in ("blocks", "scales")]
+            packed = [
+                f"{p}{s}_{k}" for p in prefixes(path) for s in MXFP4_STACKS for k in ("blocks", "scales")
+            ]
             if found := [name for name in packed if name in base.tensors]:
                 self._stacks |= dict.fromkeys(found, path)
                 continue
