@@ -316,6 +316,7 @@ def test_host_takes_only_what_the_registry_has_and_lacks_and_what_fits():
             host.add(uids)
 
         placement.server = types.SimpleNamespace(host=host, add_experts=add_experts)
+        placement._site = types.SimpleNamespace(registry=placement.registry)
 
         def write(uid, *servers):
             record = keys.dump(keys.Members({server: "host:1" for server in servers}))

@@ -273,9 +273,9 @@ class KademliaNode:
             if self.is_serving:
                 holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
             # XOR is Kademlia's distance: every node orders the others by it in the same way
-            key = search.key
-            holders.sort(key=lambda at, key=key: (at.peer.node_id if at.peer else self.node_id) ^ key)
-            near[search.key] = Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
+            distances = {(at.peer.node_id if at.peer else self.node_id) ^ search.key: at for at in holders}
+            nearest = [distances[distance] for distance in sorted(distances)]
+            near[search.key] = Nearby(nearest[: self.options.replicas], search.is_finished, search.hops)
         return near
 
     async def put(

@@ -114,10 +114,8 @@ class ReplicatedExperts:
         await server.add_experts(uids)
         for uid in uids:
             self._add(uid)
-        for name, role in (("led_experts", Role.LEADER), ("followed_experts", Role.FOLLOWER)):
-            server.metrics.gauge(
-                name, lambda role=role: sum(r.role is role for r in list(self.replicas.values()))
-            )
+        server.metrics.gauge("led_experts", lambda: self._count(Role.LEADER))
+        server.metrics.gauge("followed_experts", lambda: self._count(Role.FOLLOWER))
         await self._reconcile()  # a second one decides on the offers of the first
         await self._reconcile()
         await asyncio.gather(*self._confirming)
@@ -166,6 +164,9 @@ class ReplicatedExperts:
     def _add(self, uid: str) -> None:
         if uid not in self.replicas:
             self.replicas[uid] = Replica(self._site, uid, self.server.host.find(uid).ledger)
+
+    def _count(self, role: Role) -> int:
+        return sum(replica.role is role for replica in list(self.replicas.values()))
 
     def _server_entry(self) -> keys.ServerEntry:
         options = self.server.options

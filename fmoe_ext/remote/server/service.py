@@ -442,4 +442,7 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
         else:
             future.set_result(result)  # type: ignore[arg-type]
 
-    return functools.partial(future.get_loop().call_soon_threadsafe, settle)
+    def settle_soon(result: object) -> None:
+        future.get_loop().call_soon_threadsafe(settle, result)
+
+    return settle_soon
