@@ -17,7 +17,7 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,7 @@ class ModelWeights:
     others: Callable[[torch.dtype], dict[str, StoredTensor]]
     # The parameter that a tensor of others becomes as it is; None if Transformers makes it of several
     parameter: Callable[[str], str | None]
+    unloaded: Collection[str] = ()  # names in others that become no parameter (checkpoint/unloaded.py)
 
 
 class FolderModel(ModelFiles):
@@ -174,7 +175,8 @@ class FolderModel(ModelFiles):
                 found = layer_of(base, path, (in_files[0], in_files[1]))
             layers[path] = found[0]
             used |= found[1]
-        return ModelWeights(layers, lambda dtype: dict(outside_experts(base, used, dtype)), names.renamed.get)
+        others = lambda dtype: dict(outside_experts(base, used, dtype))  # noqa: E731
+        return ModelWeights(layers, others, names.renamed.get, frozenset(names.unloaded))
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:
         copy_small_files(self.base, out, with_index)

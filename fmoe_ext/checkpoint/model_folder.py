@@ -313,6 +313,27 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def model_class(config: Any) -> Any:
+    """Return the class of Transformers that computes a configuration's tokens: the one that it names, if it is known.
+
+    Folders of models with images name a ...ForConditionalGeneration, where AutoModelForCausalLM has only their language
+    model, or nothing. Raises CheckpointError for configurations of other models.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+    found = [table[type(config)] for table in tables if type(config) in table]
+    classes = [one for entry in found for one in (entry if isinstance(entry, (tuple, list)) else [entry])]
+    if not classes:
+        raise CheckpointError(f"{type(config).__name__} is no configuration of a model that generates text")
+    named = (getattr(config, "architectures", None) or [None])[0]
+    return next((one for one in classes if one.__name__ == named), classes[0])
+
+
 def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
     """Raise CheckpointError for a config.json of a fmoefied model, with code of a hub, or with too many layers.
 

@@ -45,6 +45,7 @@ class WeightNames:
     """
 
     renamed: dict[str, str]  # {name in the files: parameter} of those that are taken whole
+    unloaded: list[str]  # names in the files of what becomes no parameter (unloaded.py)
     shared: dict[str, str]  # {parameter: another that is tied to it and has the same tensor in the files}
 
     def __init__(self, base: ModelFolder, model: Any, names: Iterable[str]) -> None:
@@ -56,6 +57,7 @@ class WeightNames:
         self._parameters = model.state_dict()
         renamings, converters, self._converters = _table(model)
         self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)  # (pattern, name)
+        self.unloaded = []
         arguments = model.base_model_prefix, self._parameters
         # Numbers by value, as Transformers sorts: expert 10 comes after 9
         in_order = sorted(
@@ -71,6 +73,8 @@ class WeightNames:
                 becomes += [parameter.replace(first, other) for other in others]
             for other in becomes:
                 self._found[other].append((pattern, name))
+            if not self._parameters.keys() & set(becomes):
+                self.unloaded.append(name)
         self.shared = {}
         for tied, parameter in getattr(model, "all_tied_weights_keys", {}).items():
             if parameter in self._found and tied not in self._found:

@@ -1,0 +1,29 @@
+"""Tensors of a folder that Transformers does not load: heads for the tokens after the next (MTP), and whatever else.
+
+Heads lie in layers behind the last one (DeepSeek-V3, GLM-4.5), or under `mtp` (Qwen3-Next, MiMo, Mellum). A model in
+memory does not have them; generate(use_mtp=True) reads them from the folder again. So whoever writes a folder copies
+them from the one that the model came from.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Keys of configurations for their number
+NUMBERS_OF_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_HEAD = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
+
+
+def heads_in(names: Iterable[str], config: Any) -> list[str]:
+    """Select the names of heads for the tokens after the next. names: tensors that the model does not load."""
+    depth = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
+    matches = {name: _HEAD.match(name) for name in names}
+    return [name for name, match in matches.items() if match and (not match[1] or int(match[1]) >= depth)]
+
+
+def without_heads(config: Any) -> None:
+    """Say in a configuration of Transformers, in place, that there are no heads."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key in NUMBERS_OF_HEADS:
+            if getattr(part, key, None):
+                setattr(part, key, 0)
