@@ -6,7 +6,7 @@ them from the one that the model came from.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 # Keys of configurations for their number
