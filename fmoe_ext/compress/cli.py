@@ -57,6 +57,10 @@ def _as_text(report: dict[str, Any], out: str | None) -> str:
     if report.get("loss_after") is not None:
         losses.append(f"after {report['loss_after']:.4f}")
     lines += [", ".join(losses)] if losses else []
+    if report["heads"]:
+        lines.append(
+            f"heads for further tokens: experts by the norms of their weights, {len(report['heads'])} layers"
+        )
     counts = (
         f"{report['experts_before']} -> {report['experts_after']} experts a layer by {report['criterion']}"
     )

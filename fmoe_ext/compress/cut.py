@@ -8,7 +8,8 @@ differ depend on their number, in the one dimension that differs. Their tensors 
     of a router      cut in that dimension; entries behind the experts (shared ones, choices of none) stay
     tables           of hash routing, whose entries are numbers of experts
 
-What depends on the number and is none of these is refused before anything is read.
+Heads for the tokens after the next, which Transformers does not load, are cut by the same rules: their names end as
+those of a layer do. What depends on the number and is none of these is refused before anything is read.
 """
 
 from __future__ import annotations
@@ -35,11 +36,10 @@ from fmoe_ext.model_files import FolderModel, experts_modules
 Shares: TypeAlias = Mapping[int, Mapping[int, float]]  # {expert that stays: {expert: its share}}, of a layer
 
 _TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
-# Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
-_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Entries of a router behind those of experts, in Inkling and LongCat.
 _BEHIND = ("n_shared_experts", "zero_expert_num")
-_PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
+_OF_ONE = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(.+)")
+_STACK = re.compile(r"((?:.*\.)?experts)\.(?!\d+\.)(.+)")
 
 
 class Cut:
@@ -89,9 +89,12 @@ class Cut:
             raise CheckpointError(
                 f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
             )
-        self._names = files.names(whole)
+        self._whole, self._names = whole, files.names(whole)
         self._of_one: dict[str, tuple[str, int]] = {}  # {begin of one expert's names: (path, expert)}
         self._stacks: dict[str, str] = {}  # {name of a stack: path}
+        self._routers: dict[
+            str, tuple[str, str]
+        ] = {}  # {tensor of a head's router: (path, parameter of a layer)}
         for path, module in self.layers.items():
             packed = [
                 f"{p}{s}_{k}" for p in prefixes(path) for s in MXFP4_STACKS for k in ("blocks", "scales")
@@ -108,9 +111,10 @@ class Cut:
                         self._stacks |= dict.fromkeys(names, path)
                     else:
                         self._of_one |= {name.removesuffix("weight"): (path, e) for name in names}
-        self.left_out = self._unloaded()
+        self.heads: set[str] = set()  # paths of the experts of heads
+        self._find_heads()
         # What is not known how to cut is found now, before a text is read for hours.
-        self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in self.layers})
+        self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in (*self.layers, *self.heads)})
 
     def write(self, work: Path, kept: Mapping[str, Shares]) -> Path:
         """Write the smaller model into a folder, shards that are there already left alone -> the folder."""
@@ -125,8 +129,6 @@ class Cut:
         covered = {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
         found = {}
         for name, stored in self.base.tensors.items():
-            if name in self.left_out:
-                continue
             if of_one := self._expert_of(name):
                 path, expert, before, after = of_one
                 if expert in place[path]:
@@ -137,6 +139,9 @@ class Cut:
             parameter = self._names.renamed.get(name, name)
             if name in self._stacks:
                 stored = _mixed(stored, 0, kept[self._stacks[name]], ())
+            elif name in self._routers:
+                path, parameter = self._routers[name]
+                stored = _mixed(stored, self._dims[parameter], kept[path], self._behind(parameter))
             elif parameter in self._dims:
                 shares, dim = kept[self._layer_of(parameter)], self._dims[parameter]
                 stored = _mixed(stored, dim, shares, self._behind(parameter))
@@ -198,29 +203,78 @@ class Cut:
 
     def _layer_of(self, parameter: str) -> str:
         """Find the path of the experts that a router's parameter belongs to: the one with the longest common begin."""
+        return max(self.layers, key=lambda path: _common(path, parameter))
 
-        def shared(path: str) -> int:
-            pairs = zip(path.split("."), parameter.split("."), strict=False)
-            return next((i for i, (one, other) in enumerate(pairs) if one != other), len(path))
+    def _find_heads(self) -> None:
+        """Find the experts and routers of heads; CheckpointError for tensors whose relation to them is not known."""
+        plain = self._names.unloaded  # a packed weight is several tensors in the files
+        unloaded = {*plain, *(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))}
+        names = [
+            name
+            for name in self.base.tensors
+            if name not in self._stacks and unloaded & {name, name.rpartition(".")[0]}
+        ]
+        experts: dict[str, set[int]] = {}
+        for name in names:
+            if match := _OF_ONE.fullmatch(name):
+                path, e = match[1], int(match[2])
+                experts.setdefault(path, set()).add(e)
+                self._of_one[f"{path}.{e}.{match[3].rpartition('.')[0]}."] = path, e
+            elif match := _STACK.fullmatch(name):
+                experts.setdefault(match[1], set()).update(range(self.base.tensors[name].shape[0]))
+                self._stacks[name] = match[1]
+        for path, numbers in experts.items():
+            if numbers != set(range(self.num_experts)):
+                raise CheckpointError(
+                    f"{self.base.folder}: {path} has {len(numbers)} experts, the model {self.num_experts} a layer, "
+                    "which one number in config.json cannot replace"
+                )
+        self.heads = set(experts)
+        # {end of a router's name behind its layer: parameter}
+        ends = {
+            name.rpartition(f"layers.{number}.")[2]: parameter
+            for name, parameter in self._names.renamed.items()
+            if parameter in self._dims
+            for number in re.findall(r"layers\.(\d+)\.", name)[-1:]
+        }
+        for name in names:
+            if name in self._stacks or self._expert_of(name):
+                continue
+            parameter = next((p for end, p in ends.items() if f".{name}".endswith(f".{end}")), None)
+            if parameter and self.heads:
+                self._routers[name] = max(self.heads, key=lambda path: _common(path, name)), parameter
+            elif name.endswith(_TABLE) or re.search(r"(?<!shared_)experts", name):
+                raise CheckpointError(
+                    f"{self.base.folder}: it is not known how {name}, which the model does not load, depends on the "
+                    "number of experts"
+                )
 
-        return max(self.layers, key=shared)
+    def scores_of_heads(self) -> dict[str, torch.Tensor]:
+        """Compute {path: score [E] float64 of each expert} of heads: the product of the norms of its weights.
 
-    def _unloaded(self) -> set[str]:
-        """Find tensors of layers that predict further tokens: their experts cannot be measured, so they go."""
-        stems = {path.partition("layers.")[0] for path in self.layers}
-        inside = [re.match(r"(.*?)layers\.(\d+)\.", name) for name in self._shapes]
-        # layers behind those of the loaded model, for Transformers makes none that predict further tokens
-        depth = 1 + max((int(m[2]) for m in inside if m and m[1] in stems), default=-1)
-        renamed = self._names.renamed
-        left = [name for name in self.base.tensors if renamed.get(name) not in self._shapes]
-        matches = {name: _PREDICTOR.match(name) for name in left}
-        found = {name for name, m in matches.items() if m and (not m[1] or int(m[1]) >= depth)}
-        if not any("experts" in name for name in found):
-            return set()
-        for part in (self.config, self.config.get("text_config")):
-            if isinstance(part, dict):
-                part.update({key: 0 for key in _PREDICTORS if part.get(key)})
-        return found
+        No text says which of them are needed, because the model does not run heads. An expert is read at a time.
+        """
+        if not self.heads:
+            return {}
+        norms: dict[str, dict[str, torch.Tensor]] = {path: {} for path in self.heads}
+        for name, stored in self.files.of(self._whole).others(torch.float32).items():
+            one, stack = _OF_ONE.fullmatch(name), _STACK.fullmatch(name)
+            path = one[1] if one else stack[1] if stack else ""
+            if path not in norms or len(stored.shape) < (2 if one else 3):  # a bias
+                continue
+            leaf = one[3] if one else name
+            of_leaf = norms[path].setdefault(
+                leaf, torch.zeros(self.num_experts, dtype=torch.float64, device="cpu")
+            )
+            for e in [int(one[2])] if one else range(self.num_experts):
+                of_leaf[e] = (stored.read() if one else stored.rows(e, e + 1)).double().norm()
+        return {path: torch.stack([*of_path.values()]).prod(0) for path, of_path in norms.items()}
+
+
+def _common(one: str, other: str) -> int:
+    """Count the components with which two names begin."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
 
 
 def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class GgufCut:
 
     def __init__(self, files: GgufModel, paths: Sequence[str], num_experts: int, number: int) -> None:
         self.files, self.num_experts, self.number = files, num_experts, number
-        self.left_out: set[str] = set()
         self.file, self._reader = files.path, files.file
         found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
         self._layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}

@@ -28,12 +28,15 @@ def _head(report: Mapping[str, Any]) -> str:
         "loss after": _number(report.get("loss_after")),
         "routing weight lost": f"{sum(lost) / len(lost):.2%}",
     }
-    left_out = ""
-    if report["left_out"]:
-        left_out = f" {len(report['left_out'])} tensors of layers that predict further tokens were left out."
+    heads = ""
+    if report["heads"]:
+        heads = (
+            f" The text does not reach the {len(report['heads'])} layers of heads for the tokens after the next: there "
+            "the experts with the largest norms of weights stayed."
+        )
     return (
         f"<h1>Pruned experts</h1><p>{html.escape(report['base'])}: in each layer the experts of the highest score "
-        f"stayed ({html.escape(report['criterion'])}). Losses are nats a token on held-out text.{left_out}</p>"
+        f"stayed ({html.escape(report['criterion'])}). Losses are nats a token on held-out text.{heads}</p>"
         f"{tiles(facts)}"
     )
 

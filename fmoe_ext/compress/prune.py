@@ -206,10 +206,18 @@ class _Job:
             "tokens": found.tokens,
             "experts_before": self.size,
             "experts_after": self.number,
-            "left_out": sorted(self.cut.left_out),
             "loss_before": done["loss_before"],
             "layers": {path: _layer_report(found, path, by_layer[path], kept[path]) for path in kept},
+            "heads": {},
         }
+        if isinstance(self.cut, Cut):
+            for path, values in self.cut.scores_of_heads().items():
+                kept[path] = {e: {e: 1.0} for e in best(values, self.number, self.groups)}
+                report["heads"][path] = {
+                    "criterion": "norms of weights",
+                    "kept": [*kept[path]],
+                    "scores": values.tolist(),
+                }
         return report, kept
 
     def earlier(self, file: Path | None) -> Scores | None:
