@@ -105,6 +105,13 @@ def shrunk_config(config: Any) -> Any:
         for layer in overrides:
             if "num_attention_heads" in layer:
                 layer["num_key_value_heads"] = layer["num_attention_heads"]
+    rope = getattr(small, "rope_parameters", None)
+    if (
+        isinstance(rope, dict) and "mrope_section" in rope
+    ):  # frequencies of time, height and width: a half of a head
+        size = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+        half = int(size * rope.get("partial_rotary_factor", 1)) // 2
+        rope["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
     if overrides:
         small.per_layer_config = {i: layer for i, layer in enumerate(overrides) if layer}
     if hasattr(small, "use_cache"):

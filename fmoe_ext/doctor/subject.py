@@ -19,7 +19,7 @@ from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.audit.source import find
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.model_folder import errors_of_transformers, local_path
+from fmoe_ext.checkpoint.model_folder import errors_of_transformers, local_path, model_class
 from fmoe_ext.model_files import open_config
 
 Batch: TypeAlias = Any
@@ -151,8 +151,13 @@ def read(place: str) -> Subject:
             raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
         text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
         with errors_of_transformers(folder):
-            small = shrunk_config(text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config)
-            return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
+            if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or text is config:
+                small = shrunk_config(text)
+                return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
+            with torch.device("meta"):
+                decoder = type(model_class(config)(config).get_decoder())  # which has no head of its own
+            small = shrunk_config(text)
+            return from_transformers(lambda: decoder(small))
     except CheckpointError as error:
         raise AuditError(str(error)) from error
 

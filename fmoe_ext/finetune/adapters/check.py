@@ -1,5 +1,6 @@
 """The report of `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes of deltas."""
 
+import importlib.util
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers
+from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers, model_class
 from fmoe_ext.finetune.adapters.delta import compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
 
@@ -104,12 +105,11 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
 
 def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
     """Compare the logits of a base and a merged model: largest difference, its share, changed first choices."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ModuleNotFoundError as error:
-        raise CheckpointError("--model needs transformers: pip install transformers") from error
+    if importlib.util.find_spec("transformers") is None:
+        raise CheckpointError("--model needs transformers: pip install transformers")
     base.check()
-    text = base.make_config().get_text_config(decoder=True)
+    config = base.make_config()
+    text = config.get_text_config(decoder=True)
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 2:
         raise CheckpointError(f"{base.folder}/config.json says no vocab_size, but {vocabulary!r}")
@@ -119,7 +119,7 @@ def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float
     for folder in (base.folder, merged):
         with errors_of_transformers(folder, "model"), torch.no_grad():
             options = {"local_files_only": True, "trust_remote_code": False}
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+            model = model_class(config).from_pretrained(folder, dtype=torch.float32, **options).eval()
             found.append(model(input_ids=ids.to(model.device)).logits.float())
         del model
     without, adapted = found
