@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fmoe_ext import frozen
@@ -271,3 +272,17 @@ def test_config_with_another_shape(tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"does not fit its config\.json"):
         streamed(path)
+
+
+@pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "lm_head"], r".*\.q_proj|lm_head"])
+def test_adapter_of_a_packed_head_is_saved(tmp_path, target):
+    """PEFT saves a head whose adapter is trained, but a packed one has no values that it could write."""
+    path, _ = folder_in(tmp_path, "q8_0")
+    ours = with_lora(streamed(path, dtype=torch.float32), target_modules=target)
+    assert isinstance(ours.get_base_model().lm_head.base_layer, PackedLinear)
+    expected = logits(ours, 8)
+    ours.save_pretrained(tmp_path / "adapter")
+    saved = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert all(".lora_" in key for key in saved) and any("lm_head.lora_A" in key for key in saved)
+    again = peft.PeftModel.from_pretrained(streamed(path, dtype=torch.float32), tmp_path / "adapter")
+    assert torch.equal(logits(again, 8), expected)

@@ -32,7 +32,7 @@ class PackedLinear(nn.Linear):
 
     packed: Quantized of one expert, in the buffers `packed`, `scale` and `zero`, which a state_dict does not have.
     like: the layer whose place it takes, with a bias that stays. Copies share the buffers. `weight` has a shape and a
-    dtype and no values.
+    dtype and no values, so that a state_dict does not have it either: PEFT saves a head with its adapter.
     """
 
     def __init__(self, packed: frozen.Quantized, like: nn.Linear) -> None:
@@ -42,6 +42,7 @@ class PackedLinear(nn.Linear):
         self._packed = packed
         for name, tensor in (("packed", packed.rows()), ("scale", packed.scale), ("zero", packed.zero)):
             self.register_buffer(name, tensor, persistent=False)
+        self.register_state_dict_post_hook(_without_weight)
         self.training = like.training
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,6 +60,10 @@ class PackedLinear(nn.Linear):
         memo[id(self)] = copied = PackedLinear.__new__(PackedLinear)
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+
+def _without_weight(layer: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    state_dict.pop(f"{prefix}weight", None)
 
 
 class SixteenBitLinear(nn.Linear):
@@ -89,6 +94,8 @@ def plan_others(
     linear = linear_layers(skeleton)
     packed: dict[str, PackedTensor] = {}
     for name, tensor in weights.others(dtype).items():
+        if name in weights.unloaded:  # else the loader would read heads, and leave them out after that
+            continue
         parameter = weights.parameter(name)
         layer = linear.get(parameter) if parameter else None
         # a packed weight of another shape than its layer's is decoded

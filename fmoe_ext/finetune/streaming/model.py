@@ -155,6 +155,8 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
+    # Transformers notes the conversions that it used, here none: generate(use_mtp=True) reads heads with all of them
+    model._weight_conversions = None
     if folder.is_dir() and (folder / "generation_config.json").exists():
         with errors_of_transformers(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
