@@ -308,6 +308,35 @@ def test_huggingface_folder(built, tmp_path):
             (folder / new).unlink()
 
 
+def test_config_names_the_files_of_the_weights(built, tmp_path):
+    """transformers_weights of config.json, beside files with the usual names."""
+    torch.ops.load_library(built / "libparity.so")
+    layer = fmoe_ext.FMoETransformerMLP(4, 8, 16, "swiglu", gate="softmax", bias=False, gate_bias=False)
+    state = checkpoint.to_huggingface(torch.nn.ModuleDict({"mlp": layer}).state_dict(), "qwen3_moe")
+    x = torch.randn(5, 8)
+    save_file({n: t.contiguous() for n, t in state.items()}, tmp_path / "mine.safetensors")
+    save_file({n: t * 0 for n, t in state.items()}, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "mine.safetensors")}
+    (tmp_path / "mine.safetensors.index.json").write_text(json.dumps(index))
+
+    def forward(named):
+        (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": named}))
+        return torch.ops.fmoe_parity.forward_of_folder(str(tmp_path), x)
+
+    assert torch.equal(forward("mine.safetensors"), layer(x))
+    assert torch.equal(forward("mine.safetensors.index.json"), layer(x))
+    assert not forward(None).any()
+    (tmp_path / "mine.bin").touch()
+    for named, message in (
+        ("absent.safetensors", r"absent\.safetensors is missing"),
+        ("mine.bin", "no safetensors file or index"),
+        ("../mine.safetensors", "is no name of a file in this folder"),
+        (3, "is no name of a file in this folder"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            forward(named)
+
+
 def layer_of_parity():
     torch.manual_seed(3)
     return fmoe_ext.FMoETransformerMLP(4, 8, 16, "swiglu", gate="softmax", bias=False, gate_bias=False)

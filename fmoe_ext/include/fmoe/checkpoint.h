@@ -28,10 +28,30 @@ inline StateDict state_dict(const torch::nn::Module& module) {
 
 namespace detail {
 
-// {file: tensors that the folder's index has in it}; one file without any if there is no index.
+// {file: tensors that the folder's index has in it}; one file without any if there is no index. config.json may
+// name the file or the index (transformers_weights), as Transformers reads it.
 inline std::map<std::string, std::set<std::string>> model_files(const std::filesystem::path& path) {
   if (path.extension() == ".safetensors") return {{path.string(), {}}};
-  const auto index = path / "model.safetensors.index.json";
+  json::Value named;
+  if (std::filesystem::exists(path / "config.json")) {
+    json::Value name;
+    name.kind = json::Value::string;
+    name.text = "config.json";
+    const json::Value config = read_json(inside(path, name));
+    if (const auto* found = config.find("transformers_weights")) named = *found;
+  }
+  const auto ends_with = [&](const std::string& end) {
+    return named.text.size() >= end.size() &&
+           named.text.compare(named.text.size() - end.size(), end.size(), end) == 0;
+  };
+  auto index = path / "model.safetensors.index.json";
+  if (named.kind != json::Value::null) {
+    const auto file = inside(path, named);
+    if (ends_with(".safetensors")) return {{file.string(), {}}};
+    TORCH_CHECK(ends_with(".safetensors.index.json"), path.string(), ": transformers_weights is ", named.text,
+                ", which is no safetensors file or index");
+    index = file;
+  }
   if (!std::filesystem::exists(index)) {
     const auto single = path / "model.safetensors";
     TORCH_CHECK(std::filesystem::exists(single), "no model in ", path.string(),
