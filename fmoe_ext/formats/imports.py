@@ -9,7 +9,9 @@ top level of this module, since a model with them has to be copied and pickled.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,13 @@ from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Fa
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import find_layer, from_huggingface, is_huggingface
-from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers, local_path, read_config
+from fmoe_ext.checkpoint.model_folder import (
+    ModelFolder,
+    errors_of_transformers,
+    local_path,
+    model_class,
+    read_config,
+)
 from fmoe_ext.checkpoint.model_state import (
     B1,
     EXPERT_BIAS,
@@ -38,21 +46,22 @@ from fmoe_ext.checkpoint.model_state import (
     W1,
     W2,
 )
+from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors, zeros
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
-from fmoe_ext.checkpoint.weight_names import as_in_modules
+from fmoe_ext.checkpoint.weight_names import WeightNames, as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
-from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, plan_export, write_files
+from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, UNLOADED, plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, card_of, replace_save_pretrained
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.tokens import current_batch, enter, leave, with_ids
 from fmoe_ext.transformer import FMoETransformerMLP
 
 
-def _read(source: Any, options: dict[str, Any]) -> Any:
-    """Read a model by Transformers, from files that were looked at before; CheckpointError for what they lack."""
+def _read(source: Any, options: dict[str, Any]) -> tuple[Any, Path]:
+    """Read a model by Transformers -> (it, its folder), whose files are looked at before; CheckpointError for gaps."""
     transformers = require("transformers", "import_model()")
     from safetensors import SafetensorError
 
@@ -75,12 +84,14 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
         inside(place, options["gguf_file"])
     files = ModelFolder(place)
     files.check()
-    if "config" not in options and "gguf_file" not in options:
+    config = options.get("config")
+    if config is None and "gguf_file" not in options:
         counts = [len(read_safetensors(file)[0]) for file in files.paths]
-        read_config(place, sum(counts) if counts else None)
+        config = read_config(place, sum(counts) if counts else None)
     with errors_of_transformers(folder, "model"):
         try:
-            read: Any = transformers.AutoModelForCausalLM.from_pretrained
+            is_known = config is not None and not isinstance(config, (str, os.PathLike))
+            read = (model_class(config) if is_known else transformers.AutoModelForCausalLM).from_pretrained
             model, found = read(folder, **options, output_loading_info=True)
         except SafetensorError as error:
             raise CheckpointError(f"{folder}: a safetensors file is truncated or damaged: {error}") from error
@@ -90,19 +101,50 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
         raise CheckpointError(
             f"{source} lacks {', '.join(missing[:3])}{more}, which Transformers would draw at random"
         )
-    return model
+    return model, place
+
+
+def _folder_of(model: Any) -> Path | None:
+    """Find the folder that a model in memory says it was read from; None if it is not there, or has another model."""
+    with suppress(CheckpointError, OSError):
+        folder = local_path(model.name_or_path, ()) if getattr(model, "name_or_path", "") else None
+        if folder and ModelFolder(folder).config.get("model_type") == model.config.model_type:
+            return folder
+    return None
+
+
+def _unloaded(model: Any, place: Path) -> dict[str, Tensor]:
+    """Read the tensors of a model's folder that it does not have: heads for the tokens after the next, and others.
+
+    Packed ones are decoded, as Transformers decodes those of the model. {} for a folder without safetensors.
+    """
+    base = ModelFolder(place)
+    if not base.paths or not all(file.exists() for file in base.paths):
+        return {}
+    said = base.config.get("text_config", base.config)
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    decode(base)
+    names = WeightNames(base, model, base.tensors).unloaded
+    if names and said.get("num_hidden_layers", depth) != depth:
+        warnings.warn(
+            f"{place} has {said['num_hidden_layers']} layers, the model {depth}: {len(names)} tensors are left out",
+            stacklevel=3,
+        )
+        return {}
+    return {name: base.tensors[name].read() for name in names}
 
 
 def import_model(source: Any, **options: Any) -> Any:
     """Make the MoE layers of a Transformers model FMoETransformerMLPs with the same weights -> the model.
 
-    source: a folder, or the name of a repository in the cache of the Hugging Face hub, for
-    AutoModelForCausalLM.from_pretrained(source, **options), which downloads nothing; or a model, which is changed in
+    source: a folder, or the name of a repository in the cache of the Hugging Face hub, for from_pretrained(source,
+    **options) of the class that its configuration names, which downloads nothing; or a model, which is changed in
     place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the
     model's own tensors (but for GPT-OSS, whose layout is another: a layer at a time is copied). norm_topk_prob, scaling
     factors, groups and biases are honoured. Gates compute in float32 or wider, where some of Transformers' round.
 
-    model.save_pretrained() writes the format that the model came from, as export() does. The gates have the balance
+    model.save_pretrained() writes the format that the model came from, as export() does, with the tensors of its folder
+    that Transformers does not load, as they were: heads for the tokens after the next. The gates have the balance
     loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
     Raises CheckpointError for other models, for files that are truncated, damaged or outside of the folder, for
     tensors that are missing and for a folder of a PEFT adapter.
@@ -119,9 +161,11 @@ def import_model(source: Any, **options: Any) -> Any:
     """
     model: Any = source
     if not isinstance(source, nn.Module):
-        model = _read(source, options)
+        model, folder = _read(source, options)
     elif options:
         raise TypeError(f"{', '.join(options)}: options are for a folder or a name, but got a model")
+    else:
+        folder = _folder_of(model)
     values = model.config.get_text_config().to_dict()
     family = _family_of(values)
     facts = family.facts_of(values)
@@ -135,6 +179,7 @@ def import_model(source: Any, **options: Any) -> Any:
     place = family.in_modules.place
     if not blocks:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
+    setattr(model, UNLOADED, {} if folder is None else _unloaded(model, folder))
     for name, block in blocks:
         layer = _converted(name, block, family, facts, activation)
         if place:
@@ -196,6 +241,8 @@ def _refuse_router_logits(model: Any, _: Any, kwargs: dict[str, Any]) -> None:
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
     own = model.state_dict().keys()
+    for name in getattr(model, UNLOADED, ()):
+        state_dict.pop(name, None)
     if prefix == "" and not state_dict.keys() <= own:
         found = as_in_modules(model, state_dict)
         if is_huggingface(found):

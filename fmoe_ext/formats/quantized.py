@@ -25,8 +25,9 @@ from fmoe_ext.checkpoint.files import fingerprint, path_of_unfinished, read_json
 from fmoe_ext.checkpoint.methods.packings import PACKINGS, Packing
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, check_is_free, continued, write_model_files
+from fmoe_ext.checkpoint.unloaded import without_heads
 from fmoe_ext.checkpoint.weight_names import as_in_modules, up_of
-from fmoe_ext.formats.writing import PREDICTORS, tokenizer_files
+from fmoe_ext.formats.writing import tokenizer_files
 from fmoe_ext.gguf.vocabulary import read_vocabulary
 from fmoe_ext.gguf.writing import PACKED, check_writable, write_gguf
 from fmoe_ext.model_files import FolderModel, experts_modules, linear_layers, open_model
@@ -271,9 +272,7 @@ class _Gguf(_Job):
 
     def __init__(self, files: FolderModel, type: str) -> None:
         super().__init__(files, type)
-        for key in PREDICTORS:
-            if getattr(files.config, key, None):
-                setattr(files.config, key, 0)  # of layers that the file does not have
+        without_heads(files.config)  # which the file does not have
         architecture = check_writable(files.config)
         if type == "nvfp4" and not architecture.has_factors:
             raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.card import write_card
@@ -23,6 +23,7 @@ from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
+from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
 from fmoe_ext.checkpoint.weight_names import as_written
 from fmoe_ext.gguf import architecture_for
 from fmoe_ext.gguf.vocabulary import read_vocabulary
@@ -35,9 +36,9 @@ _TOKENIZER_FILES = (
     *("token*", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
-# Numbers of layers that predict further tokens, which models in memory do not have
-PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-HAD_ROUTER_LOGITS = "had_router_logits"  # attribute of an imported model
+# Attributes of an imported model
+HAD_ROUTER_LOGITS = "had_router_logits"
+UNLOADED = "unloaded_tensors"  # {name: tensor} of its folder that Transformers does not load
 _NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
@@ -119,6 +120,9 @@ class Plan:
     family: Family  # the format
     target: Any  # Transformers' model of the format, on the meta device
     left_out: frozenset[str]  # names of tied tensors, which the files have once
+    unloaded: Mapping[
+        str, Tensor
+    ]  # heads for further tokens, and other tensors that no class of Transformers loads
 
     @property
     def config(self) -> Any:
@@ -127,7 +131,8 @@ class Plan:
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
         """Return the tensors of Hugging Face's files."""
         tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
-        return as_written(self.target, to_huggingface(tensors, self.family.in_modules))
+        written = as_written(self.target, to_huggingface(tensors, self.family.in_modules))
+        return written | {name: StoredTensor.of(t) for name, t in self.unloaded.items()}
 
 
 def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
@@ -180,9 +185,14 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     family = FAMILIES[format if text is values else text["model_type"]]
     facts, moe = facts_of_layers(state, family)
     config = _make_config(family, text, facts, moe)
-    for key in PREDICTORS:
-        if getattr(config, key, None):
-            setattr(config, key, 0)  # layers that Transformers leaves in the files it reads
+    unloaded: Mapping[str, Tensor] = getattr(ours, UNLOADED, {})
+    if unloaded and (is_gguf or values["model_type"] != format):
+        warnings.warn(
+            f"{_GGUF if is_gguf else format} has no place for {len(unloaded)} tensors of the folder that Transformers "
+            f"does not load, as {min(unloaded)}: they are left out",
+            stacklevel=3,
+        )
+        unloaded = {}
     if text is not values:
         language, config = config, copy.deepcopy(ours.config)
         if hasattr(config, "quantization_config"):  # the tensors are written in floats
@@ -198,13 +208,15 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     describe(config, ours, usual_dtype(shapes.values()))
     if getattr(ours, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
         config.get_text_config().output_router_logits = True
+    if not heads_in(unloaded, config):
+        without_heads(config)
     tied: frozenset[str] = frozenset()
     if getattr(config, "tie_word_embeddings", False):
         tied = frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
     target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
     if is_gguf:
         check_writable(target.config)
-    return Plan(state, family, target, tied)
+    return Plan(state, family, target, tied, unloaded)
 
 
 def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
