@@ -88,6 +88,7 @@ class Architecture:
     defaults: Mapping[str, Any] = _NOTHING  # {attribute: value of a file without its key} beside `usual`
     fixed: Mapping[str, Any] = _NOTHING  # {attribute: the only value that the graph computes}
     has_heads = False  # the last blocks may be heads for the tokens after the next, which are left out
+    writes_heads = False  # as `model.layers.N` behind the others, which the package's map has names for
     has_biases = False  # of queries, keys, values and outputs
     groups_heads = True  # queries may be more than keys
     rotates_part = False  # of each head

@@ -20,7 +20,7 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.gguf.architecture import Architecture, first_layer
+from fmoe_ext.gguf.architecture import HEADS, Architecture, first_layer
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.metadata import FREQUENCIES, architecture_for
 from fmoe_ext.gguf.packings import SCALED, rows_of
@@ -62,11 +62,13 @@ def write_gguf(
     config: Any,
     vocabulary: Vocabulary | None = None,
     packings: Mapping[str, str] = _NOTHING,
+    num_heads: int = 0,
 ) -> dict[str, int]:
     """Write a model in Transformers' names in memory to one file, a tensor at a time -> {type: number of tensors}.
 
     path: a file that does not exist. vocabulary: None for a file that takes token ids alone. packings: {name in
     Transformers: a name in PACKED} of weights to round to the nearest values; experts are read by their parts().
+    num_heads: layers behind those of the configuration that are heads for the tokens after the next.
     float64 becomes float32. Raises CheckpointError for what llama.cpp has no place for.
     """
     gguf = _import_gguf()
@@ -77,7 +79,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture.name)
     try:
         with explained(path, sum(tensor.num_bytes for tensor, _ in named.values())):
-            write_facts(writer, config, architecture)
+            write_facts(writer, config, architecture, num_heads)
             if packings:
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
                 most = max(packings.values(), key=[*packings.values()].count)
@@ -145,12 +147,15 @@ def _values(tensor: StoredTensor, kind: str) -> Iterator[torch.Tensor]:
         yield torch.cat(factors)
 
 
-def write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
+def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads: int = 0) -> None:
     """Add to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
     writer.add_name(config.architectures[0])
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     add[list] = writer.add_array
-    for key, value in architecture.fields(config).items():
+    fields = architecture.fields(config)
+    if num_heads:
+        fields |= {"block_count": fields["block_count"] + num_heads, HEADS: num_heads}
+    for key, value in fields.items():
         add[type(value)](f"{architecture.name}.{key}", value)
 
 
