@@ -25,9 +25,9 @@ from fmoe_ext.checkpoint.files import fingerprint, path_of_unfinished, read_json
 from fmoe_ext.checkpoint.methods.packings import PACKINGS, Packing
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, check_is_free, continued, write_model_files
-from fmoe_ext.checkpoint.unloaded import without_heads
+from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
 from fmoe_ext.checkpoint.weight_names import as_in_modules, up_of
-from fmoe_ext.formats.writing import tokenizer_files
+from fmoe_ext.formats.writing import heads_in_gguf, tokenizer_files
 from fmoe_ext.gguf.vocabulary import read_vocabulary
 from fmoe_ext.gguf.writing import PACKED, check_writable, write_gguf
 from fmoe_ext.model_files import FolderModel, experts_modules, linear_layers, open_model
@@ -305,7 +305,11 @@ class _Gguf(_Job):
             parts = {name: others[name] for name in made.names}
             read = functools.partial(_converted, self.skeleton, parameter, parts)
             self.tensors[parameter] = StoredTensor(value.shape, others[made.names[0]].dtype, read)
-        self.left_out = sorted(others.keys() - used)
+        left = others.keys() - used
+        heads = heads_in(left, files.config) if architecture.writes_heads else []
+        of_heads, self.num_heads = heads_in_gguf({name: others[name] for name in heads}, self.skeleton)
+        self.tensors |= of_heads
+        self.left_out = sorted(left - {*heads})
         self.packings = dict.fromkeys(self.tensors.keys() & packed, type)
         self.has_vocabulary = bool(tokenizer_files(files.folder))
         self.vocabulary = None
@@ -317,7 +321,9 @@ class _Gguf(_Job):
 
     def write(self, work: Path) -> dict[str, int]:
         with path_of_unfinished(work / "model.gguf") as file:
-            return write_gguf(file, self.tensors, self.files.config, self.vocabulary, self.packings)
+            return write_gguf(
+                file, self.tensors, self.files.config, self.vocabulary, self.packings, self.num_heads
+            )
 
 
 def _converted(skeleton: Any, parameter: str, parts: Mapping[str, StoredTensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe_ext.checkpoint import CheckpointError, to_huggingface
+from fmoe_ext.checkpoint import CheckpointError, from_huggingface, to_huggingface
 from fmoe_ext.checkpoint.card import write_card
 from fmoe_ext.checkpoint.errors import together
 from fmoe_ext.checkpoint.families import FAMILIES, formats_for
@@ -22,9 +22,9 @@ from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
-from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
+from fmoe_ext.checkpoint.shards import LAYER, MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
-from fmoe_ext.checkpoint.weight_names import as_written
+from fmoe_ext.checkpoint.weight_names import as_in_modules, as_written
 from fmoe_ext.gguf import architecture_for
 from fmoe_ext.gguf.vocabulary import read_vocabulary
 from fmoe_ext.gguf.writing import check_writable, write_gguf
@@ -98,8 +98,11 @@ def export(
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == _GGUF:
-                    tensors = to_huggingface(whole.tensors, plan.family.in_modules)
-                    write_gguf(unfinished / "model.gguf", tensors, plan.config, vocabulary)
+                    heads, num_heads = heads_in_gguf(plan.unloaded, plan.target)
+                    tensors = to_huggingface(whole.tensors, plan.family.in_modules) | heads
+                    write_gguf(
+                        unfinished / "model.gguf", tensors, plan.config, vocabulary, num_heads=num_heads
+                    )
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                     if has_files:
@@ -144,6 +147,19 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
         generation.save_pretrained(folder)
 
 
+def heads_in_gguf(heads: Mapping[str, Any], model: Any) -> tuple[dict[str, StoredTensor], int]:
+    """Name heads for the tokens after the next as the layers of a model are in memory -> (tensors, number of heads).
+
+    heads: {name in the files: tensor} of layers behind the last one. model: on the meta device.
+    """
+    if not heads:
+        return {}, 0
+    family = FAMILIES[model.config.get_text_config().model_type]
+    named = from_huggingface(as_in_modules(model, heads))
+    found = {name: StoredTensor.of(t) for name, t in to_huggingface(named, family.in_modules).items()}
+    return found, len({match[1] for match in map(LAYER.match, found) if match})
+
+
 def check_export(model: nn.Module, format: str) -> None:
     """Raise CheckpointError, before the model is trained, where export(model, folder, format) would.
 
@@ -186,13 +202,17 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     facts, moe = facts_of_layers(state, family)
     config = _make_config(family, text, facts, moe)
     unloaded: Mapping[str, Tensor] = getattr(ours, UNLOADED, {})
-    if unloaded and (is_gguf or values["model_type"] != format):
+    placed: Mapping[str, Tensor] = unloaded if values["model_type"] == format else {}
+    if is_gguf:
+        architecture = architecture_for(format)
+        names = heads_in(placed, config) if architecture and architecture.writes_heads else []
+        placed = {name: placed[name] for name in names}
+    if lost := unloaded.keys() - placed.keys():
         warnings.warn(
-            f"{_GGUF if is_gguf else format} has no place for {len(unloaded)} tensors of the folder that Transformers "
-            f"does not load, as {min(unloaded)}: they are left out",
+            f"{_GGUF if is_gguf else format} has no place for {len(lost)} tensors of the folder that Transformers does "
+            f"not load, as {min(lost)}: they are left out",
             stacklevel=3,
         )
-        unloaded = {}
     if text is not values:
         language, config = config, copy.deepcopy(ours.config)
         if hasattr(config, "quantization_config"):  # the tensors are written in floats
@@ -208,7 +228,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     describe(config, ours, usual_dtype(shapes.values()))
     if getattr(ours, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
         config.get_text_config().output_router_logits = True
-    if not heads_in(unloaded, config):
+    if is_gguf or not heads_in(placed, config):  # whose writer counts them itself
         without_heads(config)
     tied: frozenset[str] = frozenset()
     if getattr(config, "tie_word_embeddings", False):
@@ -216,7 +236,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
     if is_gguf:
         check_writable(target.config)
-    return Plan(state, family, target, tied, unloaded)
+    return Plan(state, family, target, tied, placed)
 
 
 def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_layers import MtpModel  # noqa: E402
 
 from tests.formats.test_formats_sweep import type_of  # noqa: E402
+from tests.formats.test_gguf import llama_cpp_or_skip  # noqa: E402
 from tests.huggingface.huggingface_models import make_ids  # noqa: E402
 from tests.huggingface.moe_architectures import tiny_model  # noqa: E402
 from tests.huggingface.moe_heads import add_heads, with_heads  # noqa: E402
@@ -102,8 +103,42 @@ def test_merge_and_quantise_copy_the_heads(tmp_path):
         assert config["num_nextn_predict_layers"] == 1
 
 
-def test_other_formats_say_how_many_tensors_they_leave_out(tmp_path):
+def test_gguf_has_the_heads_of_glm(tmp_path):
+    """Tensors and keys as llama.cpp's converter names them; llama.cpp computes the model with them in the file."""
+    gguf, llama_cpp = pytest.importorskip("gguf"), llama_cpp_or_skip()
     head = add_heads(tiny_model("Glm4MoeForCausalLM", torch.float32), tmp_path / "in")
+    model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32).eval()
+    with pytest.warns(UserWarning, match="no vocabulary"):
+        fmoe_ext.export(model, tmp_path / "out", "gguf")
+    report = export_quantized(tmp_path / "in", tmp_path / "packed", "gguf", "q8_0")
+    assert not report.left_out
+    tokens = make_ids(1, 8)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits[0].log_softmax(-1)
+    for folder in ("out", "packed"):
+        file = tmp_path / folder / "model.gguf"
+        reader = gguf.GGUFReader(file)
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+        assert fields["glm4moe.nextn_predict_layers"] == 1 and fields["glm4moe.block_count"] == 3
+        found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+        begin = "model.layers.2."
+        assert torch.equal(found["blk.2.nextn.eh_proj.weight"], head[f"{begin}eh_proj.weight"])
+        assert torch.equal(
+            found["blk.2.nextn.shared_head_norm.weight"], head[f"{begin}shared_head.norm.weight"]
+        )
+        up = torch.stack([head[f"{begin}mlp.experts.{e}.up_proj.weight"] for e in range(6)])
+        assert torch.equal(found["blk.2.ffn_up_exps.weight"], up)
+        assert len([name for name in found if name.startswith("blk.2.")]) == len(head) - 3 * 5
+        near = {"rtol": 1e-4, "atol": 1e-4} if folder == "out" else {"rtol": 0, "atol": 0.1}
+        with torch.no_grad():
+            streamed = fmoe_ext.stream(file, dtype=torch.float32)(input_ids=tokens).logits[0].log_softmax(-1)
+        torch.testing.assert_close(streamed, expected, **near)
+        theirs = llama_cpp.logits(file, tokens[0].tolist()).log_softmax(-1).float()
+        torch.testing.assert_close(theirs, expected, **near)
+
+
+def test_other_formats_say_how_many_tensors_they_leave_out(tmp_path):
+    head = add_heads(tiny_model("DeepseekV3ForCausalLM", torch.float32), tmp_path / "in")
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32)
     with pytest.warns(UserWarning, match=rf"gguf has no place for {len(head)} tensors.*: they are left out"):
         fmoe_ext.formats.check_export(model, "gguf")
