@@ -92,9 +92,7 @@ class Cut:
         self._whole, self._names = whole, files.names(whole)
         self._of_one: dict[str, tuple[str, int]] = {}  # {begin of one expert's names: (path, expert)}
         self._stacks: dict[str, str] = {}  # {name of a stack: path}
-        self._routers: dict[
-            str, tuple[str, str]
-        ] = {}  # {tensor of a head's router: (path, parameter of a layer)}
+        self._routers: dict[str, tuple[str, str]] = {}  # {router's tensor in a head: (path, parameter)}
         for path, module in self.layers.items():
             packed = [
                 f"{p}{s}_{k}" for p in prefixes(path) for s in MXFP4_STACKS for k in ("blocks", "scales")

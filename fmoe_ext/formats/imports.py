@@ -51,6 +51,7 @@ from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_ac
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors, zeros
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
+from fmoe_ext.checkpoint.unloaded import heads_in
 from fmoe_ext.checkpoint.weight_names import WeightNames, as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
 from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, UNLOADED, plan_export, write_files
@@ -123,7 +124,10 @@ def _unloaded(model: Any, place: Path) -> dict[str, Tensor]:
         return {}
     said = base.config.get("text_config", base.config)
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    decode(base)
+    if base.quantization:  # else scales of the model's own weights are names that it does not have
+        if not heads_in(WeightNames(base, model, base.tensors).unloaded, model.config):
+            return {}
+        decode(base)
     names = WeightNames(base, model, base.tensors).unloaded
     if names and said.get("num_hidden_layers", depth) != depth:
         warnings.warn(

@@ -123,9 +123,7 @@ class Plan:
     family: Family  # the format
     target: Any  # Transformers' model of the format, on the meta device
     left_out: frozenset[str]  # names of tied tensors, which the files have once
-    unloaded: Mapping[
-        str, Tensor
-    ]  # heads for further tokens, and other tensors that no class of Transformers loads
+    unloaded: Mapping[str, Tensor]  # of the model's folder, which Transformers does not load: heads
 
     @property
     def config(self) -> Any:

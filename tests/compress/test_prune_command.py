@@ -135,7 +135,8 @@ def test_parts_of_another_call_are_refused(given, tmp_path, capsys):
         main([*given, "--keep", "0.5"])
 
 
-def test_layers_that_predict_further_tokens_are_left_out(given, tmp_path):
+def test_heads_for_further_tokens_stay(given, tmp_path, capsys):
+    """tests/compress/test_prune_heads.py has every architecture."""
     file = tmp_path / "model/model.safetensors"
     tensors = load_file(file)
     extra = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
@@ -143,10 +144,15 @@ def test_layers_that_predict_further_tokens_are_left_out(given, tmp_path):
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     main([*given, "--keep", "0.5"])
+    assert (
+        "heads for further tokens: experts by the norms of their weights, 1 layers" in capsys.readouterr().out
+    )
     report = json.loads((tmp_path / "out/prune_report.json").read_text())
-    assert set(report["left_out"]) == {*extra, "model.layers.2.eh_proj.weight"}
-    assert not any("layers.2." in name for name in load_file(tmp_path / "out/model.safetensors"))
-    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert [*report["heads"]] == ["model.layers.2.mlp.experts"]
+    assert "The text does not reach the 1 layers of heads" in (tmp_path / "out/prune_report.html").read_text()
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(after["model.layers.2.eh_proj.weight"], torch.ones(4, 4))
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 @pytest.mark.parametrize(
