@@ -111,7 +111,8 @@ def shrunk_config(config: Any) -> Any:
     ):  # frequencies of time, height and width: a half of a head
         size = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
         half = int(size * rope.get("partial_rotary_factor", 1)) // 2
-        rope["mrope_section"] = [half - 2 * (half // 4), half // 4, half // 4]
+        parts = [part * half // sum(rope["mrope_section"]) for part in rope["mrope_section"]]
+        rope["mrope_section"] = [*parts[:-1], parts[-1] + half - sum(parts)]
     if overrides:
         small.per_layer_config = {i: layer for i, layer in enumerate(overrides) if layer}
     if hasattr(small, "use_cache"):
