@@ -23,6 +23,7 @@ from fmoe_ext import gates
 from fmoe_ext._require import require
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.card import write_card
+from fmoe_ext.checkpoint.expert_layers import decode
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
 from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
@@ -46,7 +47,6 @@ from fmoe_ext.checkpoint.model_state import (
     W1,
     W2,
 )
-from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.checkpoint.routing import OPTIONS, activation_of_config, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors, zeros
 from fmoe_ext.checkpoint.saving import gathered
