@@ -1,6 +1,7 @@
 """export(): a model with our MoE layers as a folder that plain Transformers loads."""
 
 import copy
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
-from fmoe_ext.checkpoint.shards import LAYER, MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
+from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
 from fmoe_ext.checkpoint.weight_names import as_in_modules, as_written
 from fmoe_ext.gguf import architecture_for
@@ -155,7 +156,7 @@ def heads_in_gguf(heads: Mapping[str, Any], model: Any) -> tuple[dict[str, Store
     family = FAMILIES[model.config.get_text_config().model_type]
     named = from_huggingface(as_in_modules(model, heads))
     found = {name: StoredTensor.of(t) for name, t in to_huggingface(named, family.in_modules).items()}
-    return found, len({match[1] for match in map(LAYER.match, found) if match})
+    return found, len({match[1] for match in map(re.compile(r".*?layers\.(\d+)\.").match, found) if match})
 
 
 def check_export(model: nn.Module, format: str) -> None:

@@ -82,7 +82,11 @@ def test_text_part_trains_and_the_rest_stays(folder):
     assert (logits(again) - trained).abs().max() <= 1e-10 * trained.abs().max()
 
 
-@pytest.mark.parametrize("folder", rest_is_long(WITH_IMAGES, QUICK), indirect=True)
+# A model of block diffusion has no decoder that takes tokens alone, as the doctor gives them
+EXAMINED = [name for name in WITH_IMAGES if name != "DiffusionGemmaForBlockDiffusion"]
+
+
+@pytest.mark.parametrize("folder", rest_is_long(EXAMINED, QUICK), indirect=True)
 def test_doctor_and_info_read_the_folder(folder):
     path, theirs = folder
     found = info.of_model(path, "1GiB", tflops=1.0)
