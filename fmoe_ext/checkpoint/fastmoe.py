@@ -235,7 +235,7 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     check_is_file(path)
     # Beside tensors, Megatron's files have argparse.Namespace ("args") and arrays of NumPy 1 or 2 (random state)
     reconstruct = numpy.empty(0).__reduce__()[0]
-    plain_data = [
+    plain_data: list[Any] = [
         *(argparse.Namespace, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))),
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     ]

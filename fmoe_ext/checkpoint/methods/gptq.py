@@ -89,13 +89,11 @@ class Gptq(Kind):
     def matrix(self, base: ModelFolder, stem: str) -> Matrix:
         (words, rows), _ = stored(base, f"{stem}.qweight")
         columns, config = 8 * words, base.quantization
-        zeros = transposed
-        if (
-            _gptq_format(config) == "gptq"
-        ):  # its zero points are less by 1; whole words, as GPTQModel subtracted it
+        is_first = _gptq_format(config) == "gptq"  # of this format zero points are less by 1
 
-            def zeros(words: Array) -> Array:
-                return transposed(words) + np.uint32(_ONES)
+        def zeros(words: Array) -> Array:
+            # to whole words, as GPTQModel subtracted it
+            return transposed(words) + np.uint32(_ONES if is_first else 0)
 
         found = _turned(base, stem, rows, columns, transposed, zeros)
         _, groups = found.pieces["scale"].shape
