@@ -4,7 +4,6 @@ torch.optim has two global hooks for it, of which this file registers one each f
 the garbage collector removed while torch walks over its hooks would end the step with an error.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -66,7 +65,10 @@ class AfterOptimizerStep:
         module = self._module()
         if _makes_state_only(optimizer):
             return
-        inside_another = self._stepping is not None and _is_running(self._stepping())
+        # An outer optimizer has the inner one as an attribute. Whether its step still runs is not asked: after an error
+        # in a step torch calls no hook, and the next optimizer must not be taken for its inner one.
+        outer = None if self._stepping is None else self._stepping()
+        inside_another = outer is not None and any(value is optimizer for value in vars(outer).values())
         if module is not None and not inside_another and has_a_parameter_of(optimizer, module.parameters()):
             self._stepping = weakref.ref(optimizer)
 
@@ -75,16 +77,6 @@ class AfterOptimizerStep:
         if module is not None and self._stepping is not None and self._stepping() is optimizer:
             self._stepping = None
             module.after_optimizer_step()
-
-
-def _is_running(optimizer: Optimizer | None) -> bool:
-    """False for an optimizer whose last step ended with an error, after which torch calls no hook."""
-    frame = inspect.currentframe()
-    while optimizer is not None and frame is not None:
-        if frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _makes_state_only(optimizer: Optimizer) -> bool:
