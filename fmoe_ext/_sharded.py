@@ -11,10 +11,6 @@ def is_dtensor(x: object) -> "TypeGuard[DTensor]":
     return _is("torch.distributed.tensor", "DTensor", x)
 
 
-def is_fsdp_module(x: object) -> TypeGuard[Any]:
-    return _is("torch.distributed.fsdp", "FSDPModule", x)
-
-
 def is_deepspeed_engine(x: object) -> TypeGuard[Any]:
     return _is("deepspeed.runtime.engine", "DeepSpeedEngine", x)
 

@@ -36,7 +36,7 @@ def follow_optimizers(module: nn.Module, follower: _Follower) -> None:
 
 
 def has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """True if the optimizer steps any of these parameters."""
+    """Return True if the optimizer steps any of these parameters."""
     wanted = {id(p) for p in parameters if p.requires_grad}
     groups = optimizer.param_groups
     return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
@@ -51,7 +51,7 @@ class _ActsAfterSteps(Protocol):
 
 
 class AfterOptimizerStep:
-    """Calls module.after_optimizer_step() once a step of any torch.optim optimizer that has a parameter of module.
+    """Call module.after_optimizer_step() once a step of any torch.optim optimizer that has a parameter of module.
 
     An optimizer inside another's step (ZeroRedundancyOptimizer has one) counts as the outer one, so that ranks whose
     inner optimizers hold different parameters still act together.
@@ -80,7 +80,7 @@ class AfterOptimizerStep:
 
 
 def _makes_state_only(optimizer: Optimizer) -> bool:
-    """True where torch.distributed.checkpoint makes the state that it fills: the rate and all gradients are 0."""
+    """Return True where torch.distributed.checkpoint makes the state that it fills: rate and gradients are 0."""
     if optimizer.state or any(float(group.get("lr", 1)) for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -74,7 +74,9 @@ def _start(
     works = []
     for out, x in zip(outs, xs, strict=True):
         if x.dtype not in _DTYPES_OF_BACKENDS:  # an exchange moves rows, whatever their numbers mean
-            out, x = _as_bytes(out), _as_bytes(x)
+            out, x = (
+                t.view(-1, 1).view(torch.uint8) if t.dim() < 2 else t.view(torch.uint8) for t in (out, x)
+            )
         splits = list(recv_splits), list(send_splits)
         works.append(dist.all_to_all_single(out, x, *splits, group=group, async_op=True))
     return _Works(works)
@@ -107,12 +109,6 @@ class _Works:
         if torch.cuda.is_current_stream_capturing():
             return False
         return all(work.is_completed() for work in self._works)
-
-
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """View x [N, *] as [N, bytes of a row] uint8, without a copy."""
-    row_bytes = x.element_size() * math.prod(x.shape[1:])
-    return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
 
 @dataclass
