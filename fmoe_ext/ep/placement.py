@@ -95,9 +95,7 @@ class Tables(NamedTuple):
 
     slots: tuple[int, ...] | None  # [E]: place of each expert in the order of sending; None: its own number
     slots_by_rank: tuple[int, ...] | None  # [E]: the slots of each rank's experts; None: in order
-    ways: tuple[
-        int, ...
-    ]  # [E]: where each expert's tokens go, a number for every chunk and rank: by chunk, then by rank
+    ways: tuple[int, ...]  # [E]: where its tokens go, a number for every chunk and rank: by chunk, then by rank
     ways_by_rank: tuple[int, ...] | None  # [W * C]: the ways to each rank; None: in order
     local_numbers: tuple[int, ...]  # [E]: number of each expert among those of its rank
 
@@ -114,13 +112,13 @@ def _tables(experts_in_place: tuple[int, ...], num_local: int, chunk_ends: tuple
     for place, expert in enumerate(experts_in_place):
         rank, local_numbers[expert] = divmod(place, num_local)
         ways[expert] = chunk_of[place % num_local] * num_ranks + rank
+    is_sorted, is_one_chunk = slots == list(range(num_experts)), num_chunks == 1
+    ways_by_rank = tuple(c * num_ranks + r for r in range(num_ranks) for c in range(num_chunks))
     return Tables(
-        None if slots == list(range(num_experts)) else tuple(slots),
-        None if num_chunks == 1 else tuple(slots[expert] for expert in experts_in_place),
+        None if is_sorted else tuple(slots),
+        None if is_one_chunk else tuple(slots[expert] for expert in experts_in_place),
         tuple(ways),
-        None
-        if num_chunks == 1
-        else tuple(c * num_ranks + r for r in range(num_ranks) for c in range(num_chunks)),
+        None if is_one_chunk else ways_by_rank,
         tuple(local_numbers),
     )
 
