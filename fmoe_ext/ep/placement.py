@@ -95,7 +95,7 @@ class Tables(NamedTuple):
 
     slots: tuple[int, ...] | None  # [E]: place of each expert in the order of sending; None: its own number
     slots_by_rank: tuple[int, ...] | None  # [E]: the slots of each rank's experts; None: in order
-    ways: tuple[int, ...]  # [E]: where its tokens go, a number for every chunk and rank: by chunk, then by rank
+    ways: tuple[int, ...]  # [E]: where its tokens go, chunk * W + rank
     ways_by_rank: tuple[int, ...] | None  # [W * C]: the ways to each rank; None: in order
     local_numbers: tuple[int, ...]  # [E]: number of each expert among those of its rank
 
