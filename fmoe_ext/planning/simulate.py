@@ -133,6 +133,13 @@ def simulate(
     return {policy: total / len(loads) for policy, total in sums.items()}
 
 
+def show(title: str, times: dict[str, float]) -> None:
+    """Print the milliseconds of each policy, and its speed-up over "none"."""
+    print(f"{title}: ms a layer and step (speed-up)")
+    for policy, seconds in times.items():
+        print(f"  {policy:20} {seconds * 1e3:10.3f}  {times['none'] / seconds:5.2f}x")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `fmoe simulate`."""
     add = parser.add_argument
@@ -169,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_times(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Print the milliseconds of each policy, and its speed-up over "none"."""
+    """Print the times of each policy that the options ask for, or an error of the parser."""
     # an option whose value nothing would read is an error
     unread = {
         "--loads gives the loads": (
@@ -223,9 +230,7 @@ def print_times(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
             found.append({"ranks": num_ranks, "network": network, "seconds": times})
             if not options.json:
-                print(f"{num_ranks} ranks, {network}: ms a layer and step (speed-up)")
-                for policy, seconds in times.items():
-                    print(f"  {policy:20} {seconds * 1e3:10.3f}  {times['none'] / seconds:5.2f}x")
+                show(f"{num_ranks} ranks, {network}", times)
     if options.json:
         print(as_json(found))
 
