@@ -92,7 +92,7 @@ class Batch:
         """Put out [V, *] or a nest at the places of the real tokens, zero at the others -> [T, *]."""
         if self.rows is None:
             return out
-        put_back = _put_rows if torch.compiler.is_compiling() else _PutBack.apply
+        put_back: Any = _put_rows if torch.compiler.is_compiling() else _PutBack.apply
         return map_structure(lambda leaf: put_back(leaf, self.rows, self.num_tokens), out)
 
     def sequences_of(self, seq_len: int | None) -> torch.Tensor | None:

@@ -55,7 +55,7 @@ def check_wrappers(layer: nn.Module) -> None:
 
     layer: an FMoE, or a module of experts that has an expert_parallel.
     """
-    experts = getattr(layer, "experts", layer)
+    experts: Any = getattr(layer, "experts", layer)
     if torch.compiler.is_compiling() or getattr(layer, "expert_parallel", None) is None or experts is None:
         return
     is_checked = all(hasattr(p, "fmoe_checked") for p in experts.parameters())
@@ -67,7 +67,9 @@ def check_wrappers(layer: nn.Module) -> None:
         ) in gc.get_objects():  # once a process: those whose forward has begun before there was a hook
             if issubclass(type(found), kinds):
                 _note(found)
-    around = [wrapper for wrapper, inside in list(_around.items()) if layer in inside] if kinds else []
+    around: list[Any] = []
+    if kinds:
+        around = [wrapper for wrapper, inside in list(_around.items()) if layer in inside]
     for engine in filter(is_deepspeed_engine, around):
         # the ranks to which it copies; None is all
         ranks = dist.get_process_group_ranks(getattr(engine, "seq_data_parallel_group", None))
@@ -75,7 +77,7 @@ def check_wrappers(layer: nn.Module) -> None:
     if is_checked:
         return
     sharding = [wrapper for wrapper in around if not is_deepspeed_engine(wrapper)]
-    outermost: Any = max(sharding, key=lambda wrapper: len(_around[wrapper]), default=None)
+    outermost = max(sharding, key=lambda wrapper: len(_around[wrapper]), default=None)
     # shows sharded parameters as DTensors, also while they are gathered
     for sharded in filter(is_dtensor, experts.state_dict().values()):
         name = type(layer).__name__ if outermost is None else _name_in(outermost, layer)
@@ -83,7 +85,7 @@ def check_wrappers(layer: nn.Module) -> None:
     for wrapper in sharding:
         wrapper.unshard()  # as it was: a state dict lets go of what is gathered
     for p in experts.parameters():
-        p.fmoe_checked = True  # type: ignore[attr-defined]  # a parameter that takes its place has no such mark
+        p.fmoe_checked = True  # a parameter that takes its place has no such mark
 
 
 def _note(module: nn.Module, _: Any = None) -> None:
