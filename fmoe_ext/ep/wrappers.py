@@ -62,9 +62,8 @@ def check_wrappers(layer: nn.Module) -> None:
     kinds = wrappers_in_use()
     if kinds and not _hooks:
         _hooks.append(register_module_forward_pre_hook(_note))
-        for (
-            found
-        ) in gc.get_objects():  # once a process: those whose forward has begun before there was a hook
+        # once a process: those whose forward has begun before there was a hook
+        for found in gc.get_objects():
             if issubclass(type(found), kinds):
                 _note(found)
     around: list[Any] = []
