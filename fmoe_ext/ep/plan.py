@@ -108,9 +108,10 @@ class ExactPlan(Plan):
         self._group, self._step = group, step
         self._columns = list(pairwise((_LENGTH, *(_LENGTH + end for end in ends))))
         self._received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
-        self._on_host, self._copied = (sent, self._received), None
+        self._on_host: Sequence[torch.Tensor] = (sent, self._received)
+        self._copied: torch.cuda.Event | None = None
         if sent.is_cuda:  # copied while the device goes on, both at once
-            both = torch.stack(self._on_host)
+            both = torch.stack((sent, self._received))
             copy = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
             self._on_host, self._copied = copy.unbind(), torch.cuda.Event()
             self._copied.record()
