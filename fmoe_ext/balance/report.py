@@ -113,17 +113,19 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     for record in _records(files, allow_truncated):
         if record.gate is None:
             continue
-        summary, number, topk_idx = summaries[record.gate], bin_of[record.step], record.topk_idx
+        summary, where, topk_idx = summaries[record.gate], bin_of[record.step], record.topk_idx
         experts = summary.gate.num_experts
-        summary.load[number] += ops.count_tokens(topk_idx, experts)
-        summary.dropped[number] += int((topk_idx < 0).sum())
-        summary.tokens[number] += len(topk_idx)
-        for k in range(topk_idx.shape[1] if summary.together is not None else 0):
-            for other in range(k + 1, topk_idx.shape[1]):
-                pair = topk_idx[:, k] * experts + topk_idx[:, other]
-                pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, other] >= 0)]
-                together = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
-                summary.together += together + together.t()
+        summary.load[where] += ops.count_tokens(topk_idx, experts)
+        summary.dropped[where] += int((topk_idx < 0).sum())
+        summary.tokens[where] += len(topk_idx)
+        if (together := summary.together) is None:
+            continue
+        for k in range(topk_idx.shape[1]):
+            for later in range(k + 1, topk_idx.shape[1]):
+                pair = topk_idx[:, k] * experts + topk_idx[:, later]
+                pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, later] >= 0)]
+                counts = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
+                together += counts + counts.t()
     has_ids = _find_feeders(summaries, files, allow_truncated)
     size = sum(path.stat().st_size for path in files)
     return Summary(files, steps, first, list(summaries.values()), size, has_ids)

@@ -9,8 +9,9 @@ stage's result on, and in the backward gives the loss beside it the gradient 1, 
 Megatron-LM have it.
 """
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,8 +150,7 @@ class Stage(nn.Module):
                 values, of_layer = checkpoint_of(
                     *(_run, layer, gates, values),
                     use_reentrant=False,
-                    # the second forward moves no running statistics
-                    context_fn=lambda norms=norms: (nullcontext(), Recomputing(norms)),
+                    context_fn=functools.partial(_contexts, norms),
                 )
             else:
                 values, of_layer = _run(layer, gates, values)
@@ -194,6 +194,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].contiguous()
+
+
+def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
+    """Make the contexts of a checkpoint's two forwards; the second moves no running statistics."""
+    return nullcontext(), Recomputing(norms)
 
 
 def _run(
