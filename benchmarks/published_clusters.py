@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fmoe_ext.ep.cost import Hardware, Layer
-from fmoe_ext.planning.policies import draw_loads, show, simulate
+from fmoe_ext.planning.simulate import draw_loads, show, simulate
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <optional>
 #include <tuple>
 
 #include "topk_idx.h"
@@ -19,8 +21,8 @@ void check_counts(const Tensor& counts, const char* name) {
 }
 
 // Places in a buffer where the rows for rank w begin at w * max_rows; rows that do not fit are left out.
-std::tuple<Tensor, Tensor, Tensor> pad_routing_cpu(Tensor row_idx, Tensor inverse, Tensor tokens_per_expert,
-                                                   int64_t num_ranks, int64_t max_rows) {
+std::tuple<Tensor, Tensor> pad_routing_cpu(Tensor row_idx, Tensor inverse, Tensor tokens_per_expert,
+                                           int64_t num_ranks, int64_t max_rows) {
   check_cpu(row_idx, "row_idx");
   check_int32(row_idx, "row_idx");
   check_dim(row_idx, 1, "row_idx", "[R]");
@@ -36,7 +38,6 @@ std::tuple<Tensor, Tensor, Tensor> pad_routing_cpu(Tensor row_idx, Tensor invers
   const Tensor rows = as_contiguous(row_idx), counts = as_contiguous(tokens_per_expert);
   Tensor padded = torch::stable::new_empty(rows, {num_ranks * max_rows});
   Tensor places = torch::stable::new_empty(rows, {inverse.size(0), inverse.size(1)});
-  Tensor most = torch::stable::new_empty(counts, {1});
   const auto* choice_of = static_cast<const int32_t*>(rows.const_data_ptr());
   const auto* count = static_cast<const int64_t*>(counts.const_data_ptr());
   auto* to = static_cast<int32_t*>(padded.mutable_data_ptr());
@@ -44,13 +45,12 @@ std::tuple<Tensor, Tensor, Tensor> pad_routing_cpu(Tensor row_idx, Tensor invers
   const int64_t num_kinds = counts.numel() / num_ranks, num_choices = places.numel();
   std::fill(to, to + padded.numel(), -1);
   std::fill(place, place + num_choices, -1);
-  int64_t begin = 0, largest = 0;
+  int64_t begin = 0;
   for (int64_t w = 0; w < num_ranks; ++w) {
     int64_t needed = 0;
     for (int64_t i = 0; i < num_kinds; ++i) needed += count[w * num_kinds + i];
     STD_TORCH_CHECK(needed >= 0 && begin + needed <= rows.numel(), "tokens_per_expert counts more than the ",
                     rows.numel(), " rows of row_idx");
-    largest = std::max(largest, needed);
     for (int64_t p = 0; p < std::min(needed, max_rows); ++p) {
       const int64_t choice = choice_of[begin + p];
       STD_TORCH_CHECK(choice >= 0 && choice < num_choices, "row_idx must be in [0, T * K = ", num_choices,
@@ -60,44 +60,82 @@ std::tuple<Tensor, Tensor, Tensor> pad_routing_cpu(Tensor row_idx, Tensor invers
     }
     begin += needed;
   }
-  *static_cast<int64_t*>(most.mutable_data_ptr()) = largest;
-  return {padded, places, most};
+  return {padded, places};
 }
 
-void check_num_rows(const Tensor& counts, int64_t max_rows, int64_t num_rows) {
-  const auto* count = static_cast<const int64_t*>(counts.const_data_ptr());
+// What a rank tells each other one: the header, the most rows that it has for one rank, its counts.
+Tensor counts_to_send_cpu(Tensor counts, Tensor header, std::optional<Tensor> order, int64_t num_ranks,
+                          bool has_most) {
+  check_counts(counts, "counts");
+  check_dim(counts, 1, "counts", "[W n]");
+  check_counts(header, "header");
+  check_dim(header, 1, "header", "[h]");
+  const int64_t num_counts = counts.numel();
+  STD_TORCH_CHECK(num_ranks >= 1 && num_counts % num_ranks == 0, "num_ranks must divide the ", num_counts,
+                  " counts, but is ", num_ranks);
+  const int64_t* place = nullptr;
+  Tensor table;
+  if (order) {
+    check_counts(*order, "order");
+    check_dim(*order, 1, "order", "[W n]");
+    check_size(*order, 0, num_counts, "order", "[W n]");
+    table = as_contiguous(*order);
+    place = static_cast<const int64_t*>(table.const_data_ptr());
+    for (int64_t i = 0; i < num_counts; ++i)
+      STD_TORCH_CHECK(place[i] >= 0 && place[i] < num_counts, "order must be in [0, W n = ", num_counts,
+                      "), but element ", i, " is ", place[i]);
+  }
+  const Tensor input = as_contiguous(counts), first = as_contiguous(header);
+  const int64_t n = num_counts / num_ranks, length = first.numel() + has_most;
+  Tensor sent = torch::stable::new_empty(input, {num_ranks, length + n});
+  const auto* count = static_cast<const int64_t*>(input.const_data_ptr());
+  const auto* begin = static_cast<const int64_t*>(first.const_data_ptr());
+  auto* to = static_cast<int64_t*>(sent.mutable_data_ptr());
+  int64_t most = 0;
+  for (int64_t w = 0; w < num_ranks; ++w) {
+    int64_t *row = to + w * (length + n), rows = 0;
+    std::copy(begin, begin + first.numel(), row);
+    for (int64_t i = w * n; i < (w + 1) * n; ++i) rows += *(row + length + i - w * n) = count[place ? place[i] : i];
+    most = std::max(most, rows);
+  }
+  if (has_most)
+    for (int64_t w = 0; w < num_ranks; ++w) to[w * (length + n) + length - 1] = most;
+  return sent;
+}
+
+Tensor columns_of_rows_cpu(Tensor counts, int64_t first, int64_t end, int64_t max_rows, int64_t num_rows) {
+  check_counts(counts, "counts");
+  check_dim(counts, 2, "counts", "[W, n]");
+  const Tensor input = as_contiguous(counts);
+  const int64_t W = input.size(0), n = input.size(1);
+  STD_TORCH_CHECK(0 <= first && first <= end && end <= n, "the columns [", first, ", ", end,
+                  ") must be among the ", n, " of counts");
+  const auto* count = static_cast<const int64_t*>(input.const_data_ptr());
   int64_t total = 0;
-  for (int64_t i = 0; i < counts.numel(); ++i) {
+  for (int64_t i = 0; i < W * n; ++i) {
+    if (i % n < first || i % n >= end) continue;
     STD_TORCH_CHECK(count[i] >= 0 && count[i] <= INT32_MAX, "counts must be in [0, 2^31), but element ", i,
                     " is ", count[i]);
     total += count[i];
   }
   STD_TORCH_CHECK(max_rows >= 0 && max_rows <= INT32_MAX, "max_rows must be in [0, 2^31), but is ", max_rows);
-  const int64_t expected = max_rows ? counts.size(0) * max_rows : total;
+  const int64_t expected = max_rows ? W * max_rows : total;
   STD_TORCH_CHECK(num_rows == expected, "num_rows must be ", expected, ", as counts",
                   max_rows ? " of max_rows each" : "", " say, but is ", num_rows);
-}
-
-Tensor columns_of_rows_cpu(Tensor counts, int64_t max_rows, int64_t num_rows) {
-  check_counts(counts, "counts");
-  check_dim(counts, 2, "counts", "[W, n]");
-  const Tensor input = as_contiguous(counts);
-  check_num_rows(input, max_rows, num_rows);
   Tensor columns = torch::stable::new_empty(input, {num_rows, 1}, ScalarType::Int);
-  const auto* count = static_cast<const int64_t*>(input.const_data_ptr());
   auto* to = static_cast<int32_t*>(columns.mutable_data_ptr());
   int64_t row = 0;
-  for (int64_t w = 0; w < input.size(0); ++w) {
+  for (int64_t w = 0; w < W; ++w) {
     // the rows of a rank end where its counts do, or are as many as max_rows says
-    const int64_t end = max_rows ? (w + 1) * max_rows : num_rows;
-    for (int64_t column = 0; column < input.size(1); ++column) {
-      const int64_t here = std::min(*count++, end - row);
-      std::fill(to + row, to + row + here, static_cast<int32_t>(column));
+    const int64_t last = max_rows ? (w + 1) * max_rows : num_rows;
+    for (int64_t column = first; column < end; ++column) {
+      const int64_t here = std::min(count[w * n + column], last - row);
+      std::fill(to + row, to + row + here, static_cast<int32_t>(column - first));
       row += here;
     }
     if (max_rows) {
-      std::fill(to + row, to + end, -1);
-      row = end;
+      std::fill(to + row, to + last, -1);
+      row = last;
     }
   }
   return columns;
@@ -177,6 +215,7 @@ Tensor experts_of_rows_cpu(Tensor topk_idx, Tensor way, Tensor local, Tensor row
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("_pad_routing", TORCH_BOX(&pad_routing_cpu));
+  m.impl("_counts_to_send", TORCH_BOX(&counts_to_send_cpu));
   m.impl("_columns_of_rows", TORCH_BOX(&columns_of_rows_cpu));
   m.impl("_token_ways", TORCH_BOX(&token_ways_cpu));
   m.impl("_experts_of_rows", TORCH_BOX(&experts_of_rows_cpu));

@@ -40,11 +40,14 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("drop_choices(Tensor topk_idx, int num_experts, int capacity, Tensor? topk_weights, Tensor? uniform) -> (Tensor, Tensor)");
 
   // The exchange of expert parallelism (exchange_rows.cpp), on the CPU. W ranks, n kinds of rows for each of them.
-  // row_idx [R], inverse [T, K], tokens_per_expert [W n]: of rows sorted by rank
-  // -> row_idx [W max_rows], inverse [T, K], the most rows for one rank [1]
-  m.def("_pad_routing(Tensor row_idx, Tensor inverse, Tensor tokens_per_expert, int num_ranks, int max_rows) -> (Tensor, Tensor, Tensor)");
-  // counts [W, n]: rows from each rank -> the kind of each row that comes, [num_rows, 1] int32; max_rows: of each rank, 0 as counted
-  m.def("_columns_of_rows(Tensor counts, int max_rows, int num_rows) -> Tensor");
+  // row_idx [R], inverse [T, K], tokens_per_expert [W n]: of rows sorted by rank -> row_idx [W max_rows], inverse [T, K]
+  m.def("_pad_routing(Tensor row_idx, Tensor inverse, Tensor tokens_per_expert, int num_ranks, int max_rows) -> (Tensor, Tensor)");
+  // counts [W n] in the order that they have, or that of the places in order [W n]; header [h]
+  // -> [W, h + n], for each rank the header and its counts; has_most: between them the most rows for one rank
+  m.def("_counts_to_send(Tensor counts, Tensor header, Tensor? order, int num_ranks, bool has_most) -> Tensor");
+  // counts [W, n]: rows from each rank in the columns [first, end) -> the kind of each row that comes, counted from first,
+  // [num_rows, 1] int32; max_rows: of each rank, 0 as counted
+  m.def("_columns_of_rows(Tensor counts, int first, int end, int max_rows, int num_rows) -> Tensor");
   // ways [E] -> the way of each choice [T, K], and the same with -1 where an earlier choice of the token goes it too
   m.def("_token_ways(Tensor topk_idx, Tensor ways) -> (Tensor, Tensor)");
   // local [E] -> for each row to send, local[choice] of the choices of its token that go its way, else -1:

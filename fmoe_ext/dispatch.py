@@ -16,7 +16,7 @@ def dispatch(
     expert_parallel: ExpertParallel | None = None,
     step: Step | None = None,
 ) -> Dispatched:
-    """Sends every token to the ranks of its experts.
+    """Send every token to the ranks of its experts.
 
     x [T, *] or a nest (list, tuple, dict) of such tensors, topk_idx [T, K] (-1 for dropped choices), topk_weights
     [T, K]. expert_parallel: where the num_experts experts live, None for all on this rank, where nothing moves. step:
@@ -53,7 +53,7 @@ def dispatch(
 
 
 def combine(dispatched: Dispatched) -> Nest:
-    """Brings the results of all chunks back to the ranks of their tokens -> [T, *] in the nest of the results."""
+    """Bring the results of all chunks back to the ranks of their tokens -> [T, *] in the nest of the results."""
     return dispatched.combine()
 
 

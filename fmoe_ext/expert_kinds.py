@@ -47,17 +47,17 @@ class ExpertKind:
 
     @staticmethod
     def fits(layer: _HasExperts) -> bool:
-        """True if layer.experts are of this kind."""
+        """Return whether layer.experts are of this kind."""
         raise NotImplementedError
 
     @property
     def can_be_divided(self) -> bool:
-        """True if some experts can compute without the others, as overlap_degree > 1 needs."""
+        """Return whether some experts can compute without the others, as overlap_degree > 1 needs."""
         return False
 
     @property
     def can_be_shadowed(self) -> bool:
-        """True if a rank can compute experts of another with parameters that it fetches."""
+        """Return whether a rank can compute experts of another with parameters that it fetches."""
         return False
 
     @property
@@ -68,21 +68,27 @@ class ExpertKind:
     def compute(
         self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, first: int, end: int
     ) -> Nest:
-        """The experts [first, end) on tokens: x [N, *] or a nest -> [N, *], weighted and summed over K.
+        """Compute the experts [first, end) on tokens: x [N, *] or a nest -> [N, *], weighted and summed over K.
 
         topk_idx [N, K] counts experts from first and is -1 for no expert of these; topk_weights [N, K].
         """
         rows, handle = permute_rows(x, topk_idx, end - first)
         results = self.on_rows(rows, handle.tokens_per_expert, first)
-        _check_rows(results, rows, handle.tokens_per_expert)
+        num_rows = len(leaves_of(rows)[0])
+        for result in leaves_of(results):
+            # dropped choices, whose rows are behind, need no result
+            if result.shape[:1] != (num_rows,) and result.shape[:1] != (
+                needed := int(handle.tokens_per_expert.sum()),
+            ):
+                raise _other_rows("the experts", f"{num_rows}, or {needed} without dropped choices", result)
         return unpermute_rows(results, handle, topk_weights)
 
     def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
-        """The experts from first on, as many as have counts, on rows [R, *] sorted by expert -> [R, *]."""
+        """Compute the experts from first on, as many as have counts, on rows [R, *] sorted by expert -> [R, *]."""
         raise NotImplementedError
 
     def divided(self, chunk_ends: Sequence[int]) -> ExpertKind:
-        """These experts, ready to compute the ranges that end at chunk_ends; RuntimeError if they cannot."""
+        """Return these experts, ready to compute the ranges that end at chunk_ends; RuntimeError if they cannot."""
         if len(chunk_ends) > 1 and not self.can_be_divided:
             raise RuntimeError(
                 f"overlap_degree={len(chunk_ends)} computes some experts at a time, which this layer's experts cannot "
@@ -104,7 +110,8 @@ class Fused(ExpertKind):
 
     def __init__(self, layer: _HasExperts):
         super().__init__(layer)
-        self._weights: Callable[[int], tuple[Any, ...]] = _own_weights
+        # weights(end): the arguments weights and main_grads of FusedExperts for the experts that end there
+        self._weights: Callable[[int], tuple[Any, ...]] = lambda end: ()  # none: they have their own
 
     @staticmethod
     def fits(layer: _HasExperts) -> bool:
@@ -135,7 +142,7 @@ class Fused(ExpertKind):
         return self.layer.experts(rows, tokens_per_expert)
 
     def divided(self, chunk_ends: Sequence[int]) -> ExpertKind:
-        """Splits the weights once, so that their gradients are put together once."""
+        """Split the weights once, so that their gradients are put together once."""
         super().divided(chunk_ends)
         if len(chunk_ends) == 1:
             return self
@@ -144,7 +151,9 @@ class Fused(ExpertKind):
         whole = (*experts.weights, *experts.main_grads)
         parts = [[None] * len(sizes) if w is None else w.split(sizes) for w in whole]
         by_end = dict(zip(chunk_ends, zip(*parts, strict=True), strict=True))
-        return self._with_weights(lambda end: (by_end[end][:4], by_end[end][4:]))
+        divided = self._again()
+        divided._weights = lambda end: (by_end[end][:4], by_end[end][4:])
+        return divided
 
     def fetched(self, tokens: ExpertInput, expert_parallel: ExpertParallel) -> ExpertKind:
         if not self.can_be_shadowed:
@@ -157,22 +166,13 @@ class Fused(ExpertKind):
             )
         num_local, group = expert_parallel.num_local_experts, expert_parallel.group
         weights = fetch(experts.weights, tokens.shadows, num_local, group, tokens.topk_weights)
-        return self._with_weights(lambda end: (weights,))
-
-    def _with_weights(self, weights: Callable[[int], tuple[Any, ...]]) -> ExpertKind:
-        """weights(end): the arguments weights and main_grads of FusedExperts for the experts that end there."""
-        other = self._again()
-        other._weights = weights
-        return other
+        fetched = self._again()
+        fetched._weights = lambda end: (weights,)
+        return fetched
 
     def _again(self) -> Fused:
-        """A copy without weights of its own; Dynamo of torch 2.11 cannot trace copy.copy."""
+        """Copy it, without weights of its own; Dynamo of torch 2.11 cannot trace copy.copy."""
         return Fused(self.layer)
-
-
-def _own_weights(end: int) -> tuple[Any, ...]:
-    """No argument: FusedExperts compute with their own weights."""
-    return ()
 
 
 class SeparateExperts(nn.ModuleList):
@@ -234,7 +234,7 @@ class Separate(ExpertKind):
         return map_structure(lambda *parts: torch.cat(parts), *outputs)
 
     def call_one(self, rows: Nest, count: int | torch.Tensor, idx: int) -> Nest:
-        """Expert idx on all rows."""
+        """Compute expert idx on all rows."""
         experts = self.layer.experts
         if isinstance(experts, SeparateExperts) and not experts.takes_count[idx]:
             return experts[idx](rows)
@@ -266,19 +266,11 @@ KINDS = (Fused, Separate, OneModule)
 
 
 def kind_of(layer: _HasExperts) -> ExpertKind:
-    """Kind of layer.experts: the first of KINDS that fits."""
+    """Return the first of KINDS that fits layer.experts."""
     for kind in KINDS[:-1]:
         if kind.fits(layer):
             return kind(layer)
     return KINDS[-1](layer)
-
-
-def _check_rows(results: Nest, rows: Nest, tokens_per_expert: torch.Tensor) -> None:
-    """ValueError for results without a row for each choice; dropped choices, whose rows are behind, need none."""
-    num_rows = len(leaves_of(rows)[0])
-    for result in leaves_of(results):
-        if result.shape[:1] != (num_rows,) and result.shape[:1] != (needed := int(tokens_per_expert.sum()),):
-            raise _other_rows("the experts", f"{num_rows}, or {needed} without dropped choices", result)
 
 
 def _other_rows(who: str, expected: str, result: torch.Tensor) -> ValueError:
@@ -288,7 +280,7 @@ def _other_rows(who: str, expected: str, result: torch.Tensor) -> ValueError:
 
 
 def _takes_count(expert: nn.Module) -> bool:
-    """True if an expert is called with its number of rows.
+    """Return whether an expert is called with its number of rows.
 
     So it is if its forward cannot be called without a second argument, or names it fwd_expert_count, as FastMoE does.
     A wrapper (torch.compile, checkpoint_wrapper, DistributedDataParallel) hands on *args to its only child.

@@ -22,7 +22,7 @@ MainGrads: TypeAlias = tuple[ops.MainGrad | None, ops.MainGrad | None]
 
 
 def activation_name(activation: str | Callable[..., Any]) -> str | None:
-    """The name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
+    """Return the name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
 
     activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, SquaredReLU, ClampedSwiGLU, F.gelu / F.relu /
         F.silu, or any callable.
@@ -50,7 +50,7 @@ def activation_name(activation: str | Callable[..., Any]) -> str | None:
 
 
 def is_gated(activation: Any) -> bool:
-    """True if an activation takes 2H values and gives H: one of GATED_ACTIVATIONS, or one with is_gated."""
+    """Return whether an activation takes 2H values and gives H: one of GATED_ACTIVATIONS, or one with is_gated."""
     return (
         activation in GATED_ACTIVATIONS
         if isinstance(activation, str)
@@ -62,7 +62,7 @@ _gated: weakref.WeakSet["FusedExperts"] = weakref.WeakSet()
 
 
 def weights_of_two() -> list[torch.Tensor]:
-    """The parameters of all layers in which a gate and an up matrix lie one below the other; for optimizers.
+    """List the parameters of all layers in which a gate and an up matrix lie one below the other; for optimizers.
 
     The layers are asked, and not the parameters marked: fully_shard and copies replace parameters by others.
     """
@@ -152,15 +152,6 @@ class SoftcappedSwiGLU(nn.Module):
         return (bounded * (up / self.up_softcap).tanh() * self.up_softcap).to(x.dtype)
 
 
-def _clamped_glu_options(activation: Any) -> tuple[float, float, float] | None:
-    """(alpha, limit, offset) with which ops.clamped_glu computes an activation; None if it computes another."""
-    if type(activation) is ClampedSwiGLU:
-        return activation.alpha, activation.limit, 1.0
-    if type(activation) is not GatedActivation or activation_name(activation.activation) != "silu":
-        return None
-    return 1.0, math.inf if activation.limit is None else activation.limit, activation.offset
-
-
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 
@@ -221,7 +212,7 @@ class FusedExperts(nn.Module):
 
     @property
     def must_be_called(self) -> bool:
-        """True if htoh4 and h4toh have to be called, instead of computing with their weights in one operator.
+        """Return whether htoh4 and h4toh have to be called, instead of computing with their weights in one operator.
 
         So it is where one of them has hooks (offloading, sharding) or is another module than FMoELinear (an adapter
         around it). It is slower, and keeps more for the backward.
@@ -247,22 +238,27 @@ class FusedExperts(nn.Module):
         weights: Weights | None = None,
         main_grads: MainGrads = (None, None),
     ) -> torch.Tensor:
-        """The experts on rows, or with a handle on tokens.
+        """Compute the experts on rows, or with a handle on tokens.
 
         Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
         With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the
         weighted sum of each token's experts; neither the sorted rows nor their results are kept.
-        weights: those of other experts of the same shape, or of a part of these, in the place of self.weights;
-        main_grads: theirs, in the place of self.main_grads.
+        weights: of other experts of the same shape, or of a part of these, instead of self.weights;
+        main_grads: theirs, instead of self.main_grads.
         """
         adapters: tuple[Lora | None, Lora | None] = (None, None)
         if weights is None:
             up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
             if _must_be_called(up) or _must_be_called(down):
-                found = _adapters(up, down)
-                if found is None:
-                    return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
-                adapters = found
+                # lora.fuse gives a module an adapter that one operator takes beside its weight
+                adapters = getattr(up, "fused_adapter", None), getattr(down, "fused_adapter", None)
+                if any(
+                    adapter is None and _must_be_called(m)
+                    for m, adapter in zip((up, down), adapters, strict=True)
+                ):
+                    rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
+                    rows = down(self._activation(up(rows, fwd_expert_count)), fwd_expert_count)
+                    return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
             weights = up.weight, up.bias, down.weight, down.bias
             main_grads = up.main_grad, down.main_grad
         w1, b1, w2, b2 = weights
@@ -276,7 +272,12 @@ class FusedExperts(nn.Module):
             hidden = self._activation(up_rows)
             rows = adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
-        routing = _rows_as_tokens(inp, offs) if handle is None else (handle.row_idx, handle.inverse, offs)
+        if handle is None:  # every row is its own token, with K = 1
+            row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
+            row_idx = torch.where(row < offs[-1], row, -1)
+            routing = row_idx, row_idx[:, None], offs
+        else:
+            routing = handle.row_idx, handle.inverse, offs
         topk_weights = widen(topk_weights, inp.dtype)
         mlp = (inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, handle is not None)
         if any(adapters):
@@ -285,45 +286,21 @@ class FusedExperts(nn.Module):
         return ops.expert_mlp(*mlp, main_grads)
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The activation outside the operator."""
+        """Compute the activation outside the operator."""
         name, activation = self.fused_activation, self.activation
         if name is not None:
             return ops.ACTIVATIONS[name](hidden)
         assert callable(activation)
-        options = _clamped_glu_options(activation)
-        return activation(hidden) if options is None else ops.clamped_glu(hidden, *options)
-
-    def _by_calls(
-        self,
-        inp: torch.Tensor,
-        fwd_expert_count: torch.Tensor,
-        handle: DispatchHandle | None,
-        topk_weights: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """forward() by calling htoh4 and h4toh."""
-        rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
-        rows = self.h4toh(self._activation(self.htoh4(rows, fwd_expert_count)), fwd_expert_count)
-        return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
-
-
-def _rows_as_tokens(inp: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """row_idx, inverse and offs where every row is its own token, with K = 1."""
-    row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
-    row_idx = torch.where(row < offs[-1], row, -1)
-    return row_idx, row_idx[:, None], offs
+        if type(activation) is ClampedSwiGLU:
+            return ops.clamped_glu(hidden, activation.alpha, activation.limit, 1.0)
+        if type(activation) is GatedActivation and activation_name(activation.activation) == "silu":
+            limit = math.inf if activation.limit is None else activation.limit
+            return ops.clamped_glu(hidden, 1.0, limit, activation.offset)
+        return activation(hidden)
 
 
 def _must_be_called(module: nn.Module) -> bool:
     return not isinstance(module, FMoELinear) or module.must_be_called
-
-
-def _adapters(*modules: nn.Module) -> tuple[Lora | None, Lora | None] | None:
-    """Adapters of w1 and w2 that one operator takes (lora.fuse); None if a module has to be called."""
-    up, down = (getattr(module, "fused_adapter", None) for module in modules)
-    for module, adapter in zip(modules, (up, down), strict=True):
-        if adapter is None and _must_be_called(module):
-            return None
-    return up, down
 
 
 class SharedExperts(nn.Module):
@@ -383,18 +360,18 @@ class LatentProjections(nn.Module):
         self.widen = nn.Linear(latent_size, d_model, bias, device=device, dtype=dtype)
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Projections of the tokens x [T, d_model], which the experts get."""
+        """Project the tokens x [T, d_model], which the experts get."""
         narrow: torch.Tensor = self.narrow(cast_to_weight(x, self.narrow.weight))
         return narrow
 
     def after(self, out: torch.Tensor) -> torch.Tensor:
-        """Results of the tokens whose experts' sums are out [T, latent_size]."""
+        """Return the results of the tokens whose experts' sums are out [T, latent_size]."""
         wide: torch.Tensor = self.widen(cast_to_weight(out, self.widen.weight))
         return wide
 
 
 def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
+    """Return a copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
 
     `experts.htoh4.weight` [E, H, D] becomes `experts.<e>.htoh4.weight` [1, H, D], biases and h4toh likewise;
     other entries are kept. What is split is copied.

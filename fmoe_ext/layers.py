@@ -27,7 +27,6 @@ from fmoe_ext.gates import BaseGate, NaiveGate, find_gate
 from fmoe_ext.gates.base_gate import choices_of
 from fmoe_ext.linear import check_sizes
 from fmoe_ext.recompute import Forwards, Repeat
-from fmoe_ext.routing import ExpertInput
 from fmoe_ext.spread import SpreadLayer, drop_wrapper_prefix, mark_module_parallel_comm, take_placement
 from fmoe_ext.step import Step, begin
 from fmoe_ext.tokens import Nest, batch_is
@@ -112,15 +111,30 @@ class FMoE(SpreadLayer):
                 "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
             )
             slice_group = mp_group
-        ranks: dict[str, Any] = {"world_size": world_size, "moe_group": moe_group, "slice_group": slice_group}
-        layout, device, dtype = _read_options(type(self), parallel, {**ranks, **options})
+        given: dict[str, Any] = {
+            "world_size": world_size, "moe_group": moe_group, "slice_group": slice_group, **options
+        }  # fmt: skip
+        device, dtype = given.pop("device", None), given.pop("dtype", None)
+        if unknown := [name for name in given if name not in LAYOUT_KEYWORDS]:
+            raise TypeError(unknown_keywords(type(self), unknown))
+        layout = ParallelLayout.of(parallel, **given)
         check_sizes(top_k=top_k)
         super().__init__()
         self.world_size = layout.num_ranks
         self.num_local_experts = _local_experts(num_expert, num_experts, layout.num_ranks, expert)
         self.num_experts = self.num_local_experts * self.world_size
         self.d_model = d_model
-        self.expert_parallel = _expert_parallel(layout, self.num_local_experts)
+        way = layout.overlap_degree, layout.exchange, layout.wire
+        check_route(*way)
+        self.expert_parallel = None
+        if layout.is_spread:
+            self.expert_parallel = ExpertParallel(
+                layout.moe_group, self.num_local_experts, way[0], layout.max_rows_per_rank, *way[1:]
+            )
+            if self.expert_parallel.size != layout.num_ranks:
+                raise ValueError(
+                    f"world_size is {layout.num_ranks}, but moe_group has {self.expert_parallel.size} ranks"
+                )
         slices = layout.slice_group
         self._slices = None if slices is None or slices.size() == 1 else SliceGroup(slices)
         self.top_k = top_k
@@ -144,7 +158,7 @@ class FMoE(SpreadLayer):
         raise RuntimeError("TorchScript does not compile an FMoE layer: use torch.export or torch.compile")
 
     def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None, gate_inp: Nest | None = None) -> Nest:
-        """Sends every token through its experts.
+        """Send every token through its experts.
 
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
@@ -176,24 +190,41 @@ class FMoE(SpreadLayer):
         beside = None if self.shared_experts is None else self.shared_experts(step.x)
         # 4. The experts compute what has come and weigh their results, while the rest is under way.
         for chunk in dispatched.chunks:
-            chunk.give_back(self._compute(experts, chunk.receive()))
+            tokens, kind = chunk.receive(), experts
+            if tokens.shadows and self.expert_parallel is not None:
+                kind = experts.fetched(tokens, self.expert_parallel)
+            chunk.give_back(
+                kind.compute(tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.first, tokens.end)
+            )
         # 5. Results come back to their tokens and are summed; what was taken off is put back.
         out = combine(dispatched) if self.latent is None else self.latent.after(combine(dispatched))
         return step.end(out, topk_weights, beside, self.training)
 
     def _ready_experts(self, step: Step) -> ExpertKind:
-        """The experts, checked and cut into the chunks of this forward."""
-        experts = self.expert_kind
+        """Check the experts, and cut them into the chunks of this forward."""
+        experts, parallel = self.expert_kind, self.expert_parallel
         if ops.is_batch_invariant():
-            _check_batch_invariance(self, experts, step)
-        if self.expert_parallel is None:
+            reasons = {
+                "not with such experts": experts.depends_on_batch,
+                "not with this expert parallelism": None if parallel is None else parallel.depends_on_batch,
+                "not on this device": ops.kernels_depend_on_batch(step.first),
+            }
+            if isinstance(self.gate, BaseGate):
+                reasons = {f"not with a {type(self.gate).__name__}": self.gate.depends_on_batch, **reasons}
+            for what, reason in reasons.items():
+                if reason is not None:
+                    raise RuntimeError(
+                        f"batch_invariant() promises that a token's result does not depend on its batch, but {what}: "
+                        f"{reason}"
+                    )
+        if parallel is None:
             return experts
         check_wrappers(self)
         max_chunks = self.num_local_experts if experts.can_be_divided else 1
-        return experts.divided(self.expert_parallel.choose_route(max_chunks, step).chunk_ends)
+        return experts.divided(parallel.choose_route(max_chunks, step).chunk_ends)
 
     def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
+        """Call the gate -> topk_idx, topk_weights [T, K], checked, renormalized and masked."""
         if step.is_traced:
             with batch_is(step.batch):
                 topk_idx, topk_weights = self._call_gate(step)
@@ -214,7 +245,11 @@ class FMoE(SpreadLayer):
         if topk_weights.shape != topk_idx.shape:
             topk_weights = topk_weights.reshape(topk_idx.shape)
         if self.renormalize:
-            topk_weights = _renormalize(topk_idx, topk_weights)
+            kept = torch.where(topk_idx >= 0, topk_weights, 0)
+            kept_sum = kept.sum(-1, keepdim=True)
+            topk_weights = kept * (
+                topk_weights.sum(-1, keepdim=True) / torch.where(kept_sum == 0, 1, kept_sum)
+            )
         return step.drop_masked(topk_idx), topk_weights
 
     def _call_gate(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,41 +271,25 @@ class FMoE(SpreadLayer):
             self.gate_hook(topk_idx, topk_weights, None)
         return topk_idx, topk_weights
 
-    def _compute(self, experts: ExpertKind, tokens: ExpertInput) -> Nest:
-        if tokens.shadows and self.expert_parallel is not None:
-            experts = experts.fetched(tokens, self.expert_parallel)
-        return experts.compute(tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.first, tokens.end)
-
     @property
     def expert_kind(self) -> ExpertKind:
-        """Kind of this layer's experts: how they are called, and what they can do."""
+        """The kind of this layer's experts: how they are called, and what they can do."""
         is_own = type(self).expert_fn is not FMoE.expert_fn
         return OwnExpertFn(self) if is_own else kind_of(self)
 
     def expert_fn(self, inp: Nest, fwd_expert_count: torch.Tensor) -> Nest:
-        """Applies the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
+        """Apply the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
         return kind_of(self).on_rows(inp, fwd_expert_count)
 
     def expert_fn_single(self, inp: Nest, fwd_expert_count: int | torch.Tensor, idx: int) -> Nest:
-        """Applies expert number idx to all rows of inp."""
+        """Apply expert number idx to all rows of inp."""
         if self.experts_fused:
             raise RuntimeError("expert_fn_single needs separate experts, but these are fused in one module")
         return Separate(self).call_one(inp, fwd_expert_count, idx)
 
 
-def _read_options(
-    cls: type, parallel: ParallelLayout | None, given: dict[str, Any]
-) -> tuple[ParallelLayout, Device, torch.dtype | None]:
-    """The layout, device and dtype of the keywords; TypeError for others than LayerOptions."""
-    device, dtype = given.pop("device", None), given.pop("dtype", None)
-    of_layout = {name: given.pop(name) for name in LAYOUT_KEYWORDS if name in given}
-    if given:
-        raise TypeError(unknown_keywords(cls, given))
-    return ParallelLayout.of(parallel, **of_layout), device, dtype
-
-
 def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: int, expert: Any) -> int:
-    """Experts of this rank, from their number here, their number on all ranks, or their list."""
+    """Count the experts of this rank, from their number here, their number on all ranks, or their list."""
     if num_experts is not None:
         if num_expert is not None:
             raise ValueError(
@@ -294,17 +313,6 @@ def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: i
     return 32 if num_expert is None else num_expert
 
 
-def _expert_parallel(layout: ParallelLayout, num_local_experts: int) -> ExpertParallel | None:
-    way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange, layout.wire
-    if not layout.is_spread:
-        check_route(layout.overlap_degree, layout.exchange, layout.wire)
-        return None
-    found = ExpertParallel(layout.moe_group, num_local_experts, *way)
-    if found.size != layout.num_ranks:
-        raise ValueError(f"world_size is {layout.num_ranks}, but moe_group has {found.size} ranks")
-    return found
-
-
 def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
     gate = find_gate(gate) if isinstance(gate, str) else gate
     if isinstance(gate, nn.Module):
@@ -315,14 +323,34 @@ def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
         return gate
     if not callable(gate):
         raise TypeError(f"gate must be a class, a callable, a module or a name, but got {gate!r}")
-    options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
+    # gate_bias is for gates that take it: by name, or in the **kwargs of a NaiveGate
+    bound = gate.keywords if isinstance(gate, functools.partial) else {}
+    maker = gate.func if isinstance(gate, functools.partial) else gate
+    parameters = inspect.signature(maker).parameters.values()
+    is_naive = isinstance(maker, type) and issubclass(maker, NaiveGate)
+    takes_bias = any(p.name == "gate_bias" or (is_naive and p.kind is p.VAR_KEYWORD) for p in parameters)
+    options = {"gate_bias": gate_bias} if takes_bias and "gate_bias" not in bound else {}
     return gate(layer.d_model, layer.num_local_experts, layer.world_size, layer.top_k, **options)
 
 
 def _make_experts(layer: FMoE, expert: ExpertMaker) -> SeparateExperts:
+    """Call expert, or each of its list; TypeError for what cannot be called with a width alone, or makes no module."""
+    way_out = "pass a function of the width, as lambda d_model: nn.Linear(d_model, d_model)"
     makers = [expert] * layer.num_local_experts if callable(expert) else expert
     for maker in makers:
-        _check_maker(maker, layer.d_model)
+        if isinstance(maker, nn.Module) or not callable(maker):
+            raise TypeError(f"expert= is called to make each expert, but got {maker!r}: {way_out}")
+        try:
+            signature = inspect.signature(maker)
+        except ValueError:  # of a builtin, which has none
+            continue
+        try:
+            signature.bind(layer.d_model)
+        except TypeError as error:
+            name = getattr(maker, "__name__", repr(maker))
+            raise TypeError(
+                f"expert= is called as {name}(d_model), which it does not take ({error}): {way_out}"
+            ) from None
     modules = [maker(layer.d_model) for maker in makers]
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -330,44 +358,8 @@ def _make_experts(layer: FMoE, expert: ExpertMaker) -> SeparateExperts:
     return SeparateExperts(modules)
 
 
-def _check_maker(maker: Any, d_model: int) -> None:
-    """TypeError for what cannot be called with the width of a token alone."""
-    way_out = "pass a function of the width, as lambda d_model: nn.Linear(d_model, d_model)"
-    if isinstance(maker, nn.Module) or not callable(maker):
-        raise TypeError(f"expert= is called to make each expert, but got {maker!r}: {way_out}")
-    try:
-        signature = inspect.signature(maker)
-    except ValueError:  # of a builtin, which has none
-        return
-    try:
-        signature.bind(d_model)
-    except TypeError as error:
-        name = getattr(maker, "__name__", repr(maker))
-        raise TypeError(
-            f"expert= is called as {name}(d_model), which it does not take ({error}): {way_out}"
-        ) from None
-
-
-def _check_batch_invariance(layer: FMoE, experts: ExpertKind, step: Step) -> None:
-    """RuntimeError for a layer that cannot keep the promise of batch_invariant()."""
-    parallel = layer.expert_parallel
-    reasons = {
-        "not with such experts": experts.depends_on_batch,
-        "not with this expert parallelism": None if parallel is None else parallel.depends_on_batch,
-        "not on this device": ops.kernels_depend_on_batch(step.first),
-    }
-    if isinstance(layer.gate, BaseGate):
-        reasons = {f"not with a {type(layer.gate).__name__}": layer.gate.depends_on_batch, **reasons}
-    for what, reason in reasons.items():
-        if reason is not None:
-            raise RuntimeError(
-                f"batch_invariant() promises that a token's result does not depend on its batch, but {what}: "
-                f"{reason}"
-            )
-
-
 def _cast(module: nn.Module, device: Device, dtype: torch.dtype | None) -> nn.Module:
-    """module on a device, its floating parameters in a dtype; buffers keep theirs."""
+    """Bring a module to a device, and its floating parameters to a dtype; buffers keep theirs."""
     module = module if device is None else module.to(device)
     for p in module.parameters() if dtype is not None else ():
         if p.is_floating_point():
@@ -376,7 +368,7 @@ def _cast(module: nn.Module, device: Device, dtype: torch.dtype | None) -> nn.Mo
 
 
 def keywords_of(cls: type) -> list[str]:
-    """Arguments of a layer's class and of those that it passes them to."""
+    """List the arguments of a layer's class and of those that it passes them to."""
     classes = [base for base in cls.__mro__ if issubclass(base, FMoE)]
     names = {name for base in classes for name in inspect.signature(base.__init__).parameters}
     return sorted(names - {"self", "options", "kwargs"} | LayerOptions.__annotations__.keys())
@@ -406,7 +398,7 @@ _HINTS = MappingProxyType(
 
 
 def unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
-    """The error for keywords that neither cls nor a class that it passes them to takes."""
+    """Say which keywords neither cls nor a class that it passes them to takes."""
     names = keywords_of(cls)
     texts = []
     for keyword in unknown:
@@ -415,21 +407,3 @@ def unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
         hint = _HINTS.get(keyword, f"did you mean {close[0]!r}?" if close else "")
         texts.append(f"{keyword!r} ({hint})" if hint else f"{keyword!r}")
     return f"{cls.__name__} has no argument {', '.join(texts)}"
-
-
-def _renormalize(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    kept = torch.where(topk_idx >= 0, topk_weights, 0)
-    kept_sum = kept.sum(-1, keepdim=True)
-    return kept * (topk_weights.sum(-1, keepdim=True) / torch.where(kept_sum == 0, 1, kept_sum))
-
-
-def _takes_gate_bias(gate: Callable[..., Any]) -> bool:
-    """True if a gate that is not built yet takes gate_bias: by name, or in the **kwargs of a NaiveGate."""
-    bound = gate.keywords if isinstance(gate, functools.partial) else {}
-    maker = gate.func if isinstance(gate, functools.partial) else gate
-    parameters = inspect.signature(maker).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_naive = isinstance(maker, type) and issubclass(maker, NaiveGate)
-    return "gate_bias" not in bound and (
-        any(p.name == "gate_bias" for p in parameters) or (takes_any and is_naive)
-    )

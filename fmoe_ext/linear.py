@@ -22,7 +22,7 @@ _NEXT_EXPERT = 0x9E3779B97F4A7C15
 def cumulative_ends(
     fwd_expert_count: torch.Tensor | Sequence[int], num_experts: int, device: torch.device
 ) -> torch.Tensor:
-    """offs [E] int32 on device for row counts [E], wherever those are."""
+    """Return offs [E] int32 on device for row counts [E], wherever those are."""
     counts = torch.as_tensor(fwd_expert_count, device=device)
     if counts.shape != (num_experts,):
         raise ValueError(f"fwd_expert_count must have shape [{num_experts}], but got {list(counts.shape)}")
@@ -32,7 +32,7 @@ def cumulative_ends(
 
 
 def check_sizes(**sizes: int) -> None:
-    """TypeError or ValueError that names the first size that is no whole number, or below 1."""
+    """Raise TypeError or ValueError that names the first size that is no whole number, or below 1."""
     for name, size in sizes.items():
         if not hasattr(size, "__index__"):
             raise TypeError(f"{name} must be a whole number, but got {size!r}")
@@ -46,7 +46,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def check_plain(weight: torch.Tensor) -> None:
-    """TypeError for a weight of a tensor subclass (quantized, distributed) or of a dtype that is not of DTYPES."""
+    """Raise TypeError for a weight of a tensor subclass (quantized, distributed) or of a dtype outside DTYPES."""
     if weight.dtype not in DTYPES:
         raise TypeError(
             f"an expert's weight is {weight.dtype}, and experts compute with float64, float32, bfloat16 or float16: "
@@ -58,6 +58,9 @@ def check_plain(weight: torch.Tensor) -> None:
             "FMoELinear out of the quantization (quantize_(model, config, filter_fn=...)) or of the sharding, or put "
             "weight.dequantize() or weight.full_tensor() in its place"
         )
+
+
+_noted_casts: set[tuple[torch.dtype, torch.dtype]] = set()
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -74,26 +77,18 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             f"tokens are torch.float64, but the weights of their experts {weight.dtype}: give them "
             f"layer.double(), or tokens x.to({weight.dtype})"
         )
+    pair = inp.dtype, weight.dtype
     if inp.dtype == weight.dtype:
         return inp
-    _warn_of_cast(inp, weight)
+    if not torch.compiler.is_compiling() and pair not in _noted_casts:  # once a pair
+        _noted_casts.add(pair)
+        warnings.warn(
+            f"tokens are {pair[0]} and are cast to {pair[1]}, the dtype of their experts' weights, which is that of "
+            f"the result too (nn.Linear refuses such tokens): cast the layer with layer.to({pair[0]}) or the tokens "
+            f"with x.to({pair[1]}), or run under torch.autocast, which chooses the dtype of each product",
+            stacklevel=3,
+        )
     return inp.to(weight.dtype)
-
-
-@torch.no_grad()
-def _draw_experts(params: Sequence[torch.Tensor], bound: float, seed: int, first_expert: int = 0) -> None:
-    """Fills params, each [E, *], from the uniform distribution on [-bound, bound].
-
-    What expert e gets depends on seed and on first_expert + e, its number in the whole layer: not on how many of
-    the experts are here, nor on PyTorch's generator, which is left alone. CPU and GPU draw different numbers.
-    """
-    if params[0].is_meta:
-        return
-    generator = torch.Generator(params[0].device)
-    for e, parts in enumerate(zip(*params, strict=True), first_expert):
-        generator.manual_seed((seed + e * _NEXT_EXPERT) % 2**63)
-        for part in parts:
-            part.uniform_(-bound, bound, generator=generator)
 
 
 class NotesHooks(nn.Module):
@@ -118,7 +113,7 @@ class NotesHooks(nn.Module):
 
     @property
     def must_be_called(self) -> bool:
-        """True if something waits for this module's call: a hook, or a forward that replaced its own.
+        """Return whether something waits for this module's call: a hook, or a forward that replaced its own.
 
         Otherwise callers may compute with its weight and bias directly, as FusedExperts does.
         """
@@ -173,12 +168,20 @@ class FMoELinear(NotesHooks):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws all experts anew with a seed from PyTorch's generator."""
+        """Draw all experts anew with a seed from PyTorch's generator."""
         params = [self.weight] if self.bias is None else [self.weight, self.bias]
         bound = 1 / math.sqrt(self.in_feat) if self.in_feat > 0 else 0.0
         if type(self.weight.data) is torch.Tensor:
+            # What an expert gets depends on the seed and on its number in the whole layer: not on how many of them are
+            # here, nor on PyTorch's generator, which is left alone. CPU and GPU draw different numbers.
             seed = int(torch.randint(2**62, (), device="cpu"))
-            _draw_experts(params, bound, seed, self.rank * self.num_local_experts)
+            if self.weight.is_meta:
+                return
+            generator, first = torch.Generator(self.weight.device), self.rank * self.num_local_experts
+            for expert, parts in enumerate(zip(*params, strict=True), first):
+                generator.manual_seed((seed + expert * _NEXT_EXPERT) % 2**63)
+                for part in parts:
+                    part.uniform_(-bound, bound, generator=generator)
         else:  # a shard of FSDP, or a fake tensor: these draw as a whole
             for param in params:
                 param.uniform_(-bound, bound)
@@ -189,7 +192,7 @@ class FMoELinear(NotesHooks):
         return ops.MainGrad(self.weight) if self.gradient_accumulation_fusion else None
 
     def forward(self, inp: torch.Tensor, fwd_expert_count: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Applies the weight of expert e to its rows.
+        """Apply the weight of expert e to its rows.
 
         inp [R, in_feat], sorted by expert, of a floating dtype (cast to that of the weight);
         fwd_expert_count [E] integer rows per expert, on the CPU or the device of inp -> [R, out_feat]; rows
@@ -212,7 +215,7 @@ class FMoELinear(NotesHooks):
 
 
 def _is_active(handle: RemovableHandle) -> bool:
-    """True if a hook has not been removed."""
+    """Return whether a hook has not been removed."""
     return handle.id in (handle.hooks_dict_ref() or ())
 
 
@@ -231,7 +234,7 @@ def adapted_gemm(
 def with_adapter(
     y: torch.Tensor, rows: torch.Tensor, offs: torch.Tensor, adapter: Lora | None
 ) -> torch.Tensor:
-    """y, the product of rows, and the adapter's part of it."""
+    """Add the adapter's part to y, the product of rows."""
     if adapter is None:
         return y
     thin = ops.grouped_gemm(rows, adapter.a.to(y.dtype), offs) * adapter.scale
@@ -277,27 +280,10 @@ class _WideLinear(torch.autograd.Function):
 
 
 def other_device(inp: torch.Tensor, weight: torch.Tensor) -> str:
-    """The error for tokens that are elsewhere than the layer."""
+    """Say that the tokens are elsewhere than the layer."""
     return (
         f"the tokens are on {inp.device}, but the gate's weight on {weight.device}: move the layer with "
         f"layer.to({str(inp.device)!r}), or the tokens with x.to({str(weight.device)!r})"
-    )
-
-
-_noted_casts: set[tuple[torch.dtype, torch.dtype]] = set()
-
-
-def _warn_of_cast(inp: torch.Tensor, weight: torch.Tensor) -> None:
-    """Warns once of each pair of dtypes."""
-    pair = inp.dtype, weight.dtype
-    if torch.compiler.is_compiling() or pair in _noted_casts:
-        return
-    _noted_casts.add(pair)
-    warnings.warn(
-        f"tokens are {pair[0]} and are cast to {pair[1]}, the dtype of their experts' weights, which is that of the "
-        f"result too (nn.Linear refuses such tokens): cast the layer with layer.to({pair[0]}) or the tokens with "
-        f"x.to({pair[1]}), or run under torch.autocast, which chooses the dtype of each product",
-        stacklevel=4,
     )
 
 
@@ -325,7 +311,7 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """True if all are float32 and nothing asks for another computation than F.linear: the usual case, found fast."""
+    """Return whether all are float32 and nothing asks for more than F.linear: the usual case, found fast."""
     for t in tensors:
         if t is not None and t.dtype != torch.float32:
             return False
@@ -333,12 +319,6 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
         return False
     device = tensors[0].device.type if tensors[0] is not None else "meta"
     return device != "meta" and not torch.is_autocast_enabled(device)
-
-
-def _dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Decode a quantized subclass (torchao), which does not multiply in other dtypes; return others as they are."""
-    is_quantized = type(weight).dequantize is not torch.Tensor.dequantize
-    return weight.dequantize() if is_quantized else weight
 
 
 class WideLinear(NotesHooks, nn.Linear):
@@ -351,5 +331,7 @@ class WideLinear(NotesHooks, nn.Linear):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
-        out = wide_linear(rows, _dequantized(self.weight), self.bias)
+        # a quantized subclass (torchao) does not multiply in other dtypes
+        is_quantized = type(self.weight).dequantize is not torch.Tensor.dequantize
+        out = wide_linear(rows, self.weight.dequantize() if is_quantized else self.weight, self.bias)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1])

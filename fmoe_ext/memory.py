@@ -58,7 +58,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
-    """Bytes of "auto", "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else.
+    """Return the bytes of "auto", "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else.
 
     "auto": what is free under the limits of the memory cgroups and of the machine.
     """
@@ -74,7 +74,7 @@ def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
 
 
 def bytes_of_text(memory: int | str) -> int:
-    """Bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
+    """Return the bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
     if match is None:
         raise ValueError(f'memory must be bytes or a text like "8GiB", or "auto", but got {memory!r}')
@@ -89,7 +89,7 @@ class Process(NamedTuple):
 
 
 def process(proc: str | Path = "/proc") -> Process | None:
-    """Memory of this process as the system counts it; None without /proc."""
+    """Return the memory of this process as the system counts it; None without /proc."""
     try:
         text = (Path(proc) / "self/status").read_text()
     except OSError:
@@ -101,7 +101,7 @@ def process(proc: str | Path = "/proc") -> Process | None:
 
 
 def trim_heap() -> None:
-    """Returns the free pages of the C library's heap to the system, where that library is glibc."""
+    """Return the free pages of the C library's heap to the system, where that library is glibc."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))
 
@@ -113,7 +113,7 @@ def room_of_process(now: int, proc: str | Path = "/proc") -> int | None:
 
 
 def limits(proc: str | Path = "/proc") -> list[_Limit]:
-    """The memory of the machine, and the limits of the memory cgroups of this process; empty without /proc."""
+    """List the memory of the machine, and the limits of the memory cgroups of this process; empty without /proc."""
     proc = Path(proc)
     try:
         text = (proc / "meminfo").read_text()
@@ -128,12 +128,18 @@ def limits(proc: str | Path = "/proc") -> list[_Limit]:
         for name in names:
             limit, used = _number(folder / name), _number(folder / usage)
             if limit is not None and used is not None and limit < total:
-                found.append(_Limit(folder / name, limit, max(0, used - _of_files(folder, reclaimable))))
+                # pages of files, which the kernel takes back when memory is short, do not count
+                try:
+                    lines = (folder / "memory.stat").read_text().splitlines()
+                except OSError:
+                    lines = []
+                of_files = sum(int(line.split()[1]) for line in lines if line.split()[0] in reclaimable)
+                found.append(_Limit(folder / name, limit, max(0, used - of_files)))
     return found
 
 
 def _groups(proc: Path) -> Iterator[tuple[str, Path]]:
-    """(type of file system, folder) of this process's memory cgroups, and of those above them."""
+    """Yield (type of file system, folder) of this process's memory cgroups, and of those above them."""
     try:
         groups, mounts = (proc / "self/cgroup").read_text(), (proc / "self/mountinfo").read_text()
     except OSError:
@@ -159,18 +165,9 @@ def _groups(proc: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for "max" and for a file that is not there."""
+    """Read the number in a file; None for "max" and for a file that is not there."""
     try:
         text = path.read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
-
-
-def _of_files(folder: Path, names: tuple[str, ...]) -> int:
-    """Bytes of pages of files, which the kernel takes back when memory is short."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)

@@ -85,7 +85,7 @@ class Muon(Optimizer):
         self._ask_layers()
 
     def _ask_layers(self) -> None:
-        """Notes which parameters are of two matrices.
+        """Note which parameters are of two matrices.
 
         A layer of fully_shard has its gathered parameters after a forward, which are others than this has: what it
         said before counts on.
@@ -97,7 +97,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the gradients in p.grad -> what closure returns."""
+        """Step with the gradients in p.grad -> what closure returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,12 +118,17 @@ class Muon(Optimizer):
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
-        weight, grad, buffer = (_local(x) for x in (param, param.grad, state["momentum_buffer"]))
+        tensors: Any = param, param.grad, state["momentum_buffer"]
+        weight, grad, buffer = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
         buffer.lerp_(grad, 1 - group["momentum"])
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        stack = _matrices(update, of_layer if group["matrices"] is None else group["matrices"])
+        matrices = of_layer if group["matrices"] is None else group["matrices"]  # one below the other
+        stack = update.reshape(-1, update.shape[-2] // matrices, update.shape[-1])
         stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        ratio = _lr_ratio(group["adjust_lr_fn"], *stack.shape[1:])
+        rows, columns = stack.shape[1:]
+        ratio = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            ratio = 0.2 * math.sqrt(max(rows, columns))
         lr = float(group["lr"])
         if group["weight_decay"]:
             weight.mul_(1 - lr * group["weight_decay"])
@@ -136,7 +141,7 @@ def orthogonalize(
     ns_steps: int = 5,
     eps: float = 1e-7,
 ) -> Tensor:
-    """Every matrix of stack [E, M, N] with its singular values moved near 1 (Newton-Schulz, in bfloat16) -> [E, M, N].
+    """Move the singular values of every matrix of stack [E, M, N] near 1 (Newton-Schulz, in bfloat16) -> [E, M, N].
 
     Equivalent to: U @ V^T of each matrix's singular value decomposition, roughly.
     """
@@ -146,17 +151,6 @@ def orthogonalize(
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     x = ops.newton_schulz(x, ns_coefficients, ns_steps)
     return x.mT if is_tall else x
-
-
-def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
-
-
-def _matrices(x: Tensor, matrices: int) -> Tensor:
-    """x [M, N] or [E, M, N] as a stack [-1, M / matrices, N]."""
-    return x.reshape(-1, x.shape[-2] // matrices, x.shape[-1])
 
 
 def _check(param: Tensor, matrices: int) -> None:
@@ -174,8 +168,3 @@ def _check(param: Tensor, matrices: int) -> None:
                     f"a parameter {list(param.shape)} is sharded along dimension {placement.dim}, which cuts its "
                     "matrices; Muon needs whole ones: shard stacked experts along dimension 0"
                 )
-
-
-def _local(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -36,12 +36,12 @@ works_for: ContextVar[int] = ContextVar("the thread whose work this one does", d
 
 
 def current_thread() -> int:
-    """Number of the thread whose forwards these are."""
+    """Return the number of the thread whose forwards these are."""
     return works_for.get() or threading.get_ident()
 
 
 def is_repeated() -> bool:
-    """True if this forward repeats an earlier one."""
+    """Return whether this forward repeats an earlier one."""
     return not torch.compiler.is_compiling() and bool(_tracker().is_bw)
 
 
@@ -51,7 +51,7 @@ def _tracker() -> ModuleTracker:
 
 
 def can_be_repeated(without_graph: bool) -> bool:
-    """True if activation checkpointing may repeat the forward that begins now.
+    """Return whether activation checkpointing may repeat the forward that begins now.
 
     With a graph: it runs under hooks for saved tensors, by which a checkpoint without reentrance drops and recomputes
     them. Without a graph, as reentrant checkpoints and their like run a forward: without_graph.
@@ -69,36 +69,34 @@ def can_be_repeated(without_graph: bool) -> bool:
 
 @dataclass(eq=False)
 class Forward:
-    """Decisions of one forward of a layer, for its repetition.
-
-    sample, generator: numbers of its input, and the state of PyTorch's generator, to know it by; number: of the layer's
-    forwards. selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in
-    the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
-    keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
-    how its tokens travelled between ranks. messages: results of the exchanges between ranks, in order; num_replayed:
-    how many of them the repetition has used. groups_with_empty_rank: names of groups of ranks that exchanged tokens, of
-    which one had none, and so cannot match its forwards. thread: on which it ran; is_batch_invariant: in that mode.
-    """
+    """Decisions of one forward of a layer, for its repetition."""
 
     num_tokens: int
-    sample: torch.Tensor
-    generator: torch.Tensor
+    sample: torch.Tensor  # numbers of its input, to know it by
+    generator: torch.Tensor  # the state of PyTorch's generator, to know it by
     batch: Batch
-    number: int = 0
-    selected: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
-    is_fused: bool = True
-    microbatch: int | None = None
-    way: Any = None
-    is_done: bool = False
-    messages: list[torch.Tensor] = field(default_factory=list)
-    num_replayed: int = 0
+    number: int = 0  # of the layer's forwards
+    selected: torch.Tensor | None = (
+        None  # [T, K]: choices before some were dropped, in a small dtype; None: not yet
+    )
+    kept: torch.Tensor | None = None  # [T, K]: those that were left
+    is_fused: bool = (
+        True  # the gate chose and weighed in one operator, which keeps other tensors than two steps
+    )
+    microbatch: int | None = None  # its number where losses span several (gates.accumulation)
+    way: Any = None  # the route of its tokens between ranks
+    is_done: bool = False  # a repetition has found it
+    messages: list[torch.Tensor] = field(
+        default_factory=list
+    )  # results of the exchanges between ranks, in order
+    num_replayed: int = 0  # how many of these the repetition has used
+    # groups of ranks of which one had no tokens, and so cannot match its forwards
     groups_with_empty_rank: set[str] = field(default_factory=set)
     thread: int = field(default_factory=current_thread)
     is_batch_invariant: bool = field(default_factory=is_batch_invariant)
 
     def run_or_replay(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """exchange(), or, in a repetition, a copy of what it returned in the original."""
+        """Call exchange(), or, in a repetition, copy what it returned in the original."""
         if self.is_done and self.num_replayed < len(self.messages):
             self.num_replayed += 1
             return self.messages[self.num_replayed - 1].clone()
@@ -133,12 +131,12 @@ class Forwards:
         return Forwards, ()
 
     def begin(self, first: torch.Tensor, batch: Batch) -> Forward:
-        """A forward, not yet kept. first [T, *]: the first tensor of its input."""
+        """Begin a forward, not yet kept. first [T, *]: the first tensor of its input."""
         state = _generator_state(first.device)
         return Forward(first.shape[0], _sample(first), state, batch, next(self._numbers))
 
     def find(self, first: torch.Tensor) -> Forward | None:
-        """The forward that this one repeats; None if it is not among those that were kept."""
+        """Find the forward that this one repeats; None if it is not among those that were kept."""
         with self._lock:
             alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
             same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
@@ -152,7 +150,7 @@ class Forwards:
         return found
 
     def keep(self, forward: Forward, out: Nest, training: bool) -> None:
-        """Keeps a forward as long as its output can be asked for gradients."""
+        """Keep a forward as long as its output can be asked for gradients."""
         if self._without:
             with self._lock:
                 self._without = [f for f in self._without if not f.is_done or f.thread != forward.thread]
@@ -174,7 +172,7 @@ class Forwards:
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
-    """A few numbers of x [T, *], spread over it."""
+    """Take a few numbers of x [T, *], spread over it."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, -(-flat.shape[0] // _SAMPLE))].clone()
 
@@ -183,7 +181,13 @@ def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
     """Find the forward of the input x, None if there is none; a backward in two parts repeats one forward twice."""
     if len(forwards) == 1 and x.device.type != "cpu":
         return forwards[0]  # to look at numbers would wait for the device
-    distances, state = _distances(_sample(x), forwards), _generator_state(x.device)
+    state = _generator_state(x.device)
+    # the relative L1 distance of each forward's sample to this one, in [0, 1]; non-finite values count as 0
+    samples = (_sample(x), *(forward.sample for forward in forwards))
+    ours, *others = (sample.double().nan_to_num(0.0, 0.0, 0.0) for sample in samples)
+    theirs = torch.stack(others)
+    largest = ours.abs().sum() + theirs.abs().sum(1)
+    distances: list[float] = ((theirs - ours).abs().sum(1) / largest.clamp(min=1e-300)).tolist()
 
     def unlikeness(pair: tuple[Forward, float]) -> tuple[float, bool, bool, int]:
         forward, distance = pair
@@ -193,17 +197,8 @@ def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
     return None if distance > _MAX_DISTANCE else found
 
 
-def _distances(sample: torch.Tensor, forwards: list[Forward]) -> list[float]:
-    """Relative L1 distance of each forward's sample to this one, in [0, 1]; non-finite values count as 0."""
-    ours, *others = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (sample, *(f.sample for f in forwards)))
-    theirs = torch.stack(others)
-    largest = ours.abs().sum() + theirs.abs().sum(1)
-    distances: list[float] = ((theirs - ours).abs().sum(1) / largest.clamp(min=1e-300)).tolist()
-    return distances
-
-
 def _generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the generator that a gate draws its noise from; empty where it cannot be read."""
+    """Return the state of the generator that a gate draws its noise from; empty where it cannot be read."""
     if device.type == "cpu":
         return torch.get_rng_state()
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

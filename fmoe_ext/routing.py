@@ -38,11 +38,11 @@ class _Chunk(Protocol):
     """A part of a layer's work: some experts with all tokens that chose them."""
 
     def receive(self) -> ExpertInput:
-        """Waits until the tokens are here."""
+        """Wait until the tokens are here."""
         ...
 
     def give_back(self, results: Nest) -> None:
-        """results [N, *]: what the experts made of the tokens, weighted and summed over K."""
+        """Take results [N, *], what the experts made of the tokens, weighted and summed over K."""
         ...
 
 
@@ -51,21 +51,21 @@ class Dispatched(Protocol):
 
     @property
     def chunks(self) -> Sequence[_Chunk]:
-        """The parts of the work, in the order in which every rank computes them."""
+        """List the parts of the work, in the order in which every rank computes them."""
         ...
 
     def combine(self) -> Nest:
-        """Waits for the results of all chunks -> their sum for each token, [T, *]."""
+        """Wait for the results of all chunks -> their sum for each token, [T, *]."""
         ...
 
 
 def sort_choices(topk_idx: torch.Tensor, num_experts: int) -> DispatchHandle:
-    """The handle of a batch: topk_idx [T, K], -1 for dropped choices -> DispatchHandle. No data moves."""
+    """Sort the choices of a batch: topk_idx [T, K], -1 for dropped choices -> DispatchHandle. No data moves."""
     return DispatchHandle(*ops.sort_tokens(topk_idx, num_experts))
 
 
 def permute_rows(x: Nest, topk_idx: torch.Tensor, num_experts: int) -> tuple[Nest, DispatchHandle]:
-    """Copies every token to the rows of its experts.
+    """Copy every token to the rows of its experts.
 
     x [T, *] or a nest (list, tuple, dict) of such tensors, topk_idx [T, K] -> (rows [T * K, *] in the same nest, sorted
     by expert, DispatchHandle); rows at or past handle.offs[-1] belong to dropped choices and are zero.
@@ -83,7 +83,7 @@ def permute_rows(x: Nest, topk_idx: torch.Tensor, num_experts: int) -> tuple[Nes
 
 
 def unpermute_rows(y: Nest, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> Nest:
-    """Brings rows from their experts back to the tokens and sums them, weighted by topk_weights.
+    """Bring rows from their experts back to the tokens and sums them, weighted by topk_weights.
 
     y [R, *], or its first handle.offs[-1] rows, or a nest of such tensors; handle: from permute_rows(); topk_weights
     [T, K] floating, None for ones -> [T, *] in the same nest, summed in float32 or wider; dropped choices add nothing.
@@ -111,14 +111,14 @@ def widen(topk_weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 @overload
 def widen(topk_weights: None, dtype: torch.dtype) -> None: ...
 def widen(topk_weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """topk_weights in the dtype in which rows of dtype are summed: float32, or float64 for float64."""
+    """Cast topk_weights to the dtype in which rows of dtype are summed: float32, or float64 for float64."""
     if topk_weights is None or (topk_weights.dtype == torch.float32 and dtype != torch.float64):
         return topk_weights
     return topk_weights.to(torch.promote_types(dtype, torch.float32))
 
 
 def per_row(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """op, which takes and returns matrices, on x [N, *]."""
+    """Call op, which takes and returns matrices, on x [N, *]."""
     if x.dim() == 2:
         return op(x, *args)
     out = op(x.reshape(x.shape[0], math.prod(x.shape[1:])), *args)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bool = False) -> None:
-    """Tags parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
+    """Tag the parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
     for param in module.parameters():
         if not (only_untagged and hasattr(param, "dp_comm")):
             setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
@@ -71,7 +71,7 @@ class SpreadLayer(nn.Module):
         exchange: str = "choice",
         wire: str = "full",
     ) -> None:
-        """Leaves on this rank its share of the experts: rank r of the group keeps [r * e, (r + 1) * e) of E = size * e.
+        """Leave on this rank its share of the experts: rank r of the group keeps [r * e, (r + 1) * e) of E = size * e.
 
         For a layer that was made for one process, with the same parameters on all ranks of the group. All of them call
         it, in one order of layers, before they make an optimizer: the parameters of the experts are new ones. Tags stay
@@ -95,16 +95,28 @@ class SpreadLayer(nn.Module):
         self.num_local_experts, self.world_size = num_local, size
         self.gate.num_local_experts, self.gate.world_size = num_local, size
         self.share_gate(gate_group)
-        _keep_experts(self.experts, self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
+        first, end = self.ep_rank * num_local, (self.ep_rank + 1) * num_local
+        if isinstance(self.experts, nn.ModuleList):
+            kept = list(self.experts)[first:end]
+            del self.experts[: len(self.experts)]
+            self.experts.extend(kept)
+            return
+        for module in self.experts.modules():  # a row of each parameter is an expert's
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, keep_rows(p, first, end))
+            if isinstance(module, FMoELinear):
+                module.num_local_experts, module.rank = num_local, self.ep_rank
+            if isinstance(module, FusedExperts):
+                module.num_experts = num_local
 
     def share_gate(self, gate_group: Group = None) -> None:
-        """Lets the gate's losses and capacities span the tokens of a group, of moe_group if None."""
+        """Let the gate's losses and capacities span the tokens of a group, of moe_group if None."""
         if isinstance(getattr(self.gate, "ranks", None), OneRank):
             group = self.moe_group if gate_group is None else gate_group
             self.gate.ranks = GroupRanks(group, num_copies=self.slice_size)
 
     def place_experts(self, order: Iterable[int]) -> None:
-        """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
+        """Note that the parameters of expert order[place] are now at that place (planning.placement moves them)."""
         assert self.expert_parallel is not None
         self.expert_parallel.experts_in_place = list(order)
         self.expert_placement = torch.tensor(order, device="cpu")
@@ -115,7 +127,7 @@ class SpreadLayer(nn.Module):
         self._mark_parameters(expert_dp_comm)
 
     def tag_new_parameters(self) -> None:
-        """Gives parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
+        """Give parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
         if self._expert_dp_comm is not None:
             self._mark_parameters(self._expert_dp_comm, only_untagged=True)
 
@@ -133,7 +145,7 @@ class SpreadLayer(nn.Module):
 
 
 def tag_adapters(module: Any) -> None:
-    """Tags the adapters that PEFT put around a Transformers model's experts as these experts, if they are spread.
+    """Tag the adapters that PEFT put around a Transformers model's experts as these experts, if they are spread.
 
     ValueError for those that lora.fuse has not seen: save_pretrained() would write the adapters of one rank.
     """
@@ -149,39 +161,22 @@ def tag_adapters(module: Any) -> None:
     mark_module_parallel_comm(module, comm, only_untagged=True)
 
 
-def _keep_experts(experts: nn.Module, first: int, end: int) -> None:
-    """Leaves the experts [first, end) of a list of them, or of modules whose parameters hold one in each row."""
-    if isinstance(experts, nn.ModuleList):
-        kept = list(experts)[first:end]
-        del experts[: len(experts)]
-        experts.extend(kept)
-        return
-    for module in experts.modules():
-        for name, p in module.named_parameters(recurse=False):
-            setattr(module, name, keep_rows(p, first, end))
-        if isinstance(module, FMoELinear):
-            module.num_local_experts = end - first
-            module.rank = first // max(end - first, 1)
-        if isinstance(module, FusedExperts):
-            module.num_experts = end - first
-
-
 def keep_rows(param: nn.Parameter, first: int, end: int) -> nn.Parameter:
-    """A parameter of the rows [first, end) of param [E, *], with its attributes."""
+    """Make a parameter of the rows [first, end) of param [E, *], with its attributes."""
     kept = nn.Parameter(param.detach()[first:end].clone(), requires_grad=param.requires_grad)
     kept.__dict__.update(param.__dict__)
     return kept
 
 
 def drop_wrapper_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes the state dict of a layer that was wrapped for data parallelism."""
+    """Take the state dict of a layer that was wrapped for data parallelism."""
     wrapped = prefix + "module."
     for key in [key for key in state_dict if key.startswith(wrapped)]:
         state_dict[prefix + key.removeprefix(wrapped)] = state_dict.pop(key)
 
 
 def take_placement(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Experts are where the state dict has them; in order, if it says nothing."""
+    """Note that experts are where the state dict has them; in order, if it says nothing."""
     key = prefix + "expert_placement"
     if key in state_dict:
         if module.expert_parallel is None:

@@ -41,14 +41,7 @@ class _Slices(Protocol):
 
 
 class Step:
-    """One forward. x: the tokens to compute, without padding and other slices; gate_x: what the gate sees of them.
-
-    batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
-    is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
-    gate's choices before any was dropped, None if it does not say. is_traced: it is part of a compiled graph.
-    is_selective: inside a selective checkpoint, which names operators.
-    before_exchange: what the ranks sum up before they exchange tokens.
-    """
+    """One forward of a layer: its tokens, and what is known of them."""
 
     __slots__ = (  # noqa: RUF023 - by use, not by name
         "x", "gate_x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "is_selective",
@@ -63,32 +56,34 @@ class Step:
         is_counted: bool,
         is_traced: bool = False,
     ):
-        self.x: Nest = None
-        self.gate_x: Nest = None
-        self.batch = batch
-        self.forward = forward
-        self.is_repeated = is_repeated
-        self.is_counted = is_counted
-        self.selected: torch.Tensor | None = None
-        self.is_traced = is_traced
-        self.is_selective = False
-        self.before_exchange: list[torch.Tensor] = []
+        self.x: Nest = None  # the tokens to compute, without padding and other slices
+        self.gate_x: Nest = None  # what the gate sees of them
+        self.batch = batch  # which tokens are real
+        self.forward = forward  # what a repetition reuses; None if nothing can repeat this forward
+        self.is_repeated = is_repeated  # this forward is the repetition
+        self.is_counted = is_counted  # its choices count for loads and biases
+        self.selected: torch.Tensor | None = None  # the gate's choices before any was dropped, if it says so
+        self.is_traced = is_traced  # part of a compiled graph
+        self.is_selective = False  # inside a selective checkpoint, which names operators
+        self.before_exchange: list[torch.Tensor] = []  # what the ranks sum up before they exchange tokens
         self._forwards: Forwards | None = None
         self._slices: _Slices | None = None
         self._mask: torch.Tensor | None = None
         self._mask_dict: Mapping[int, Any] | None = None
         self._block: Any = None
         self._outer: Token[Step | None] | None = None
-        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._counts: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # choices [T, K], how many of each expert [E]
 
     @property
     def first(self) -> torch.Tensor:
-        """The first tensor of x."""
+        """Return the first tensor of x."""
         x: torch.Tensor = self.x if isinstance(self.x, torch.Tensor) else leaves_of(self.x)[0]
         return x
 
     def __enter__(self) -> Step:
-        """Makes this the step that gates and telemetry ask."""
+        """Make this the step that gates and telemetry ask."""
         self._outer = _running.set(self)
         if self.batch.num_tokens is not None or is_inside_a_block():
             self._block = batch_is(self.batch)
@@ -102,13 +97,22 @@ class Step:
         _running.reset(self._outer)
 
     def drop_masked(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """topk_idx [T, K], -1 for the tokens that a mask sends to no expert."""
-        return topk_idx if self._mask is None else _drop_masked(topk_idx, self._mask)
+        """Return topk_idx [T, K], -1 for the tokens that a mask sends to no expert."""
+        mask = self._mask
+        if mask is None:
+            return topk_idx
+        if mask.numel() != topk_idx.shape[0]:
+            raise ValueError(
+                f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
+                f"but got shape {list(mask.shape)}"
+            )
+        return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
 
     def end(self, out: Nest, topk_weights: torch.Tensor, beside: Nest, training: bool) -> Nest:
         """Complete out [T, *]: fill in masked tokens, add beside, join the slices, put padding back."""
         if self._mask is not None and self._mask_dict is not None:
-            out = _fill_masked(out, topk_weights, self._mask, self._mask_dict)
+            mask, mask_dict = self._mask, self._mask_dict
+            out = map_structure(lambda leaf: _fill_masked(leaf, topk_weights, mask, mask_dict), out)
         if beside is not None:
             out = out + beside
         if self._slices is not None:
@@ -119,11 +123,11 @@ class Step:
         return out
 
     def run_or_replay(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """exchange(), which needs other ranks; a repeated forward returns what its original got, without them."""
+        """Call exchange(), which needs other ranks; a repeated forward returns what its original got, without them."""
         return exchange() if self.forward is None else self.forward.run_or_replay(exchange)
 
     def exchange_counts(self, exchange: Callable[[], torch.Tensor], group: str) -> torch.Tensor:
-        """run_or_replay() of the counts of rows; again on all ranks if one without tokens cannot know its original.
+        """Call run_or_replay() for counts of rows; again on all ranks if one without tokens cannot know its original.
 
         group: the name of the ranks that exchange them.
         """
@@ -132,12 +136,12 @@ class Step:
         return exchange() if lost else counts
 
     def note_empty_rank(self, has_empty_rank: bool, group: str) -> None:
-        """Remembers for the repetition whether one of the ranks of a group has no tokens."""
+        """Remember for the repetition whether one of the ranks of a group has no tokens."""
         if has_empty_rank and self.forward is not None and not self.is_repeated:
             self.forward.groups_with_empty_rank.add(group)
 
     def count(self, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Choices of each expert [E]; the same tensor of choices is counted once. Not to be changed."""
+        """Count the choices of each expert [E]; the same tensor of choices is counted once. Not to be changed."""
         for counted, counts in self._counts:
             if counted is topk_idx:
                 return counts
@@ -145,7 +149,7 @@ class Step:
         return self._counts[-1][1]
 
     def note_counts(self, topk_idx: torch.Tensor, counts: torch.Tensor) -> None:
-        """Keeps counts [E] of topk_idx for count()."""
+        """Keep counts [E] of topk_idx for count()."""
         self._counts.append((topk_idx, counts))
 
 
@@ -153,7 +157,7 @@ _running: ContextVar[Step | None] = ContextVar("the forward that runs", default=
 
 
 def current_step() -> Step | None:
-    """The step of the layer that calls its gate; None outside of layers and in compiled graphs."""
+    """Return the step of the layer that calls its gate; None outside of layers and in compiled graphs."""
     return None if torch.compiler.is_compiling() else _running.get()
 
 
@@ -167,7 +171,7 @@ def begin(
     training: bool,
     gate_inp: Nest | None = None,
 ) -> Step:
-    """The step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
+    """Begin the step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
     both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
     if type(both) is torch.Tensor:
         leaves = [both]
@@ -203,7 +207,7 @@ def begin(
 
 
 def refuse_onnx() -> None:
-    """RuntimeError in torch.onnx.export, with dynamo=True (torch.export) and False (torch.jit.trace)."""
+    """Raise RuntimeError in torch.onnx.export, with dynamo=True (torch.export) and False (torch.jit.trace)."""
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(
             "ONNX has no operators for an FMoE layer: export the model with torch.export.export() and "
@@ -224,24 +228,19 @@ def _find_or_begin(
     step = Step(batch, None, False, not (repeats or _uncounted.get()))
     if repeats or can_be_repeated(training or batch.rows is not None):
         if is_selective():
-            _check_selective()
+            if current_batch().num_tokens is not None:
+                raise RuntimeError(
+                    "a selective checkpoint repeats the forward outside of valid_tokens(), packed_sequences() and "
+                    "token_ids(): pass valid= to the layer, or use torch.utils.checkpoint without context_fn"
+                )
             step.is_selective = True
         else:
             step.forward, step._forwards = forwards.begin(first, batch), forwards
     return step
 
 
-def _check_selective() -> None:
-    """RuntimeError in a block whose tokens a selective checkpoint would not know when it repeats the forward."""
-    if current_batch().num_tokens is not None:
-        raise RuntimeError(
-            "a selective checkpoint repeats the forward outside of valid_tokens(), packed_sequences() and token_ids(): "
-            "pass valid= to the layer, or use torch.utils.checkpoint without context_fn"
-        )
-
-
 def _check(leaves: list[Any], name: str = "moe_inp") -> int:
-    """T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
+    """Return T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
     x = leaves[0] if len(leaves) == 1 else None
     if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0:
         return x.shape[0]
@@ -260,7 +259,7 @@ _uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=Fa
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Forwards in the block only look at what will come, and count for nothing."""
+    """Let forwards in the block only look at what will come, and count for nothing."""
     token = _uncounted.set(True)
     try:
         yield
@@ -269,7 +268,7 @@ def uncounted() -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """True if this forward counts for loads and biases: it is neither repeated nor uncounted()."""
+    """Return whether this forward counts for loads and biases: it is neither repeated nor uncounted()."""
     if torch.compiler.is_compiling():
         return True
     step = _running.get()
@@ -277,7 +276,7 @@ def is_counted() -> bool:
 
 
 def count_choices(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Choices of each expert [num_experts] int64; in a step the same choices are counted once. Not to be changed."""
+    """Count the choices of each expert [num_experts] int64, the same choices once a step. Not to be changed."""
     step = current_step()
     return ops.count_tokens(topk_idx, num_experts) if step is None else step.count(topk_idx, num_experts)
 
@@ -286,7 +285,7 @@ _counting = threading.Lock()
 
 
 def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
-    """total += counts; threads that count at the same time lose nothing."""
+    """Add counts to total; threads that count at the same time lose nothing."""
     if torch.compiler.is_compiling():
         total.add_(counts)
         return
@@ -295,7 +294,7 @@ def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
 
 
 def note_selected(topk_idx: torch.Tensor) -> None:
-    """Keeps the choices of a gate before any is dropped, for a repetition."""
+    """Keep the choices of a gate before any is dropped, for a repetition."""
     step = current_step()
     if step is not None:
         step.selected = topk_idx
@@ -308,7 +307,7 @@ def run_or_replay(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def forward_of_layer(gate: object) -> Forward | None:
-    """The forward that a repetition reuses; RuntimeError if a checkpoint repeats a gate outside of a layer."""
+    """Return the forward that a repetition reuses; RuntimeError if a checkpoint repeats a gate outside of a layer."""
     step = current_step()
     if step is not None:
         if step.forward is None and is_repeated():
@@ -325,26 +324,10 @@ def forward_of_layer(gate: object) -> Forward | None:
     return None
 
 
-def _drop_masked(topk_idx: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """topk_idx [T, K], -1 where mask (T entries) != 0; ValueError for another number of entries."""
-    if mask.numel() != topk_idx.shape[0]:
-        raise ValueError(
-            f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
-            f"but got shape {list(mask.shape)}"
-        )
-    return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
-
-
 def _fill_masked(
-    out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
-) -> Nest:
-    """out [T, *] or a nest; where mask (T entries) is a key of mask_dict, its value (scalar, [*], [K, *]), weighted."""
-    return map_structure(lambda leaf: _fill(leaf, topk_weights, mask, mask_dict), out)
-
-
-def _fill(
     out: torch.Tensor, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
 ) -> torch.Tensor:
+    """Fill out [T, *] where mask (T entries) is a key of mask_dict: with its value (scalar, [*], [K, *]), weighted."""
     of_rows = _of_rows(mask, out)
     for value, filling in mask_dict.items():
         filling = torch.as_tensor(filling, dtype=topk_weights.dtype, device=out.device)
@@ -355,5 +338,5 @@ def _fill(
 
 
 def _of_rows(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """mask [T, 1, ...], shaped to select rows of [T, *]."""
+    """Shape mask to [T, 1, ...], which selects rows of [T, *]."""
     return mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))

@@ -23,7 +23,7 @@ Nest: TypeAlias = Any
 
 
 def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
-    """fn of corresponding tensors in equally shaped nests of lists, tuples and dicts."""
+    """Call fn with corresponding tensors in equally shaped nests of lists, tuples and dicts."""
     first = trees[0]
     if isinstance(first, dict):
         return type(first)((key, map_structure(fn, *(tree[key] for tree in trees))) for key in first)
@@ -34,7 +34,7 @@ def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
 
 
 def leaves_of(tree: Nest) -> list[Any]:
-    """The tensors of a nest, in the order in which map_structure visits them."""
+    """List the tensors of a nest, in the order in which map_structure visits them."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     leaves: list[Any] = []
@@ -46,7 +46,7 @@ _NEST = "a nest of tensors needs an FMoE with a gate and experts of its own"
 
 
 def check_tensor(name: str, x: object) -> None:
-    """TypeError for what is no plain tensor, with what to pass in its place."""
+    """Raise TypeError for what is no plain tensor, with what to pass instead."""
     if isinstance(x, PackedSequence):
         text = "a PackedSequence: call the layer on x.data, and put the result back with x._replace(data=...)"
     elif not isinstance(x, torch.Tensor):
@@ -66,19 +66,17 @@ def check_tensor(name: str, x: object) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Facts about the tokens that reach a layer.
+    """Facts about the tokens that reach a layer."""
 
-    num_tokens: T, None where nobody said. rows [V] int64: the real ones, ascending, None for all. sequences [T] int64:
-    the number of each token's sequence, ids [T] int64: its number in the vocabulary; None where nobody said.
-    """
-
-    num_tokens: int | None = None
-    rows: torch.Tensor | None = None
-    sequences: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
+    num_tokens: int | None = None  # T; None where nobody said
+    rows: torch.Tensor | None = None  # [V] int64: the real ones, ascending; None for all
+    sequences: torch.Tensor | None = (
+        None  # [T] int64: the number of each token's sequence, where somebody said
+    )
+    ids: torch.Tensor | None = None  # [T] int64: its number in the vocabulary, where somebody said
 
     def check(self, num_tokens: int) -> None:
-        """ValueError for another number of tokens."""
+        """Raise ValueError for another number of tokens."""
         if self.num_tokens not in (None, num_tokens):
             raise ValueError(
                 f"valid, token_ids or the packed sequences have {self.num_tokens} entries but the input has "
@@ -87,21 +85,18 @@ class Batch:
             )
 
     def take(self, x: Nest) -> Nest:
-        """The real tokens of x [T, *] or a nest."""
+        """Take the real tokens of x [T, *] or a nest."""
         return x if self.rows is None else map_structure(lambda leaf: leaf.index_select(0, self.rows), x)
 
     def put_back(self, out: Nest) -> Nest:
-        """out [V, *] or a nest at the places of the real tokens, zero at the others -> [T, *]."""
-        return out if self.rows is None else map_structure(self._put_back, out)
-
-    def _put_back(self, out: torch.Tensor) -> torch.Tensor:
-        assert self.rows is not None and self.num_tokens is not None
-        put_back = _put_rows if torch.compiler.is_compiling() else _PutBack.apply
-        result: torch.Tensor = put_back(out, self.rows, self.num_tokens)
-        return result
+        """Put out [V, *] or a nest at the places of the real tokens, zero at the others -> [T, *]."""
+        if self.rows is None:
+            return out
+        put_back: Any = _put_rows if torch.compiler.is_compiling() else _PutBack.apply
+        return map_structure(lambda leaf: put_back(leaf, self.rows, self.num_tokens), out)
 
     def sequences_of(self, seq_len: int | None) -> torch.Tensor | None:
-        """The sequence of each real token, [V]; None where all have seq_len tokens, one after the other."""
+        """Return the sequence of each real token, [V]; None where all have seq_len tokens, one after the other."""
         if self.sequences is not None:
             return self.take(self.sequences)
         if self.rows is None or seq_len is None:
@@ -110,7 +105,7 @@ class Batch:
 
 
 def _put_rows(out: torch.Tensor, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """out [V, *] in these rows of zeros -> [T, *]."""
+    """Put out [V, *] into these rows of zeros -> [T, *]."""
     return out.new_zeros((num_tokens, *out.shape[1:])).index_copy(0, rows, out)
 
 
@@ -171,12 +166,12 @@ Outer: TypeAlias = "_Block | tuple[Batch, int]"
 
 
 def is_inside_a_block() -> bool:
-    """True if current_batch() may hold facts."""
+    """Return whether current_batch() may hold facts."""
     return _open.num_blocks > 0
 
 
 def current_batch() -> Batch:
-    """Facts from valid_tokens() and packed_sequences() around this call."""
+    """Return the facts from valid_tokens() and packed_sequences() around this call."""
     if not torch.compiler.is_compiling():
         return _batch.get()
     batch, thread = _open.batch, _open.thread
@@ -190,7 +185,7 @@ def current_batch() -> Batch:
 
 @torch.library.custom_op("fmoe_ext::of_this_thread", mutates_args=())
 def _of_this_thread(x: torch.Tensor, thread: int) -> torch.Tensor:
-    """A copy of x, which a block of this thread knows; RuntimeError on another."""
+    """Copy x, which a block of this thread knows; RuntimeError on another."""
     if threading.get_ident() != thread:
         raise RuntimeError(
             "a compiled layer runs while another thread is inside valid_tokens(), packed_sequences() or token_ids(), "
@@ -205,7 +200,7 @@ def _(x: torch.Tensor, thread: int) -> torch.Tensor:
 
 
 def enter(batch: Batch) -> Outer:
-    """Makes current_batch() this one -> what leave() needs."""
+    """Make current_batch() this one -> what leave() needs."""
     if torch.compiler.is_compiling():
         outer = _open.batch, _open.thread
         _open.batch, _open.thread = batch, 0
@@ -220,7 +215,7 @@ def enter(batch: Batch) -> Outer:
 
 
 def leave(outer: Outer) -> None:
-    """Makes current_batch() the one before enter() again."""
+    """Make current_batch() the one before enter() again."""
     if isinstance(outer, tuple):
         _open.num_blocks -= 1
         _open.batch, _open.thread = outer
@@ -240,7 +235,7 @@ def leave(outer: Outer) -> None:
 
 @contextmanager
 def batch_is(batch: Batch) -> Iterator[None]:
-    """current_batch() inside the block."""
+    """Set current_batch() inside the block."""
     outer = enter(batch)
     try:
         yield
@@ -262,7 +257,7 @@ def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
 
 
 def with_ids(batch: Batch, ids: torch.Tensor) -> Batch:
-    """batch with the numbers of its tokens in the vocabulary; TypeError for other dtypes."""
+    """Add the numbers of its tokens in the vocabulary to a batch; TypeError for other dtypes."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"ids must be integers, but got {ids.dtype}")
     batch.check(ids.numel())

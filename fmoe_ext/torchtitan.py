@@ -80,19 +80,15 @@ class FMoERoutedExperts(RoutedExperts):
             y = experts(rows, handle.tokens_per_expert)
             out: Tensor = unpermute_rows(y, handle, tokens.topk_weights)
             return out
-        gate, down, up = (
-            _local(p).to(tokens.x.dtype) for p in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
-        )
+        weights: Any = experts.w1_EFD, experts.w2_EDF, experts.w3_EFD
+        local = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
+        gate, down, up = (p.to(tokens.x.dtype) for p in local)
         _, offs, row_idx, inverse = ops.sort_tokens(tokens.topk_idx, num_experts)
         w1 = torch.cat([gate, up], dim=1)
         return ops.expert_mlp(
             tokens.x, row_idx, inverse, offs, w1, None, down, None, tokens.topk_weights,
             activation="swiglu",
         )  # fmt: skip
-
-
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
 
 
 @override(target=RoutedExperts.Config, exact=True, description="dispatch and experts of fmoe_ext")

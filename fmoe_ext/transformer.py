@@ -1,6 +1,6 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer that replaces a transformer's MLP."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -33,14 +33,6 @@ class MLPOptions(TypedDict, total=False):
     renormalize: bool
     device: Device
     dtype: torch.dtype | None
-
-
-def _without_width(cls: type, given: Iterable[str]) -> str:
-    """The error for a missing d_model, or for a keyword that may be its misspelling."""
-    unknown = [name for name in given if name not in MLPOptions.__annotations__]
-    name = cls.__name__
-    needed = f"{name} needs d_model, the width of a token: {name}(num_experts=8, d_model=512, d_hidden=1024)"
-    return unknown_keywords(cls, unknown) if unknown else needed
 
 
 class FMoETransformerMLP(FMoE):
@@ -100,7 +92,11 @@ class FMoETransformerMLP(FMoE):
         **options: Unpack[MLPOptions],
     ):
         if d_model is None:
-            raise TypeError(_without_width(type(self), options.keys()))
+            name, unknown = type(self).__name__, [n for n in options if n not in MLPOptions.__annotations__]
+            needed = f"{name} needs d_model, the width of a token: {name}(num_experts=8, d_model=512, d_hidden=1024)"
+            raise TypeError(
+                unknown_keywords(type(self), unknown) if unknown else needed
+            )  # it may be misspelt
         check_sizes(d_model=d_model, **({} if num_expert is None else {"num_expert": num_expert}))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_sizes(d_hidden=d_hidden)

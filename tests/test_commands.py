@@ -17,7 +17,7 @@ from fmoe_ext import info
 from fmoe_ext.audit.cases import AuditError, Layout, parse_layout
 from fmoe_ext.audit.cli import main as audit
 from fmoe_ext.gpu.cli import main as gpu
-from fmoe_ext.planning.policies import read_loads
+from fmoe_ext.planning.simulate import read_loads
 from tests.forked import run_python
 
 ROOT = Path(__file__).resolve().parent.parent

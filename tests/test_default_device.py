@@ -15,7 +15,7 @@ from fmoe_ext.frozen import rounding
 from fmoe_ext.optim import Muon
 from fmoe_ext.pipeline import split
 from fmoe_ext.planning import placement
-from fmoe_ext.planning.policies import draw_loads
+from fmoe_ext.planning.simulate import draw_loads
 from fmoe_ext.remote import StaticList, Training, loop
 from fmoe_ext.remote.beam_search import beam_search
 from fmoe_ext.remote.expert_classes import find_expert_class

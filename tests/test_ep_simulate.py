@@ -10,8 +10,7 @@ from benchmarks import published_clusters
 from fmoe_ext import balance
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.gates import NaiveGate
-from fmoe_ext.planning.policies import draw_loads, read_loads, simulate
-from fmoe_ext.planning.simulate import main
+from fmoe_ext.planning.simulate import draw_loads, main, read_loads, simulate
 
 LAYER = Layer(64, 128)
 HARDWARE = Hardware(bandwidth=1e9, throughput=1e12)

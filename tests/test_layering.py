@@ -269,7 +269,8 @@ MODULE_STATE = {
     "remote/expert_classes.py": {"_CLASSES"},  # the kinds of experts that a server may be asked for
     "remote/loop.py": {"_LOOPS"},  # of a process and its forked children
     "ep/placement.py": {"_of_nodes"},  # per process group, weak
-    "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
+    # handles of hooks on all modules, there to be removed; wrappers that have run
+    "ep/wrappers.py": {"WATCH", "_hooks", "_around"},
     "gates/losses.py": {"ONE_RANK"},
     "huggingface/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks

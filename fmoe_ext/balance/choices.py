@@ -88,23 +88,20 @@ class ChoiceLog:
         self._num_bytes = 0  # whole steps of the file
         self._num_ended = 0
         self._chosen: list[tuple[str, torch.Tensor]] = []  # since the last end_step(), on the gates' devices
-        self._hooks: list[RemovableHandle] = [
-            view.module.register_forward_hook(self._hook(name, view)) for name, view in views.items()
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for name, view in views.items():
+            # a function, not a bound method or partial: a deepcopy of the model would copy this log with its file
+            def note(module: nn.Module, _: Any, output: Any, name: str = name, view: GateView = view) -> None:
+                if self._num_ended % self.every == 0 and module.training and is_counted():
+                    topk_idx, _ = view.read_real(output)
+                    # a copy in few bytes, in which -1 becomes the largest number
+                    dtype = torch.uint8 if _width(view.num_experts) == 1 else torch.int16
+                    self._chosen.append((name, topk_idx.detach().to(dtype)))
 
-    def _hook(self, name: str, view: GateView) -> Any:
-        # a function, not a bound method or partial: a deepcopy of the model would copy this log with its file
-        def note(module: nn.Module, _: Any, output: Any) -> None:
-            if self._num_ended % self.every == 0 and module.training and is_counted():
-                topk_idx, _ = view.read_real(output)
-                # a copy in few bytes, in which -1 becomes the largest number
-                dtype = torch.uint8 if _width(view.num_experts) == 1 else torch.int16
-                self._chosen.append((name, topk_idx.detach().to(dtype)))
-
-        return note
+            self._hooks.append(view.module.register_forward_hook(note))
 
     def end_step(self, step: int | None = None, token_ids: torch.Tensor | None = None) -> None:
-        """Writes what was chosen since the last call; the only call that waits for the device.
+        """Write what was chosen since the last call; the only call that waits for the device.
 
         step: its number, counted if None. token_ids: what the tokens were, in the order in which gates got them and
         without padding, so that the report can say which tokens feed an expert. Raises ValueError for another number of
@@ -156,7 +153,7 @@ class ChoiceLog:
             warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=2)
 
     def _write_step(self, data: bytes) -> None:
-        """Writes a step, unless the file is full and loses every second one, this among them."""
+        """Write a step, unless the file is full and loses every second one, this among them."""
         assert self._file is not None
         while self._file.tell() + len(data) > self.max_bytes:
             if not self._thin():
@@ -189,7 +186,7 @@ class ChoiceLog:
         return True
 
     def close(self) -> None:
-        """Stops watching and closes the file."""
+        """Stop watching and closes the file."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -207,7 +204,7 @@ class ChoiceLog:
 def log_choices(
     model: nn.Module, path: str | Path, *, every: int = 1, max_bytes: int = 256 << 20
 ) -> ChoiceLog:
-    """Begins to log every choice of a model's gates in training to a file -> ChoiceLog, a context manager.
+    """Begin to log every choice of a model's gates in training to a file -> ChoiceLog, a context manager.
 
     A rank logs its own tokens: give each a path of its own; the report takes several. Raises ValueError for a model
     without gates, and for max_bytes that hold no record.

@@ -34,7 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     try:
-        vocabulary = {} if chosen.vocabulary is None else _read_vocabulary(chosen.vocabulary)
+        vocabulary: dict[int, str] = {}
+        if chosen.vocabulary is not None:
+            try:
+                content = json.loads(chosen.vocabulary.read_text(encoding="utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{chosen.vocabulary} is no JSON: {error}") from None
+            if isinstance(content, list) and all(isinstance(text, str) for text in content):
+                vocabulary = dict(enumerate(content))
+            elif isinstance(content, dict) and all(isinstance(number, int) for number in content.values()):
+                vocabulary = {number: text for text, number in content.items()}
+            else:
+                raise ValueError(f"{chosen.vocabulary} must have a list of texts or {{text: id}}")
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
         _write(chosen.out, render(summary, vocabulary))
     except (OSError, ValueError) as error:
@@ -56,16 +67,3 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _read_vocabulary(path: Path) -> dict[int, str]:
-    """Read {id: text} from a JSON file with {text: id} or a list of texts; ValueError for anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if isinstance(content, list) and all(isinstance(text, str) for text in content):
-        return dict(enumerate(content))
-    if isinstance(content, dict) and all(isinstance(number, int) for number in content.values()):
-        return {number: text for text, number in content.items()}
-    raise ValueError(f"{path} must have a list of texts or {{text: id}}")

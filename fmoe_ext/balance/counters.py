@@ -26,7 +26,7 @@ class _Forward(NamedTuple):
 
 
 def _summed(name: str) -> Any:
-    """A property that sums up what was noted before the counter is read or set."""
+    """Make a property that sums up what was noted before the counter is read or set."""
 
     def get(counters: "LayerCounters") -> torch.Tensor:
         counters.sum_up()
@@ -61,7 +61,7 @@ class LayerCounters:
             self._sums[name] = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def to(self, device: torch.device | str) -> None:
-        """Moves the counters."""
+        """Move the counters."""
         self.sum_up()
         self._sums = {name: value.to(device) for name, value in self._sums.items()}
 
@@ -88,7 +88,7 @@ class LayerCounters:
 
     @torch.no_grad()
     def sum_up(self) -> None:
-        """Adds the forwards that were noted to the sums."""
+        """Add the forwards that were noted to the sums."""
         with self._lock:
             noted, self._noted = self._noted, []
             if noted:
@@ -114,20 +114,17 @@ class LayerCounters:
             sums["num_dropped"] += (forward.num_wanted - num_kept).clamp(min=0)
         sums["num_tokens"] += sum(forward.num_tokens for forward in noted)
         sums["num_steps"] += num
-        for width in {forward.weights.shape[1] for forward in noted}:
-            same = [forward for forward in noted if forward.weights.shape[1] == width]
-            sums["gate_entropy_sum"] += _entropies(same)
-
-
-def _entropies(noted: Sequence[_Forward]) -> torch.Tensor:
-    """Sum the entropies of all tokens, divided by log K; 0 for one choice a token."""
-    weights = torch.cat([forward.weights for forward in noted])
-    top_k = weights.shape[1]
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    tiny = torch.finfo(weights.dtype).tiny
-    share = weights / weights.sum(1, keepdim=True).clamp(min=tiny)
-    entropies = -(share * share.clamp(min=tiny).log()).sum(1)
-    samples = entropies.split([len(forward.weights) for forward in noted])
-    per_token = [forward.num_tokens / max(len(forward.weights), 1) for forward in noted]
-    sums = [sample.sum() * each for sample, each in zip(samples, per_token, strict=True)]
-    return torch.stack(sums).sum() / math.log(max(top_k, 2))
+        for top_k in {forward.weights.shape[1] for forward in noted}:
+            same = [forward for forward in noted if forward.weights.shape[1] == top_k]
+            weights = torch.cat([forward.weights for forward in same])
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            tiny = torch.finfo(weights.dtype).tiny
+            share = weights / weights.sum(1, keepdim=True).clamp(min=tiny)
+            entropies = -(share * share.clamp(min=tiny).log()).sum(1)
+            samples = entropies.split([len(forward.weights) for forward in same])
+            # a sample speaks for all tokens of its forward; entropies are divided by log K, and 0 for one choice
+            per_token = [forward.num_tokens / max(len(forward.weights), 1) for forward in same]
+            total = torch.stack(
+                [sample.sum() * each for sample, each in zip(samples, per_token, strict=True)]
+            )
+            sums["gate_entropy_sum"] += total.sum() / math.log(max(top_k, 2))

@@ -56,7 +56,7 @@ polyline { fill: none; stroke: var(--above); stroke-width: 1.5; }
 
 
 def document(title: str, body: str) -> str:
-    """A whole page."""
+    """Make a whole page."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
         f'initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
@@ -64,7 +64,7 @@ def document(title: str, body: str) -> str:
 
 
 def tiles(facts: Mapping[str, str]) -> str:
-    """Figures in large type, each over its name."""
+    """Show figures in large type, each over its name."""
     cells = "".join(
         f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in facts.items()
     )
@@ -72,19 +72,19 @@ def tiles(facts: Mapping[str, str]) -> str:
 
 
 def scale(low: str, middle: str, high: str, unknown: str = "") -> str:
-    """The colours, with what their ends, their middle and, where it occurs, grey stand for."""
+    """Show the colours, with what their ends, their middle and, where it occurs, grey stand for."""
     colours = f'{low}<span class="scale" role="img" aria-label="{middle} in the middle"></span>{high}'
     grey = f'; <span class="unknown" role="img" aria-label="grey"></span>{unknown}' if unknown else ""
     return f"{colours}; no colour: {middle}{grey}"
 
 
 def places(count: int) -> range:
-    """At most five of 0 .. count - 1, from 0 on, all equally far from the next."""
+    """Choose at most five of 0 .. count - 1, from 0 on, all equally far from the next."""
     return range(0, count, max(1, -(-(count - 1) // 4)))
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int, ...]) -> str:
-    """Rows under a header; left: numbers of the columns of text."""
+    """Show rows under a header; left: numbers of the columns of text."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         marked = (
@@ -99,7 +99,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int,
 def figure(
     relative: torch.Tensor, caption: str, up: Sequence[str], along: Sequence[str], square: bool = False
 ) -> str:
-    """relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
+    """Show relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
 
     up, along: names of all lines and columns. Some stand beside the middle of their line or below that of their column.
     """
@@ -117,7 +117,7 @@ def figure(
 
 
 def bars(relative: Sequence[float], caption: str, names: Sequence[str]) -> str:
-    """A bar for each number, from 0 up; a line at 1. names: of the bars, of which some stand below them."""
+    """Show a bar for each number, from 0 up; a line at 1. names: of the bars, of which some stand below them."""
     top = max(2.0, *relative)
     shapes = "".join(
         f'<rect class="{"more" if value > 1 else "less"}" x="{i + 0.1:.1f}" y="{top - value:.3f}" width="0.8" '
@@ -143,7 +143,7 @@ def _labels(names: Sequence[str], side: str) -> str:
 
 
 def _colours(relative: torch.Tensor) -> torch.Tensor:
-    """uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
+    """Make uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
     above = relative >= 1
     high, low = (torch.tensor(rgb, device=relative.device) for rgb in (ABOVE, BELOW))
     rgb = torch.where(above[..., None], high, low)
@@ -154,7 +154,7 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
 
 
 def png(pixels: torch.Tensor) -> bytes:
-    """An RGBA picture: pixels uint8 [lines, columns, 4]."""
+    """Encode an RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
     no_filter = pixels.new_zeros(lines, 1)
     rows = torch.cat((no_filter, pixels.reshape(lines, -1)), 1)

@@ -83,7 +83,20 @@ class LoadMonitor:
         for name, view in views.items():
             device = next((p.device for p in view.module.parameters()), torch.device("cpu"))
             counters = self.counters[name] = LayerCounters(view.num_experts, device)
-            self._hooks.append(view.module.register_forward_hook(_counting_hook(view, counters)))
+
+            # a function: a deepcopy of the model shares it, and would copy a partial with its counters and their lock
+            def count(
+                gate: nn.Module,
+                _: Any,
+                output: Any,
+                view: GateView = view,
+                counters: LayerCounters = counters,
+            ) -> None:
+                if gate.training and is_counted():
+                    topk_idx, topk_weights = view.read_real(output)
+                    counters.count(topk_idx, topk_weights, view.top_k)
+
+            self._hooks.append(view.module.register_forward_hook(count))
 
     def collect(
         self,
@@ -122,13 +135,13 @@ class LoadMonitor:
         return record
 
     def plot(self, path: str | Path) -> None:
-        """Draws the history: the mean load of layers x experts as a heat map, and over the steps max/mean and cv."""
+        """Draw the history: the mean load of layers x experts as a heat map, and over the steps max/mean and cv."""
         if not self.history:
             raise RuntimeError("nothing to plot: call collect() first")
         draw(self.history, path)
 
     def remove(self) -> None:
-        """Stops counting."""
+        """Stop counting."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -154,7 +167,7 @@ class LoadMonitor:
 
 
 def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
-    """Begins to count the tokens of every expert of a model -> LoadMonitor.
+    """Begin to count the tokens of every expert of a model -> LoadMonitor.
 
     warn_after: collect() warns about experts without a token for so many steps. ValueError for a model without gates.
 
@@ -170,16 +183,6 @@ def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
     return LoadMonitor(model, warn_after)
 
 
-def _counting_hook(view: GateView, counters: LayerCounters) -> Callable[..., None]:
-    # a function: a deepcopy of the model shares it, and would copy a partial with its counters and their lock
-    def count(gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if gate.training and is_counted():
-            topk_idx, topk_weights = view.read_real(output)
-            counters.count(topk_idx, topk_weights, view.top_k)
-
-    return count
-
-
 def _in_folder(path: str | Path) -> Path:
     """Return the path; make its folder, because a run must not end when it first reports."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +190,7 @@ def _in_folder(path: str | Path) -> Path:
 
 
 def write(record: Record, target: Any) -> None:
-    """Writes one result of LoadMonitor.collect(): as a line of JSON to a path, or to a TensorBoard writer.
+    """Write one result of LoadMonitor.collect(): as a line of JSON to a path, or to a TensorBoard writer.
 
     target: a path, to which the line is appended, or an object with add_scalar(tag, value, step), which gets
     "<number>/<gate>" for each gate and "<number>/all", their mean. Where a disk is full, raises OSError with the path,

@@ -72,7 +72,7 @@ class RoutingReplay:
 
     @contextmanager
     def play(self) -> Iterator[RoutingReplay]:
-        """Gives the recorded choices to every forward inside the block."""
+        """Give the recorded choices to every forward inside the block."""
         missing = [name for name in self.views if not self.choices.get(name)]
         if missing:
             raise RuntimeError(f"nothing was recorded for the gates {', '.join(map(repr, missing))}")
@@ -82,7 +82,7 @@ class RoutingReplay:
             yield self
 
     def remove(self) -> None:
-        """Takes the hooks of other libraries' routers away; backwards that repeat their forwards choose anew then."""
+        """Take the hooks of other libraries' routers away; backwards that repeat their forwards choose anew then."""
         for view in self.views.values():
             view.remove()
 
@@ -162,7 +162,7 @@ class _Player:
 
     @property
     def _current(self) -> Choices:
-        """The choices of this forward; of its real tokens, if they are for padding too."""
+        """Return the choices of this forward; of its real tokens, if they are for padding too."""
         choices, batch = self.choices[self.num_played % len(self.choices)], current_batch()
         if batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
             return choices

@@ -79,7 +79,7 @@ class Summary:
 
 
 def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False) -> Summary:
-    """Reads logs of one run, one a rank, three times -> Summary.
+    """Read logs of one run, one a rank, three times -> Summary.
 
     BadLog for damaged ones, for other gates, and for a file that is given twice.
     """
@@ -111,8 +111,21 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
         pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
         summaries[gate.name] = GateSummary(gate, load, dropped, tokens, pairs)
     for record in _records(files, allow_truncated):
-        if record.gate is not None:
-            _add(summaries[record.gate], bin_of[record.step], record.topk_idx)
+        if record.gate is None:
+            continue
+        summary, where, topk_idx = summaries[record.gate], bin_of[record.step], record.topk_idx
+        experts = summary.gate.num_experts
+        summary.load[where] += ops.count_tokens(topk_idx, experts)
+        summary.dropped[where] += int((topk_idx < 0).sum())
+        summary.tokens[where] += len(topk_idx)
+        if (together := summary.together) is None:
+            continue
+        for k in range(topk_idx.shape[1]):
+            for later in range(k + 1, topk_idx.shape[1]):
+                pair = topk_idx[:, k] * experts + topk_idx[:, later]
+                pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, later] >= 0)]
+                counts = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
+                together += counts + counts.t()
     has_ids = _find_feeders(summaries, files, allow_truncated)
     size = sum(path.stat().st_size for path in files)
     return Summary(files, steps, first, list(summaries.values()), size, has_ids)
@@ -121,21 +134,6 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
 def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:
     for path in files:
         yield from read_log(path, allow_truncated=allow_truncated)[1]
-
-
-def _add(summary: GateSummary, number: int, topk_idx: torch.Tensor) -> None:
-    experts = summary.gate.num_experts
-    summary.load[number] += ops.count_tokens(topk_idx, experts)
-    summary.dropped[number] += int((topk_idx < 0).sum())
-    summary.tokens[number] += len(topk_idx)
-    if summary.together is None:
-        return
-    for k in range(topk_idx.shape[1]):
-        for other in range(k + 1, topk_idx.shape[1]):
-            pair = topk_idx[:, k] * experts + topk_idx[:, other]
-            pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, other] >= 0)]
-            counts = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
-            summary.together += counts + counts.t()
 
 
 def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allow_truncated: bool) -> bool:
@@ -147,35 +145,26 @@ def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allo
         for record in read_log(path, allow_truncated=allow_truncated)[1]:
             if pending and pending[0].step != record.step:
                 pending = []
-            pending.append(record)
-            if record.gate is None:
-                has_ids = True
-                _count_ids(summaries, counts, pending[:-1], record.topk_idx)
-                pending = []
+            if record.gate is not None:
+                pending.append(record)
+                continue
+            has_ids, ids = True, record.topk_idx.clamp(0, _MAX_TOKEN_ID - 1)
+            for name, summary in summaries.items():
+                parts = [each.topk_idx for each in pending if each.gate == name]
+                if not parts:
+                    continue
+                topk_idx = torch.cat(parts)
+                for expert in summary.notable:
+                    mine = torch.bincount(ids[(topk_idx == expert).any(1)])
+                    known = counts.get((name, expert), torch.zeros(0, dtype=torch.int64, device="cpu"))
+                    longest = torch.zeros(max(len(mine), len(known)), dtype=torch.int64, device="cpu")
+                    longest[: len(mine)] += mine
+                    longest[: len(known)] += known
+                    counts[name, expert] = longest
+            pending = []
     for (name, expert), count in counts.items():
         best = count.topk(min(_MAX_FEEDERS, len(count)))
         total = max(int(count.sum()), 1)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         summaries[name].feeders[expert] = [(token, number / total) for token, number in pairs if number]
     return has_ids
-
-
-def _count_ids(
-    summaries: dict[str, GateSummary],
-    counts: dict[tuple[str, int], torch.Tensor],
-    records: Sequence[Choice],
-    ids: torch.Tensor,
-) -> None:
-    ids = ids.clamp(0, _MAX_TOKEN_ID - 1)
-    for name, summary in summaries.items():
-        parts = [record.topk_idx for record in records if record.gate == name]
-        if not parts:
-            continue
-        topk_idx = torch.cat(parts)
-        for expert in summary.notable:
-            mine = torch.bincount(ids[(topk_idx == expert).any(1)])
-            known = counts.get((name, expert), torch.zeros(0, dtype=torch.int64, device="cpu"))
-            longest = torch.zeros(max(len(mine), len(known)), dtype=torch.int64, device="cpu")
-            longest[: len(mine)] += mine
-            longest[: len(known)] += known
-            counts[name, expert] = longest

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def clip_grad_norm_(
     module: DistributedGroupedDataParallel, max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Scales the gradients of a DistributedGroupedDataParallel so that their norm over the job is at most max_norm.
+    """Scale the gradients of a DistributedGroupedDataParallel so that their norm over the job is at most max_norm.
 
     Each parameter counts once, on however many ranks it has copies or shards (DTensor). Call it on all ranks, after the
     reduction; one that auto_allreduce has begun is ended first.

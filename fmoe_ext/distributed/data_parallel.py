@@ -1,10 +1,15 @@
 """DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own.
 
 A parameter's tag names the ranks that hold copies of it, over which its gradient is reduced. Gradients of one
-tag travel in buckets (buckets.py). While backward runs, a hook of each parameter counts its bucket down; a
-bucket that is full is started, but only after all before it, so that all ranks start the same reductions in
-the same order, whatever order their gradients come in. What no gradient completes is reduced before the
-optimizer's step, or by allreduce_params().
+tag travel in buckets, because a message costs a latency. Buckets are filled in the order in which a backward is
+expected to compute gradients, the last layer's first. While backward runs, a hook of each parameter counts its
+bucket down; a bucket that is full is started, but only after all before it, so that all ranks start the same
+reductions in the same order, whatever order their gradients come in. What no gradient completes is reduced
+before the optimizer's step, or by allreduce_params().
+
+A parameter that got no gradient on this rank counts as zero; one that no rank had a gradient for keeps None,
+which optimizers skip. To tell them apart, each message ends in one number a parameter: how many ranks had it
+(times some scale).
 
 A gradient is scaled before its mean over n ranks by n / (size of dp_group), because the loss of the job is
 the mean of the losses of dp_group, and the rows of an expert come from all of them. Tags may change between
@@ -24,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fmoe_ext._sharded import is_dtensor
-from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import device_of, own_groups, tag_of
 from fmoe_ext.ep.process_groups import check_same, find_group, gather_values
 from fmoe_ext.ep.wrappers import check_mesh, warn_of_copies
@@ -40,17 +44,58 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
-def _tag_parameters(module: nn.Module) -> None:
-    """Tag what layers got after they were made; ValueError for weights whose gradients are not in weight.grad."""
-    for name, child in module.named_modules():
-        if isinstance(child, FMoE):
-            child.tag_new_parameters()
-        tag_adapters(child)
-        if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
-            raise ValueError(
-                f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
-                "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
-            )
+class _Bucket:
+    """Parameters of one tag and dtype, whose gradients travel in one message.
+
+    Without a group nothing travels, and the bucket only knows when its gradients have come.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        self.params = params
+        self.group = group
+        self.missing = set(params)  # those whose gradient has not come
+        self._flat: torch.Tensor | None = None  # the message
+        self._work: dist.Work | None = None  # its reduction
+
+    @torch.no_grad()
+    def start(self, divide: bool, fp32: bool) -> None:
+        if self.group is None:
+            return
+        dtype = torch.float32 if fp32 else self.params[0].dtype
+        device = self.params[0].device
+        self._flat = torch.zeros(sum(self._sizes()), dtype=dtype, device=device)
+        *grads, present = self._flat.split(self._sizes())
+        for p, grad in zip(self.params, grads, strict=True):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of a parameter of shape {list(p.shape)} is sparse, but "
+                    "DistributedGroupedDataParallel reduces dense ones: make nn.Embedding with sparse=False"
+                )
+            if p.grad is not None:
+                grad.copy_(p.grad.flatten())
+        present.copy_(torch.tensor([float(p.grad is not None) for p in self.params], device="cpu"))
+        if divide:
+            self._flat /= dist.get_world_size(self.group)
+        self._work = dist.all_reduce(self._flat, group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, divide: bool) -> None:
+        self.missing = set(self.params)
+        if self._work is None or self._flat is None:
+            return
+        self._work.wait()
+        if divide:
+            self._flat /= dist.get_world_size(self.group)
+        *grads, present = self._flat.split(self._sizes())
+        for i, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if p.grad is not None:
+                p.grad.copy_(grad.view_as(p))
+            elif present[i] != 0:
+                p.grad = grad.view_as(p).to(p.dtype, copy=True)
+        self._flat = self._work = None
+
+    def _sizes(self) -> list[int]:
+        return [p.numel() for p in self.params] + [len(self.params)]
 
 
 class _Tags:
@@ -72,7 +117,7 @@ class _Tags:
         self._tags = {p: tag for tag, params in self.params.items() for p in params}
 
     def have_changed(self) -> bool:
-        """True if a parameter has another tag, or is trained that was frozen or not there."""
+        """Return whether a parameter has another tag, or is trained that was frozen or not there."""
         return any(tag_of(p) != self._tags.get(p) for _, p in self._trained())
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -81,7 +126,7 @@ class _Tags:
                 yield name, p
 
     def check_change(self, under_way: bool, factor: _Factor | None) -> None:
-        """RuntimeError for a parameter whose gradient is there, on its way or of another scale, under another tag."""
+        """Raise RuntimeError for a gradient that is there, on its way or of another scale, under another tag."""
         for name, p in self._trained():
             old = self._tags.get(p)
             if p.grad is None or old == tag_of(p):
@@ -100,7 +145,7 @@ class _Tags:
                 )
 
     def scale(self, factor: _Factor) -> list[_Handle]:
-        """Hooks that multiply each gradient by the factor of its parameter and tag."""
+        """Register hooks that multiply each gradient by the factor of its parameter and tag."""
         return [
             p.register_hook(lambda grad, number=number: grad * number)
             for p, tag in self._tags.items()
@@ -158,7 +203,15 @@ class DistributedGroupedDataParallel(nn.Module):
         super().__init__()
         if expert_grads not in ("mean", "sum"):
             raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
-        _tag_parameters(module)
+        for name, child in module.named_modules():
+            if isinstance(child, FMoE):
+                child.tag_new_parameters()  # what layers got after they were made
+            tag_adapters(child)
+            if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
+                raise ValueError(
+                    f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
+                    "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
+                )
         self.module = module
         self.auto_allreduce = auto_allreduce
         self.broadcast_buffers = broadcast_buffers
@@ -229,7 +282,7 @@ class DistributedGroupedDataParallel(nn.Module):
     def allreduce_params(
         self, no_scale: bool = False, reduce_after: bool = False, fp32_allreduce: bool = False
     ) -> None:
-        """Ends the reduction of all gradients, or does it now; FastMoE's allreduce_gradients.
+        """End the reduction of all gradients, or does it now; FastMoE's allreduce_gradients.
 
         Gradients are divided by the size of their group before the sum, or after it (reduce_after), or not (no_scale);
         fp32_allreduce sums in float32.
@@ -242,30 +295,63 @@ class DistributedGroupedDataParallel(nn.Module):
             bucket.finish(reduce_after and not no_scale and i >= self._num_started)
         self._num_started = 0
         self._reduction_due = self._accumulates = False
-        if self.share_overflow:
-            self._poison_on_overflow()
+        if not self.share_overflow:
+            return
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        grads = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
+        grads = [grad for grad in grads if grad.numel() > 0]
+        with torch.no_grad():
+            # 0 * inf and 0 * nan are nan, and a sum over ranks keeps it
+            poison = torch.zeros((), dtype=torch.float32, device=device_of(self.module))
+            for grad in grads:
+                poison += grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) * 0
+            dist.all_reduce(poison, group=self.groups["dp"])
+            for grad in grads:  # each optimizer skips by the gradients that it has
+                grad[(0,) * grad.dim()].add_(poison)
 
     allreduce_gradients = allreduce_params
 
     def finish_reduction(self) -> None:
-        """Ends a reduction that auto_allreduce has begun, if there is one; all ranks call it."""
+        """End a reduction that auto_allreduce has begun, if there is one; all ranks call it."""
         if self.auto_allreduce and self._reduction_due:
             self.allreduce_params()
 
     def _follow_tags(self) -> None:
-        """Makes buckets and hooks for the tags that the parameters have now."""
+        """Make buckets and hooks for the tags that the parameters have now."""
         self._tags = _Tags(self.module, self.groups, self._sharded)
         self.tagged = self._tags.params
-        self._buckets = [
-            bucket
-            # "none" last: its buckets reduce nothing, and those before need not wait for its gradients
-            for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none")
-            for bucket in make_buckets(params, self.groups.get(tag), self._max_bytes)
-        ]
+        self._buckets: list[_Bucket] = []
+        # "none" last: its buckets reduce nothing, and those before need not wait for its gradients
+        for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none"):
+            filling: dict[
+                torch.dtype, tuple[list[nn.Parameter], int]
+            ] = {}  # the last bucket of each dtype, its bytes
+            lists: list[list[nn.Parameter]] = []
+            for p in reversed(params):  # the last layer's gradients come first
+                bucket, size = filling.get(p.dtype, ([], 0))
+                num_bytes = p.numel() * p.element_size()
+                if not bucket or size + num_bytes > self._max_bytes:
+                    bucket, size = [], 0
+                    lists.append(bucket)
+                bucket.append(p)
+                filling[p.dtype] = bucket, size + num_bytes
+            self._buckets += [_Bucket(bucket, self.groups.get(tag)) for bucket in lists]
         if self._expert_grads == "mean":
             self._hooks += self._tags.scale(self._factor)
-        if self.auto_allreduce:
-            self._reduce_during_backward()
+        if not self.auto_allreduce:
+            return
+        this = weakref.ref(self)  # a parameter's hook would keep the wrapper alive
+
+        def gradient_came(p: nn.Parameter, number: int) -> None:
+            module = this()
+            if module is not None and module._sync:
+                module._count(p, number)
+
+        for number, each in enumerate(self._buckets):
+            for p in each.params:
+                hook = p.register_post_accumulate_grad_hook(lambda p, number=number: gradient_came(p, number))
+                self._hooks.append(hook)
+        follow_optimizers(self, _FinishBeforeSteps(self))
 
     def _retag(self) -> None:
         """Follow tags that have changed, as FastMoE does, unless gradients of another scale have come."""
@@ -290,21 +376,6 @@ class DistributedGroupedDataParallel(nn.Module):
             dist.broadcast(as_bytes, source, group=group)
             tensor.copy_(whole)
 
-    def _reduce_during_backward(self) -> None:
-        this = weakref.ref(self)  # a parameter's hook would keep the wrapper alive
-
-        def gradient_came(p: nn.Parameter, number: int) -> None:
-            module = this()
-            if module is not None and module._sync:
-                module._count(p, number)
-
-        for number, bucket in enumerate(self._buckets):
-            for p in bucket.params:
-                hook = p.register_post_accumulate_grad_hook(lambda p, number=number: gradient_came(p, number))
-                self._hooks.append(hook)
-
-        follow_optimizers(self, _FinishBeforeSteps(self))
-
     def _count(self, p: nn.Parameter, number: int) -> None:
         """A gradient has come. It may come twice in one backward: reentrant checkpoints of a module used twice."""
         if number < self._num_started and self._buckets[number].group is not None:
@@ -325,22 +396,9 @@ class DistributedGroupedDataParallel(nn.Module):
         if self._num_started == len(self._buckets):
             self.allreduce_params()
 
-    @torch.no_grad()
-    def _poison_on_overflow(self) -> None:
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        grads = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
-        grads = [grad for grad in grads if grad.numel() > 0]
-        # 0 * inf and 0 * nan are nan, and a sum over ranks keeps it
-        poison = torch.zeros((), dtype=torch.float32, device=device_of(self.module))
-        for grad in grads:
-            poison += grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) * 0
-        dist.all_reduce(poison, group=self.groups["dp"])
-        for grad in grads:  # each optimizer skips by the gradients that it has
-            grad[(0,) * grad.dim()].add_(poison)
-
 
 class _FinishBeforeSteps:
-    """Ends the reduction before an optimizer steps with its gradients."""
+    """End the reduction before an optimizer steps with its gradients."""
 
     def __init__(self, module: DistributedGroupedDataParallel) -> None:
         self._module = weakref.ref(module)
@@ -385,19 +443,13 @@ def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
         ep_size = parallel.size
         parallel.sharing_ranks = gather_values(mesh.mesh.tolist(), find_group(parallel.group))
     sharded.set_gradient_divide_factor(mesh.size() * ep_size / layer.slice_size)
-    _follow_requires_grad(sharded)
-
-
-def _follow_requires_grad(experts: Any) -> None:
-    """Makes each forward honour requires_grad as it was set last, of the shards or of the gathered parameters.
-
-    torch leaves parameters gathered after a forward that no backward follows, as one of frozen experts. It then reads
-    requires_grad of neither kind again: what was set in between was lost, and with it gradients (pytorch#186998).
-    """
-    shards = list(experts.parameters())
+    shards = list(sharded.parameters())
     last = [p.requires_grad for p in shards]
 
-    def before_forward(experts: Any, args: Any) -> None:
+    def honour_requires_grad(experts: Any, args: Any) -> None:
+        # As it was set last, of the shards or of the gathered parameters. torch leaves parameters gathered after a
+        # forward that no backward follows, as one of frozen experts. It then reads requires_grad of neither kind again:
+        # what was set in between was lost, and with it gradients (pytorch#186998).
         nonlocal shards, last
         now = list(experts.parameters())
         wanted = [p.requires_grad for p in now]
@@ -410,4 +462,4 @@ def _follow_requires_grad(experts: Any) -> None:
                 p.requires_grad_(flag)
         last = wanted
 
-    experts.register_forward_pre_hook(before_forward, prepend=True)  # before torch's own, which gathers
+    sharded.register_forward_pre_hook(honour_requires_grad, prepend=True)  # before torch's own, which gathers

@@ -40,7 +40,7 @@ class ParallelGroups:
 
 
 def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) -> ParallelGroups:
-    """Splits the ranks of the job into dp x ep x slice and creates the groups of this layout; all ranks call it.
+    """Split the ranks of the job into dp x ep x slice and create the groups of this layout; all ranks call it.
 
     ep ranks share the experts of a layer, dp such sets hold copies of them, slice ranks work on the same input.
     Of ep and dp one may be left out. Raises ValueError on every rank, naming the rank, where ranks disagree.
@@ -74,7 +74,7 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
 
 
 def group_among(rank_lists: torch.Tensor) -> dist.ProcessGroup:
-    """Creates a group of each row of rank_lists [groups, ranks] -> this rank's; all ranks of the job call it."""
+    """Create a group of each row of rank_lists [groups, ranks] -> this rank's; all ranks of the job call it."""
     for members in rank_lists.tolist():  # new_group() is a collective call of the job, also for ranks outside
         group = dist.new_group(members)
         if dist.get_rank() in members:
@@ -107,10 +107,10 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def tag_of(param: torch.Tensor) -> str:
-    """The tag that says which group reduces a parameter's gradient."""
+    """Return the tag that says which group reduces a parameter's gradient."""
     return getattr(param, "dp_comm", "dp")
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of a module's first parameter; the CPU without any."""
+    """Return the device of a module's first parameter; the CPU without any."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -10,7 +10,7 @@ Where one forward goes:
     traced.py            the same of a compiled graph
 
 Beside it: placement.py (which rank holds which expert), shadowing.py (experts that come to their tokens), cost.py (what
-a step should take), ranks.py (sums for gates), width.py (ranks that share each expert's hidden units).
+a step should take), ranks.py (what ranks share beside experts), wrappers.py (who must not wrap them).
 """
 
 from collections.abc import Iterator

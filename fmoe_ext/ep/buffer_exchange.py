@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.headers import constant, lookup
+from fmoe_ext.ep.placement import constant, lookup
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.routing import ExpertInput
 from fmoe_ext.tokens import Nest, map_structure

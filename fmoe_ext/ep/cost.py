@@ -79,9 +79,20 @@ class Hardware:
         away = [rank for node in nodes if node is not own for rank in node]
         given = _env.get("FMOE_FASTER_GLBPLC_NETBW")
         links = [_measure_link(group, peers, rows, layer, device) for peers in (own, away)]
-        throughput = _env.get("FMOE_FASTER_GLBPLC_GPUTP") or _measure_experts(
-            layer, rows, num_experts, device
-        )
+        throughput = _env.get("FMOE_FASTER_GLBPLC_GPUTP")
+        if not throughput:  # FLOP a second of the forward of ops.expert_mlp
+            gated = layer.num_matrices == 3
+            make = functools.partial(torch.ones, dtype=_dtype(layer), device=device)
+            x = make(rows, layer.d_model)
+            w1 = make(num_experts, (1 + gated) * layer.d_hidden, layer.d_model)
+            w2 = make(num_experts, layer.d_model, layer.d_hidden)
+            topk_idx = (torch.arange(rows, device=device) * num_experts // rows).unsqueeze(1)
+            handle = ops.sort_tokens(topk_idx, num_experts)
+            mlp = (x, handle.row_idx, handle.inverse, handle.offs, w1, None, w2, None, None)
+            activation = "swiglu" if gated else "gelu"
+            with torch.no_grad():
+                seconds = _seconds(lambda: ops.expert_mlp(*mlp, activation), device)
+            throughput = rows * layer.row_flop / 3 / seconds
         found = torch.tensor([throughput, *links[0], *links[1]], dtype=torch.float64, device=device)
         dist.all_reduce(found, group=group)
         throughput, latency, bandwidth, node_latency, node_bandwidth = (
@@ -118,22 +129,6 @@ def _measure_link(
     sent = (each - 1) * num_away * layer.row_bytes
     bandwidth = sent / max(large - small, 1e-9)
     return max(small - num_away * layer.row_bytes / bandwidth, 0.0), bandwidth
-
-
-def _measure_experts(layer: Layer, rows: int, num_experts: int, device: torch.device) -> float:
-    """Measure the FLOP a second of ops.expert_mlp's forward on this rank."""
-    gated = layer.num_matrices == 3
-    make = functools.partial(torch.ones, dtype=_dtype(layer), device=device)
-    x = make(rows, layer.d_model)
-    w1 = make(num_experts, (1 + gated) * layer.d_hidden, layer.d_model)
-    w2 = make(num_experts, layer.d_model, layer.d_hidden)
-    topk_idx = (torch.arange(rows, device=device) * num_experts // rows).unsqueeze(1)
-    handle = ops.sort_tokens(topk_idx, num_experts)
-    arguments = (x, handle.row_idx, handle.inverse, handle.offs, w1, None, w2, None, None)
-    activation = "swiglu" if gated else "gelu"
-    with torch.no_grad():
-        seconds = _seconds(lambda: ops.expert_mlp(*arguments, activation), device)
-    return rows * layer.row_flop / 3 / seconds
 
 
 def _dtype(layer: Layer) -> torch.dtype:

@@ -55,7 +55,7 @@ def start_exchange(
     """
     group = find_group(group_name)
     work = _start(outs, xs, send_splits, recv_splits, group)
-    return Transfer(_BesideProducts(work) if xs[0].is_cuda and dist.get_backend(group) == "nccl" else work)
+    return Transfer(work, xs[0].is_cuda and dist.get_backend(group) == "nccl")
 
 
 def _start(
@@ -80,18 +80,6 @@ def _start(
     return _Works(works)
 
 
-class _BesideProducts:
-    """A work of NCCL. Products that start before it ends, or before it is waited for, leave it some SMs."""
-
-    def __init__(self, work: Any):
-        self._work = work
-        self._ended = chooser.reserve(self, _NCCL_SMS, work.is_completed)
-
-    def wait(self) -> None:
-        self._ended()
-        self._work.wait()
-
-
 class _Works:
     """Works of one process group, a tensor each."""
 
@@ -110,9 +98,10 @@ class _Works:
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """View x [N, *] as [N, bytes of a row] uint8, without a copy."""
-    row_bytes = x.element_size() * math.prod(x.shape[1:])
-    return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
+    """View contiguous x [N, *] as uint8 [N, ...], without a copy."""
+    if x.dim() > 1 and x.stride(-1) == 1:  # of one column it may be another
+        return x.view(torch.uint8)
+    return x.view(-1).view(torch.uint8).view(x.shape[0], x.element_size() * math.prod(x.shape[1:]))
 
 
 @dataclass
@@ -140,12 +129,21 @@ def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
 
 
 class Transfer:
-    """An exchange that has started, and the turn in which it did."""
+    """An exchange that has started, and the turn in which it did.
 
-    def __init__(self, work: Any):
+    over_nccl: products that start before it ends, or before it is waited for, leave it some SMs.
+    """
+
+    def __init__(self, work: Any, over_nccl: bool = False):
         self.work = work
+        self._ended = chooser.reserve(self, _NCCL_SMS, work.is_completed) if over_nccl else None
         self._turns = _turns.get()
         self._turn = 0 if self._turns is None else self._turns.taken
+
+    def wait(self) -> None:
+        if self._ended is not None:
+            self._ended()
+        self.work.wait()
 
     def is_new(self, turns: _Turns) -> bool:
         """Return whether no other thread has had a turn since."""
@@ -160,7 +158,7 @@ def wait(transfers: Sequence[Transfer], group_name: str) -> None:
         turns.go_on()
     with explained(find_group(group_name)):
         for transfer in transfers:
-            transfer.work.wait()
+            transfer.wait()
 
 
 def check(group_name: str) -> None:

@@ -14,7 +14,7 @@ from fmoe_ext.ep.placement import ExpertPlacement, Nodes, find_nodes
 from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
-from fmoe_ext.ep.tuning import Tuner, timed
+from fmoe_ext.ep.tuning import Tuner
 from fmoe_ext.ep.wire import WIRES
 from fmoe_ext.step import Step, is_counted
 from fmoe_ext.tokens import Batch, Nest
@@ -268,16 +268,14 @@ class ExpertParallel(ExpertPlacement):
         if not step.is_traced and not self._is_checked:
             check_agreement(self.layout, self.group)
             self._is_checked = True
+        route = self._route_of(step)
+        exchange: Exchange = route.kind(self, route.chunk_ends, x, topk_idx, topk_weights, step)
+        if self.tuner is not None and not step.is_traced:
+            exchange.watch = self.tuner.watches[route.exchange]
+            exchange.watch.begin(topk_idx.device)
+        exchange.plan()
         if step.is_counted:
             self.load.add(step.count(topk_idx, self.num_experts))
-        route = self._route_of(step)
-        kind, arguments = route.kind, (self, route.chunk_ends, x, topk_idx, topk_weights, step)
-        exchange: Exchange
-        if self.tuner is not None and not step.is_traced:
-            exchange = timed(EXCHANGES[route.exchange])(self.tuner.watches[route.exchange], *arguments)
-        else:
-            exchange = kind(*arguments)
-        exchange.plan()
         exchange.send()
         return exchange
 

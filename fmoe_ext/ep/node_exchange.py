@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
-from fmoe_ext.routing import DispatchHandle, ExpertInput
+from fmoe_ext.routing import ExpertInput
 from fmoe_ext.tokens import Nest, leaves_of
 
 
@@ -31,6 +30,10 @@ class NodeExchange(Exchange):
         self._across = TokenExchange(
             nodes.across, ends, self._x, self._topk_idx, self._topk_weights, self._step
         )
+
+    def plan(self) -> None:
+        self._across.watch = self.watch
+        self._across.plan()
 
     def send(self) -> None:
         self._across.send()
@@ -57,13 +60,6 @@ class NodeExchange(Exchange):
         if number == len(self._chunk_ends) - 1:  # behind all experts: so far a checkpoint repeats
             self._across.keep_for_backward(0, leaves_of(results))
         self._inside.give_back(number, results)
-
-    def _sort(self) -> DispatchHandle:
-        return self._across._sort()
-
-    def _exchange_counts(self, handle: DispatchHandle) -> Plan:
-        self._across._plan = self._across._exchange_counts(handle)
-        return self._across._plan
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
         summed = self._inside.combine()

@@ -7,13 +7,12 @@ import socket
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fmoe_ext import _env
-from fmoe_ext.ep.headers import constant, lookup, make_header
-from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.process_groups import (
     Group,
     find_group,
@@ -24,9 +23,22 @@ from fmoe_ext.ep.process_groups import (
     timeout_of,
 )
 from fmoe_ext.ep.static import RowLimit
-from fmoe_ext.ep.traced import TracedPlan
-from fmoe_ext.routing import DispatchHandle
-from fmoe_ext.step import Step
+
+
+def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return an int64 tensor of these values, the same one at every call; not to be changed."""
+    # a compiled graph holds constants of its own; eager would copy to the device in each forward
+    return torch.tensor(values, device=device) if torch.compiler.is_compiling() else _kept(values, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)
+
+
+def lookup(table: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+    """Return table[topk_idx], and -1 for dropped choices."""
+    return torch.where(topk_idx < 0, -1, table[topk_idx.clamp(min=0).long()])
 
 
 class ExpertPlacement:
@@ -54,39 +66,9 @@ class ExpertPlacement:
             ranks = dist.get_process_group_ranks(find_group(self.group))
             self.row_limit = RowLimit(max_rows_per_rank, self.layer_index, ranks)
 
-    def plan(
-        self,
-        handle: DispatchHandle,
-        counts: torch.Tensor,
-        ends: Sequence[int],
-        leaves: Sequence[torch.Tensor],
-        num_tokens: int,
-        step: Step,
-    ) -> Plan:
-        """Exchange with the other ranks how many rows come.
-
-        handle: of rows in the order of sending. counts [ranks, n]: how many for each rank, of n kinds; ends: where
-        chunks end among them. leaves: tensors of tokens. num_tokens: of this rank's own. step: of the forward.
-        """
-        header = make_header(self.layer_index, leaves, len(ends), num_tokens, counts.device)
-        if self.row_limit is not None:
-            return StaticPlan(handle, counts, header, self.group, self.row_limit, self.layout, step)
-        if step.is_traced:
-            return TracedPlan(handle, counts, header, self.group, self.layout, step.before_exchange)
-        return ExactPlan(handle, counts, header, self.group, ends, step)
-
-    def slots(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """Number each expert in the order of sending: by chunk, then by rank, then by place."""
-        return _slots(tuple(self.experts_in_place), self.num_local_experts, tuple(chunk_ends))
-
-    def ways(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """Number the destination of each expert's tokens, one for every chunk and rank: by chunk, then by rank."""
-        return _ways(tuple(self.experts_in_place), self.num_local_experts, tuple(chunk_ends))
-
-    @property
-    def local_numbers(self) -> tuple[int, ...]:
-        """Number of each expert among those of its rank."""
-        return _local_numbers(tuple(self.experts_in_place), self.num_local_experts)
+    def tables(self, chunk_ends: Sequence[int]) -> Tables:
+        """Number the experts for exchanges in chunks that end there."""
+        return _tables(tuple(self.experts_in_place), self.num_local_experts, tuple(chunk_ends))
 
     def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split choices: of experts to travel to, and of shadowed ones numbered as in shadows; -1 for the rest."""
@@ -104,44 +86,41 @@ class ExpertPlacement:
         return tuple(self.experts_in_place.index(expert) for expert in self.shadows)
 
 
-# The tables of a layer are the same in each forward, until its experts move.
+class Tables(NamedTuple):
+    """Numbers of a layer's experts on their way. W ranks, C chunks of the experts of each.
+
+    A chunk's rows lie together, and in it the rows for one rank, so that they travel without another copy. Counts go to
+    their ranks together, those of a rank by chunk.
+    """
+
+    slots: tuple[int, ...] | None  # [E]: place of each expert in the order of sending; None: its own number
+    slots_by_rank: tuple[int, ...] | None  # [E]: the slots of each rank's experts; None: in order
+    ways: tuple[int, ...]  # [E]: where its tokens go, chunk * W + rank
+    ways_by_rank: tuple[int, ...] | None  # [W * C]: the ways to each rank; None: in order
+    local_numbers: tuple[int, ...]  # [E]: number of each expert among those of its rank
 
 
-@functools.lru_cache(maxsize=256)
-def _slots(
-    experts_in_place: tuple[int, ...], num_local_experts: int, chunk_ends: tuple[int, ...]
-) -> tuple[int, ...]:
-    # a chunk's rows lie together, and in it the rows for one rank, so that they travel without another copy
-    first = 0
-    order: list[int] = []
-    for end in chunk_ends:
-        for begin in range(0, len(experts_in_place), num_local_experts):
-            order += experts_in_place[begin + first : begin + end]
-        first = end
-    slots = [0] * len(order)
-    for slot, expert in enumerate(order):
-        slots[expert] = slot
-    return tuple(slots)
-
-
-@functools.lru_cache(maxsize=256)
-def _ways(
-    experts_in_place: tuple[int, ...], num_local_experts: int, chunk_ends: tuple[int, ...]
-) -> tuple[int, ...]:
-    ways = [0] * len(experts_in_place)
+@functools.lru_cache(maxsize=256)  # the same in each forward, until experts move
+def _tables(experts_in_place: tuple[int, ...], num_local: int, chunk_ends: tuple[int, ...]) -> Tables:
+    num_experts, num_chunks = len(experts_in_place), len(chunk_ends)
+    num_ranks = num_experts // num_local
+    chunk_of = [sum(end <= local for end in chunk_ends) for local in range(num_local)]
+    order = sorted(range(num_experts), key=lambda place: (chunk_of[place % num_local], place))
+    slots, ways, local_numbers = [0] * num_experts, [0] * num_experts, [0] * num_experts
+    for slot, place in enumerate(order):
+        slots[experts_in_place[place]] = slot
     for place, expert in enumerate(experts_in_place):
-        rank, local = divmod(place, num_local_experts)
-        chunk = sum(end <= local for end in chunk_ends)
-        ways[expert] = chunk * (len(experts_in_place) // num_local_experts) + rank
-    return tuple(ways)
-
-
-@functools.lru_cache(maxsize=256)
-def _local_numbers(experts_in_place: tuple[int, ...], num_local_experts: int) -> tuple[int, ...]:
-    numbers = [0] * len(experts_in_place)
-    for place, expert in enumerate(experts_in_place):
-        numbers[expert] = place % num_local_experts
-    return tuple(numbers)
+        rank, local_numbers[expert] = divmod(place, num_local)
+        ways[expert] = chunk_of[place % num_local] * num_ranks + rank
+    is_sorted, is_one_chunk = slots == list(range(num_experts)), num_chunks == 1
+    ways_by_rank = tuple(c * num_ranks + r for r in range(num_ranks) for c in range(num_chunks))
+    return Tables(
+        None if is_sorted else tuple(slots),
+        None if is_one_chunk else tuple(slots[expert] for expert in experts_in_place),
+        tuple(ways),
+        None if is_one_chunk else ways_by_rank,
+        tuple(local_numbers),
+    )
 
 
 class Nodes:

@@ -1,4 +1,4 @@
-"""Sums and counts over the ranks of a process group, for gates; and the slices of a batch that ranks share.
+"""What the ranks of a group share beside experts: sums and counts of gates, slices of a batch, experts cut by width.
 
 Letters of shapes: T tokens, K choices of a token, E experts in all, W ranks.
 """
@@ -17,16 +17,23 @@ from fmoe_ext.step import run_or_replay
 from fmoe_ext.tokens import Nest, map_structure
 
 
-class GroupRanks:
+class _Members:
+    """The ranks of a group, found by its name."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = register_group(group)
+        self.size = dist.get_world_size(find_group(self.group))
+        self.rank = dist.get_rank(find_group(self.group))
+
+
+class GroupRanks(_Members):
     """gates.OneRank for the ranks of a group: a gate's losses and capacities span all their tokens.
 
     num_copies: ranks that compute the same loss because they share one input (the size of the slice group).
     """
 
     def __init__(self, group: Group, num_copies: int = 1) -> None:
-        self.group = register_group(group)
-        self.size = dist.get_world_size(find_group(self.group))
-        self.rank = dist.get_rank(find_group(self.group))
+        super().__init__(group)
         self.num_copies = num_copies
         self._device = "cuda" if dist.get_backend(find_group(self.group)) == "nccl" else "cpu"
 
@@ -166,13 +173,8 @@ for _name in ("gather_equal", "gather_sized"):
 register_not_differentiable("fmoe_ext::balanced_shares_over_ranks", NO_GRADIENT)
 
 
-class SliceGroup:
+class SliceGroup(_Members):
     """Ranks with the same input: each computes a slice of its rows, the results are put together again."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = register_group(group)
-        self.size = dist.get_world_size(find_group(self.group))
-        self.rank = dist.get_rank(find_group(self.group))
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
         """Return first and end row of this rank's slice; slices differ by at most one row."""
@@ -210,6 +212,79 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad[ctx.begin : ctx.end], None
+
+
+class WidthGroup(_Members):
+    """A group whose ranks have a part of the hidden units of the same experts, and tokens of their own.
+
+    gather() and sum() are each other's gradient. A rank's rows are padded to the most that one has, since all_gather
+    and reduce_scatter take equal parts.
+    """
+
+    def most_rows(self, x: torch.Tensor) -> int:
+        """Find the largest number of rows that a rank has; a copy to the host."""
+        most = torch.tensor([x.shape[0]], device=x.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=find_group(self.group))
+        return int(most)
+
+    def gather(self, x: torch.Tensor, num_rows: int, padding: float = 0) -> torch.Tensor:
+        """Gather x [n, *] of every rank, padded to num_rows -> [size * num_rows, *]; the gradient is the ranks' sum."""
+        gathered: torch.Tensor = _GatherWidth.apply(x, self, num_rows, padding)
+        return gathered
+
+    def sum(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Sum x [size * n, *] over the ranks -> this rank's first num_rows of its n rows."""
+        total: torch.Tensor = _SumWidth.apply(x, self, num_rows)
+        return total
+
+    def add_once(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x on the first rank and zeros on the others; every rank passes its gradient on to x."""
+        once: torch.Tensor = _Once.apply(x, self.rank == 0)
+        return once
+
+    def gather_padded(self, x: torch.Tensor, num_rows: int, padding: float) -> torch.Tensor:
+        padded = x.new_full((num_rows, *x.shape[1:]), padding)
+        padded[: x.shape[0]] = x
+        gathered = x.new_empty((self.size * num_rows, *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, padded, group=find_group(self.group))
+        return gathered
+
+    def sum_padded(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+        total = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(total, x.contiguous(), group=find_group(self.group))
+        return total[:num_rows]
+
+
+class _GatherWidth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, width: WidthGroup, num_rows: int, padding: float) -> torch.Tensor:
+        ctx.width, ctx.num_rows = width, x.shape[0]
+        return width.gather_padded(x, num_rows, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.width.sum_padded(grad, ctx.num_rows), None, None, None
+
+
+class _SumWidth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, width: WidthGroup, num_rows: int) -> torch.Tensor:
+        ctx.width, ctx.num_rows = width, x.shape[0] // width.size
+        return width.sum_padded(x, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.width.gather_padded(grad, ctx.num_rows, 0), None, None
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_mine: bool) -> torch.Tensor:
+        return x.clone() if is_mine else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad, None
 
 
 def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

@@ -23,9 +23,8 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ep.exchange import start_exchange, wait
-from fmoe_ext.ep.headers import constant, lookup
-from fmoe_ext.ep.placement import ExpertPlacement
-from fmoe_ext.ep.plan import ChunkRows, ExactPlan, Plan, StaticPlan
+from fmoe_ext.ep.placement import ExpertPlacement, constant, lookup
+from fmoe_ext.ep.plan import ExactPlan, StaticPlan, make_plan
 from fmoe_ext.ep.traced import TracedRowExchange, in_turn
 from fmoe_ext.ep.wire import is_packed, pack, unpack
 from fmoe_ext.routing import DispatchHandle, ExpertInput, per_row, sort_choices, widen
@@ -52,18 +51,33 @@ class Exchange:
     ):
         self._placement = placement
         self._step = step
-        self._chunk_ends = chunk_ends
+        self._chunk_ends, self._tables = chunk_ends, placement.tables(chunk_ends)
         self._x = x
         self._topk_weights = topk_weights
         self._topk_idx, self._shadow_idx = placement.split_shadows(topk_idx)
         self.num_tokens = topk_idx.shape[0]  # T of this rank; the header says whether it is 0
         self._shadowed: Nest = None
+        self.watch: Any = None  # a tuning.Stopwatch, told when each phase ends
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last call for a part of the forward, where somebody measures it."""
+        if self.watch is not None:
+            self.watch.lap(part, self._topk_idx.device)
 
     def plan(self) -> None:
-        self._plan = self._exchange_counts(self._sort())
+        handle, order, ends = self._sort()
+        self.lap("sort")
+        leaves, num_tokens = leaves_of(self._x), self.num_tokens
+        self._plan = make_plan(self._placement, handle, order, ends, leaves, num_tokens, self._step)
+        self.lap("counts")
 
     def send(self) -> None:
-        rows, plan = self._pack(), self._plan  # [R, *] each
+        # the rows [R, *] of each tensor of x, and of what the experts need to know of them, last the weights
+        leaves, plan = leaves_of(self._x), self._plan
+        weights = plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
+        rows = [per_row(ops.permute, leaf, plan.row_idx, plan.inverse) for leaf in leaves]
+        rows += self._pack_choices(weights)
+        self.lap("permute")
         self._rows: _RowExchange | TracedRowExchange
         if self._step.is_traced:
             if self._placement.wire != "full":
@@ -74,17 +88,14 @@ class Exchange:
             self._rows = TracedRowExchange(self._placement.group, plan)
         else:
             assert isinstance(plan, (ExactPlan, StaticPlan))
-            transit = _Transit(
-                self._placement.group, plan.chunks(), plan.row_idx, plan.inverse, self._placement.wire
-            )
-            self._rows = _RowExchange(transit)
+            self._rows = _RowExchange(_Transit(self._placement.group, plan, self._placement.wire))
         self._rows.send(rows)
 
     @property
-    def chunks(self) -> list[_TravellingChunk | _ShadowChunk]:
+    def chunks(self) -> list[_Chunk]:
         """List the work of this rank's experts, after that of shadowed ones, whose tokens need not travel."""
-        travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
-        return [_ShadowChunk(self), *travelling] if self._placement.shadows else [*travelling]
+        travelling = [_Chunk(self, number) for number in range(len(self._chunk_ends))]
+        return [_Chunk(self, None), *travelling] if self._placement.shadows else travelling
 
     def receive(self, number: int) -> ExpertInput:
         *received, weights = self._rows.receive(number)
@@ -118,36 +129,20 @@ class Exchange:
 
     def combine(self) -> Nest:
         out = iter(self._collect())
+        self.lap("exchange")
         summed = map_structure(lambda _: next(out), self._structure)
         return map_structure(torch.add, summed, self._shadowed) if self._placement.shadows else summed
 
-    def _sort(self) -> DispatchHandle:
-        """Sort the choices in the order of sending."""
-        slots, choices_TK = self._placement.slots(self._chunk_ends), self._topk_idx
-        if slots != tuple(range(len(slots))):
-            choices_TK = lookup(constant(slots, choices_TK.device), choices_TK)
-        return sort_choices(choices_TK, len(slots))
-
-    def _exchange_counts(self, handle: DispatchHandle) -> Plan:
-        """Tell the other ranks how many rows come for each of their experts."""
-        placement, counts = self._placement, handle.tokens_per_expert
-        if len(self._chunk_ends) > 1:  # one chunk is sent in the order of places
-            slots = placement.slots(self._chunk_ends)
-            place_to_slot = constant(
-                tuple(slots[expert] for expert in placement.experts_in_place), counts.device
-            )
-            counts = counts[place_to_slot]
-        counts_Wn = counts.view(placement.size, -1)
-        return placement.plan(
-            handle, counts_Wn, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step
-        )
-
-    def _pack(self) -> list[torch.Tensor]:
-        """Make the tensors to send: the rows of each tensor of x, last their weights."""
-        leaves, row_idx, inverse = leaves_of(self._x), self._plan.row_idx, self._plan.inverse
-        weights = self._plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
-        rows = [per_row(ops.permute, leaf, row_idx, inverse) for leaf in leaves]
-        return [*rows, *self._pack_choices(weights)]
+    def _sort(self) -> tuple[DispatchHandle, tuple[int, ...] | None, Sequence[int]]:
+        """Sort the choices in the order of sending -> handle, order and ends of make_plan()."""
+        slots, num_experts = self._tables.slots, self._placement.num_experts
+        slot_TK = self._topk_idx
+        if slots is not None:
+            slot_TK = lookup(constant(slots, slot_TK.device), slot_TK)
+        handle = sort_choices(slot_TK, num_experts)
+        if slots is None:
+            self._step.note_counts(slot_TK, handle.tokens_per_expert)  # which the load is counted from
+        return handle, self._tables.slots_by_rank, self._chunk_ends
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """Make the labels of each row that the experts need, last the weights. weights [T, K] -> [R, 1]."""
@@ -161,52 +156,42 @@ class Exchange:
         return self._rows.collect()
 
 
-class _TravellingChunk:
-    """Some experts of this rank, with the tokens that chose them on all ranks."""
+class _Chunk:
+    """Some experts of this rank, with the tokens that chose them on all ranks.
 
-    def __init__(self, exchange: Exchange, number: int):
-        self._exchange = exchange
-        self._number = number
+    Without a number the shadowed experts, with the tokens that chose them on this rank.
+    """
+
+    def __init__(self, exchange: Exchange, number: int | None):
+        self._exchange, self._number = exchange, number
 
     def receive(self) -> ExpertInput:
-        return self._exchange.receive(self._number)
+        if self._number is None:
+            return self._exchange.shadow_input()
+        received = self._exchange.receive(self._number)
+        self._exchange.lap("exchange")
+        return received
 
     def give_back(self, results: Nest) -> None:
+        if self._number is None:
+            self._exchange.give_back_shadowed(results)
+            return
+        self._exchange.lap("compute")
         self._exchange.give_back(self._number, results)
-
-
-class _ShadowChunk:
-    """The shadowed experts, with the tokens that chose them on this rank."""
-
-    def __init__(self, exchange: Exchange):
-        self._exchange = exchange
-
-    def receive(self) -> ExpertInput:
-        return self._exchange.shadow_input()
-
-    def give_back(self, results: Nest) -> None:
-        self._exchange.give_back_shadowed(results)
 
 
 class _Transit:
     """The rows of one forward: its chunks, and what is under way in either direction."""
 
-    def __init__(
-        self,
-        group: str,
-        chunks: list[ChunkRows],
-        row_idx: torch.Tensor,
-        inverse: torch.Tensor,
-        wire: str = "full",
-    ):
+    def __init__(self, group: str, plan: ExactPlan | StaticPlan, wire: str):
         self.group = group
         self.wire = wire  # one of wire.WIRES
-        self.chunks = chunks
-        self.row_idx, self.inverse = row_idx, inverse
+        self.chunks = plan.chunks()
+        self.row_idx, self.inverse = plan.row_idx, plan.inverse
         self.num_rows = 0  # R
         # For each chunk the transfer, the tensors to fill, the buffers that arrive for them and the buffers that leave.
         # All are kept: nobody may reuse memory that an exchange reads or fills.
-        self.under_way: list[Any] = [None] * len(chunks)
+        self.under_way: list[Any] = [None] * len(self.chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
 
@@ -239,23 +224,18 @@ class _Transit:
         transfer = start_exchange(arriving, travelling, send_splits, recv_splits, self.group)
         self.under_way[number] = transfer, targets, arriving, travelling
 
-    def finish(self, number: int) -> tuple[torch.Tensor, ...]:
-        transfer, targets, arriving, _ = self.under_way[number]
-        wait([transfer], self.group)
-        self._unpack(targets, arriving)
-        self.under_way[number] = None
-        return tuple(targets)
-
-    def finish_all(self) -> None:
-        wait([transfer for transfer, *_ in self.under_way], self.group)
-        for _, targets, arriving, _ in self.under_way:
-            self._unpack(targets, arriving)
-        self.under_way = [None] * len(self.chunks)
-
-    def _unpack(self, targets: list[torch.Tensor], arriving: list[torch.Tensor]) -> None:
-        for target, arrived in zip(targets, arriving, strict=True):
-            if arrived is not target:
-                unpack(arrived, target, self.wire)
+    def finish(self, numbers: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Wait for the exchanges of these chunks -> what has come of each."""
+        wait([self.under_way[number][0] for number in numbers], self.group)
+        finished = []
+        for number in numbers:
+            _, targets, arriving, _ = self.under_way[number]
+            for target, arrived in zip(targets, arriving, strict=True):
+                if arrived is not target:
+                    unpack(arrived, target, self.wire)
+            finished.append(tuple(targets))
+            self.under_way[number] = None
+        return finished
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""
@@ -322,7 +302,7 @@ class _Send(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *_):
         transit = ctx.transit
-        transit.finish_all()
+        transit.finish(range(len(transit.chunks)))
         grads, transit.returned_grads = iter(transit.returned_grads), None
         return None, *(next(grads) if has_grad else None for has_grad in ctx.have_grad)
 
@@ -331,7 +311,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit, number, ticket):
         ctx.transit, ctx.number = transit, number
-        received = transit.finish(number)
+        (received,) = transit.finish([number])
         ctx.have_grad = [x.is_floating_point() for x in received]
         ctx.mark_non_differentiable(*(x for x in received if not x.is_floating_point()))
         return received
@@ -380,7 +360,7 @@ class _Return(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, _):
         ctx.next_functions[0][0].saved_tensors  # noqa: B018  # repeats the forward while the gradients travel
-        grads = ctx.transit.finish(ctx.number)
+        (grads,) = ctx.transit.finish([ctx.number])
         return None, None, grads[0].new_zeros(()), *grads
 
 
@@ -388,7 +368,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit, *tickets):
         ctx.transit = transit
-        transit.finish_all()
+        transit.finish(range(len(transit.chunks)))
         returned, transit.returned = transit.returned, None
         return tuple(per_row(ops.unpermute, y, transit.row_idx, transit.inverse) for y in returned)
 

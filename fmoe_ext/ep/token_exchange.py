@@ -1,7 +1,8 @@
 """exchange="token": a token is sent once to a rank that has several of its experts, and its results are summed there.
 
 DeepEP and its followers call it a deduplicated dispatch. The numbers of the experts and the weights of all choices go
-with the token. With chunks it is once for each chunk of a rank that has an expert of it.
+with the token. With chunks it is once for each chunk of a rank that has an expert of it. Such a chunk of a rank is a
+way: the choices of a token that go one way share a row, which stands where the first of them would.
 
 Letters of shapes: T tokens, K choices of a token, E experts, R rows to send, one for each token and way it goes, N rows
 that come.
@@ -10,43 +11,36 @@ that come.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ep.headers import constant
-from fmoe_ext.ep.plan import Plan
+from fmoe_ext.ep.placement import constant
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ops.exchange_rows import experts_of_rows, token_ways
 from fmoe_ext.routing import DispatchHandle, sort_choices
-from fmoe_ext.tokens import leaves_of
 
 
 class TokenExchange(Exchange):
     """An Exchange with a row for each token and chunk of a rank that the token has chosen an expert of."""
 
-    def _sort(self) -> DispatchHandle:
+    def _sort(self) -> tuple[DispatchHandle, tuple[int, ...] | None, Sequence[int]]:
         """Sort by way: one choice of a token stands for all that go the same way."""
-        placement, num_ways = self._placement, self._placement.size * len(self._chunk_ends)
-        ways_E = constant(placement.ways(self._chunk_ends), self._topk_idx.device)
+        num_chunks = len(self._chunk_ends)
+        num_ways = self._placement.size * num_chunks
+        ways_E = constant(self._tables.ways, self._topk_idx.device)
         self._way_TK, first_TK = token_ways(self._topk_idx, ways_E)
         handle = sort_choices(first_TK, num_ways)
         num_tokens, top_k = first_TK.shape
-        if top_k <= num_ways:
-            return handle
-        # no token has more rows than ways
-        return dataclasses.replace(handle, row_idx=handle.row_idx[: num_tokens * num_ways])
-
-    def _exchange_counts(self, handle: DispatchHandle) -> Plan:
-        num_chunks = len(self._chunk_ends)
-        counts = handle.tokens_per_expert.view(num_chunks, self._placement.size).T.contiguous()
-        ends, leaves = range(1, num_chunks + 1), leaves_of(self._x)
-        return self._placement.plan(handle, counts, ends, leaves, self.num_tokens, self._step)
+        if top_k > num_ways:  # no token has more rows than ways
+            handle = dataclasses.replace(handle, row_idx=handle.row_idx[: num_tokens * num_ways])
+        return handle, self._tables.ways_by_rank, range(1, num_chunks + 1)
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """Make the local number of each choice's expert [R, K], -1 where it goes another way, and weights [R, K]."""
         row_idx, inverse = self._plan.row_idx, self._plan.inverse
-        local_E = constant(self._placement.local_numbers, self._topk_idx.device)
+        local_E = constant(self._tables.local_numbers, self._topk_idx.device)
         is_wide = self._placement.num_local_experts >= 2**15  # a small dtype otherwise, since they travel
         expert_RK = experts_of_rows(self._topk_idx, self._way_TK, local_E, row_idx, is_wide)
         return [expert_RK, ops.permute(weights, row_idx, inverse)]

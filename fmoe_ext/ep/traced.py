@@ -3,7 +3,9 @@
 All experts of a rank are one chunk: nothing is under way while others compute. Their sums are the same.
 
 A compiler may reorder operators that need nothing of each other; ranks whose exchanges come in different orders would
-wait for each other forever. So each exchange takes a result of the one before it (agree_on_rows's after, in_turn).
+wait for each other forever. So each exchange takes a result of the one before it (plan.agree_on_rows, in_turn).
+
+Letters of shapes: R rows to send, W ranks.
 """
 
 from __future__ import annotations
@@ -14,40 +16,10 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ep.exchange import check, exchange_counts, start_exchange, wait
-from fmoe_ext.ep.headers import LENGTH, check_headers
-from fmoe_ext.ep.process_groups import check_agreement, find_group
-from fmoe_ext.ep.static import RowLimit
+from fmoe_ext.ep.exchange import start_exchange, wait
+from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ops._autograd import custom_op, register_autograd
-from fmoe_ext.ops.exchange_rows import columns_of_rows
-from fmoe_ext.routing import DispatchHandle, per_row
-
-
-@torch.library.custom_op("fmoe_ext::agree_on_rows", mutates_args=())
-def agree_on_rows(
-    sent: torch.Tensor, max_rows: int, layout: str, group: str, after: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Call exchange_counts() with sent [ranks, LENGTH + n], and check the headers on the host.
-
-    max_rows: 0, or the limit of the first column after the header. layout: what must be the same on all ranks. after:
-    results of exchanges that come first, on every rank in one order.
-    """
-    check_agreement(layout, group)
-    received = exchange_counts(sent, group)
-    headers = received[:, : LENGTH + 1].tolist()
-    check(group)
-    check_headers(headers, group)
-    if max_rows:
-        ranks = torch.distributed.get_process_group_ranks(find_group(group))
-        RowLimit(max_rows, headers[0][0], ranks).raise_for([header[LENGTH] for header in headers])
-    return received
-
-
-@agree_on_rows.register_fake
-def _(
-    sent: torch.Tensor, max_rows: int, layout: str, group: str, after: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    return torch.empty_like(sent, memory_format=torch.contiguous_format)
+from fmoe_ext.routing import per_row
 
 
 @custom_op("fmoe_ext::exchange_rows")
@@ -56,7 +28,7 @@ def _exchange_rows(
 ) -> list[torch.Tensor]:
     """Send the first sizes[0][0] rows of each x to rank 0 of the group, the next to rank 1, ... -> what came.
 
-    xs: [R, *] each, of any dtype; sizes [2, ranks] int64 on the CPU: rows to each rank, and from each; None: max_rows
+    xs: [R, *] each, of any dtype; sizes [2, W] int64 on the CPU: rows to each rank, and from each; None: max_rows
     to and from each -> [num_rows, *] each, rows by source rank, zero behind. Differentiable: the gradient goes the way
     back. Equivalent to: torch.distributed.all_to_all_single of each.
     """
@@ -124,33 +96,6 @@ def _backward_in_turn(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 register_autograd("fmoe_ext::in_turn", _backward_in_turn, _setup_turn, places=(0,))
 
 
-class TracedPlan:
-    """As ExactPlan, of a compiled graph. counts [ranks, n]: rows for each rank. num_rows: those that come."""
-
-    max_rows = 0
-
-    def __init__(
-        self,
-        handle: DispatchHandle,
-        counts: torch.Tensor,
-        header: torch.Tensor,
-        group: str,
-        layout: str,
-        after: Sequence[torch.Tensor],
-    ):
-        self.row_idx, self.inverse = handle.row_idx, handle.inverse
-        sent = torch.cat((header.expand(len(counts), -1), counts), 1)
-        self._received = agree_on_rows(sent, 0, layout, group, after)[:, LENGTH:]
-        self.sizes = torch.stack((counts.sum(1), self._received.sum(1))).cpu()
-        self.num_rows = int(self.sizes[1].sum())
-
-    def columns_of(self, number: int) -> torch.Tensor:
-        return columns_of_rows(self._received, self.num_rows)
-
-    def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
-        return topk_weights
-
-
 class TracedRowExchange:
     """Sends one forward's rows to their experts and back in a compiled graph. plan: a TracedPlan or StaticPlan."""
 
@@ -160,7 +105,8 @@ class TracedRowExchange:
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
         self._num_sent = rows[0].shape[0]
-        self._received = self._travel(rows, self._plan.sizes, self._plan.num_rows)
+        plan = self._plan
+        self._received = _exchange_rows(list(rows), plan.sizes, plan.max_rows, plan.num_rows, self._group)
 
     def receive(self, number: int) -> tuple[torch.Tensor, ...]:
         return tuple(self._received)
@@ -169,14 +115,10 @@ class TracedRowExchange:
         """Nothing to do: the graph says when a forward is repeated."""
 
     def give_back(self, number: int, results: Sequence[torch.Tensor]) -> None:
-        sizes = None if self._plan.sizes is None else self._plan.sizes.flip(0)
-        self._returned = self._travel(results, sizes, self._num_sent)
+        back = None if self._plan.sizes is None else self._plan.sizes.flip(0)
+        most, num_sent = self._plan.max_rows, self._num_sent
+        self._returned = _exchange_rows(list(results), back, most, num_sent, self._group)
 
     def collect(self) -> tuple[torch.Tensor, ...]:
         row_idx, inverse = self._plan.row_idx, self._plan.inverse
         return tuple(per_row(ops.unpermute, y, row_idx, inverse) for y in self._returned)
-
-    def _travel(
-        self, rows: Sequence[torch.Tensor], sizes: torch.Tensor | None, num_rows: int
-    ) -> list[torch.Tensor]:
-        return _exchange_rows(list(rows), sizes, self._plan.max_rows, num_rows, self._group)

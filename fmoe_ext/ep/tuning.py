@@ -1,7 +1,7 @@
 """overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps.
 
-Each exchange runs for some forwards under a stopwatch, which waits for the device after each phase. The ranks then
-share their medians, and choose alike what is fastest on the slowest rank.
+Each exchange runs for some forwards under a stopwatch, which waits for the device after each phase (Exchange.lap). The
+ranks then share their medians, and choose alike what is fastest on the slowest rank.
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.cost import best_overlap
-from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.process_groups import find_group, gather_values
-from fmoe_ext.ep.schedule import Exchange
-from fmoe_ext.routing import DispatchHandle, ExpertInput
-from fmoe_ext.tokens import Nest
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +25,7 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 4
 
 
-class _Stopwatch:
+class Stopwatch:
     """The times of some forwards of a layer."""
 
     def __init__(self) -> None:
@@ -68,7 +63,7 @@ class Tuner:
         self.group = group_name
         self.layer_index = layer_index
         self.tunes_overlap = tunes_overlap
-        self.watches = {name: _Stopwatch() for name in exchanges}
+        self.watches = {name: Stopwatch() for name in exchanges}
         self.is_done = False
 
     @property
@@ -115,52 +110,6 @@ class Tuner:
         if dist.get_rank(group) == 0:
             ranks = dist.get_process_group_ranks(group)
             logger.info("layer %d of the group of ranks %s: " + text, self.layer_index, ranks, *values)
-
-
-def timed(kind: type[Exchange]) -> type[_Timed]:
-    """Derive a kind of Exchange that is called with a Stopwatch before its own arguments."""
-    return type(f"Timed{kind.__name__}", (_Timed, kind), {})
-
-
-class _Timed(Exchange):
-    """An Exchange whose phases say to a stopwatch when they end."""
-
-    def __init__(self, watch: _Stopwatch, *args: Any):
-        super().__init__(*args)
-        self._watch = watch
-        watch.begin(self._topk_idx.device)
-
-    def _lap(self, part: str) -> None:
-        self._watch.lap(part, self._topk_idx.device)
-
-    def _sort(self) -> DispatchHandle:
-        handle = super()._sort()
-        self._lap("sort")
-        return handle
-
-    def _exchange_counts(self, handle: DispatchHandle) -> Plan:
-        plan = super()._exchange_counts(handle)
-        self._lap("counts")
-        return plan
-
-    def _pack(self) -> list[torch.Tensor]:
-        packed = super()._pack()
-        self._lap("permute")
-        return packed
-
-    def receive(self, number: int) -> ExpertInput:
-        received = super().receive(number)
-        self._lap("exchange")
-        return received
-
-    def give_back(self, number: int, results: Nest) -> None:
-        self._lap("compute")
-        super().give_back(number, results)
-
-    def _collect(self) -> tuple[torch.Tensor, ...]:
-        returned = super()._collect()
-        self._lap("exchange")
-        return returned
 
 
 def _now(device: torch.device) -> float:

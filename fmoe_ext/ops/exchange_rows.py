@@ -23,12 +23,11 @@ def pad_routing(
     tokens_per_expert: torch.Tensor,
     num_ranks: int,
     max_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Place rows in a send buffer in which those for rank p begin at p * max_rows.
 
     row_idx [R], inverse [T, K] int32, tokens_per_expert [W * n] int64: of rows sorted by rank (ops.sort_tokens)
-    -> row_idx [W * max_rows], inverse [T, K], -1 for padding and for rows that do not fit, and the most rows that a
-    rank needs [1] int64, which may be more than max_rows.
+    -> row_idx [W * max_rows], inverse [T, K], -1 for padding and for rows that do not fit.
     """
     if not _has_operator(row_idx):
         return pad_routing_ref(row_idx, inverse, tokens_per_expert, num_ranks, max_rows)
@@ -41,7 +40,7 @@ def pad_routing_ref(
     tokens_per_expert: torch.Tensor,
     num_ranks: int,
     max_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute pad_routing in plain PyTorch: its oracle."""
     needed_W = tokens_per_expert.view(num_ranks, -1).sum(1)
     ends_W = needed_W.cumsum(0)
@@ -53,23 +52,62 @@ def pad_routing_ref(
     rank_TK = torch.bucketize(inverse, ends_W, right=True).clamp(max=num_ranks - 1)
     place_TK = inverse - begins_W[rank_TK]
     fits_TK = (inverse >= 0) & (place_TK < max_rows)
-    padded_inverse = torch.where(fits_TK, rank_TK * max_rows + place_TK, -1).to(torch.int32)
-    return padded_idx, padded_inverse, needed_W.max().view(1)
+    return padded_idx, torch.where(fits_TK, rank_TK * max_rows + place_TK, -1).to(torch.int32)
 
 
-def columns_of_rows(counts: torch.Tensor, num_rows: int, max_rows: int = 0) -> torch.Tensor:
-    """Find the column of counts [W, n] int64 in which each incoming row was counted -> [num_rows, 1] int32.
+def counts_to_send(
+    counts: torch.Tensor,
+    header: torch.Tensor,
+    order: torch.Tensor | None,
+    num_ranks: int,
+    has_most: bool = False,
+) -> torch.Tensor:
+    """Make what a rank tells each other one: the same header, and how many rows of each kind come.
 
-    Rows come by rank, then by column; max_rows: every rank sends as many, behind its counted ones padding (-1); 0: it
-    sends what is counted. Equivalent to: torch.arange(n).repeat(W).repeat_interleave(counts.flatten())[:, None].
+    counts [W * n] int64, header [h] int64, order [W * n] int64: places in counts by rank, None if counts are so
+    -> [W, h + n] int64; has_most: between header and counts a column with the most rows for one rank.
+    Equivalent to: torch.cat((header.expand(W, -1), counts[order].view(W, -1)), 1).
     """
     if not _has_operator(counts):
-        return columns_of_rows_ref(counts, num_rows, max_rows)
-    return torch.ops.fmoe_ext._columns_of_rows(counts, max_rows, num_rows)
+        return counts_to_send_ref(counts, header, order, num_ranks, has_most)
+    return torch.ops.fmoe_ext._counts_to_send(counts, header, order, num_ranks, has_most)
 
 
-def columns_of_rows_ref(counts: torch.Tensor, num_rows: int, max_rows: int = 0) -> torch.Tensor:
+def counts_to_send_ref(
+    counts: torch.Tensor,
+    header: torch.Tensor,
+    order: torch.Tensor | None,
+    num_ranks: int,
+    has_most: bool = False,
+) -> torch.Tensor:
+    """Compute counts_to_send in plain PyTorch: its oracle."""
+    counts_Wn = (counts if order is None else counts[order]).view(num_ranks, -1)
+    parts = [header.expand(num_ranks, -1), counts_Wn]
+    if has_most:
+        parts.insert(1, counts_Wn.sum(1).max().expand(num_ranks, 1))
+    return torch.cat(parts, 1)
+
+
+def columns_of_rows(
+    counts: torch.Tensor, num_rows: int, max_rows: int = 0, first: int = 0, end: int | None = None
+) -> torch.Tensor:
+    """Find the column of counts [W, n] int64 in which each incoming row was counted -> [num_rows, 1] int32.
+
+    Rows come by rank, then by column; only the columns [first, end) count, and are numbered from first. max_rows: every
+    rank sends as many, behind its counted ones padding (-1); 0: it sends what is counted.
+    Equivalent to: torch.arange(n).repeat(W).repeat_interleave(counts.flatten())[:, None].
+    """
+    end = counts.shape[1] if end is None else end
+    if not _has_operator(counts):
+        return columns_of_rows_ref(counts, num_rows, max_rows, first, end)
+    return torch.ops.fmoe_ext._columns_of_rows(counts, first, end, max_rows, num_rows)
+
+
+def columns_of_rows_ref(
+    counts: torch.Tensor, num_rows: int, max_rows: int = 0, first: int = 0, end: int | None = None
+) -> torch.Tensor:
     """Compute columns_of_rows in plain PyTorch: its oracle."""
+    counts = counts[:, first:end]
     num_ranks, num_columns = counts.shape
     if max_rows == 0:
         column = torch.arange(num_columns, dtype=torch.int32, device=counts.device).repeat(num_ranks)
@@ -132,13 +170,19 @@ def _(
     tokens_per_expert: torch.Tensor,
     num_ranks: int,
     max_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    padded_idx = row_idx.new_empty((num_ranks * max_rows,))
-    return padded_idx, inverse.new_empty(inverse.shape), tokens_per_expert.new_empty((1,))
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return row_idx.new_empty((num_ranks * max_rows,)), inverse.new_empty(inverse.shape)
+
+
+@register_fake("fmoe_ext::_counts_to_send", counts=1, header=1, order=1)
+def _(
+    counts: torch.Tensor, header: torch.Tensor, order: torch.Tensor | None, num_ranks: int, has_most: bool
+) -> torch.Tensor:
+    return counts.new_empty((num_ranks, len(header) + has_most + len(counts) // num_ranks))
 
 
 @register_fake("fmoe_ext::_columns_of_rows", counts=2)
-def _(counts: torch.Tensor, max_rows: int, num_rows: int) -> torch.Tensor:
+def _(counts: torch.Tensor, first: int, end: int, max_rows: int, num_rows: int) -> torch.Tensor:
     return counts.new_empty((num_rows, 1), dtype=torch.int32)
 
 

@@ -26,17 +26,9 @@ __all__ = [
 ]
 
 _IN_FAIRSCALE = (
-    *("BalanceError", "DeferredBatchNorm", "Namespace", "Pipe", "Skippable", "balance_by_size"),
-    *(
-        "balance_by_time",
-        "balance_cost",
-        "defer_batch_norm",
-        "pop",
-        "skippable",
-        "stash",
-        "verify_skippables",
-    ),
-)
+    "BalanceError", "DeferredBatchNorm", "Namespace", "Pipe", "Skippable", "balance_by_size", "balance_by_time",
+    "balance_cost", "defer_batch_norm", "pop", "skippable", "stash", "verify_skippables",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> NoReturn:

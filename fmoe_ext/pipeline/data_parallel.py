@@ -51,7 +51,7 @@ class TiedParameters:
         return bool(self._shared)
 
     def num_ranks(self, param: nn.Parameter) -> int:
-        """Ranks of one pipeline that have a copy."""
+        """Count the ranks of one pipeline that have a copy."""
         return self._num_ranks.get(param, 1)
 
     def set_aside(self) -> None:
@@ -96,7 +96,7 @@ def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGr
 
 
 def wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) -> nn.Module:
-    """The stage, its gradients reduced over the ranks that have it."""
+    """Wrap a stage, so that its gradients are reduced over the ranks that have it."""
     if name == "grouped":
         return DistributedGroupedDataParallel(stage, **groups.data_parallel_kwargs())
     if name == "ddp":
@@ -109,7 +109,7 @@ def wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) 
 
 
 def joined(parts: list[nn.Module]) -> nn.Module:
-    """One module with the parts of several stages, names as in the model."""
+    """Make one module of the parts of several stages, names as in the model."""
     joined = nn.Module()
     for part in parts:
         _merge(joined, part)
@@ -125,7 +125,7 @@ def _merge(into: nn.Module, part: nn.Module) -> None:
 
 
 def num_copies(param: nn.Parameter, wrapped: list[nn.Module], name: str, groups: PipelineGroups) -> int:
-    """Ranks of one stage that have the same copy, or shard, of a parameter."""
+    """Count the ranks of one stage that have the same copy, or shard, of a parameter."""
     for module in wrapped:
         if isinstance(module, DistributedGroupedDataParallel):
             for tag, params in module.tagged.items():

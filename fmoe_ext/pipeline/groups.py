@@ -36,7 +36,7 @@ class PipelineGroups:
 
 
 def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
-    """Split the ranks of the job into pp x dp x ep and creates the groups; all ranks call it.
+    """Split the ranks of the job into pp x dp x ep and create the groups; all ranks call it.
 
     pp: the number of ranks that a model is cut over, or a DeviceMesh with dimensions of the names "pp", "dp", "ep" (any
     of them may lack) that holds all ranks. Raises ValueError if the ranks cannot be divided so.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def on_meta(modules: Iterable[nn.Module]) -> bool:
-    """True if any parameter or buffer is on the meta device."""
+    """Return whether any parameter or buffer is on the meta device."""
     return any(t.is_meta for module in modules for t in _tensors(module))
 
 
@@ -52,7 +52,7 @@ def fill(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
 
 
 def trial_copy(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a layer that can be run, with random numbers in place of what the layer has on the meta device."""
+    """Copy a layer so that it can be run, with random numbers for what the layer has on the meta device."""
     copy = deepcopy(layer).train()
     if on_meta([copy]):
         materialize([copy], [copy], device)
@@ -73,7 +73,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _mark(t: Tensor) -> float | int | bool:
-    """The number that says that a tensor of this dtype is not filled."""
+    """Return the number that says that a tensor of this dtype is not filled."""
     if t.is_floating_point() or t.is_complex():
         return torch.nan
     return False if t.dtype == torch.bool else torch.iinfo(t.dtype).min

@@ -16,14 +16,14 @@ def as_tuple(values: Any) -> tuple[Any, ...]:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """fn of each tensor, in a tuple where values is one; other values as they are."""
+    """Call fn with each tensor, in a tuple where values is one; other values as they are."""
     if isinstance(values, tuple):
         return tuple(fn(x) if isinstance(x, Tensor) else x for x in values)
     return fn(values)
 
 
 def check_tensors(value: object, what: str) -> None:
-    """TypeError unless value is a tensor or a tuple of tensors."""
+    """Raise TypeError unless value is a tensor or a tuple of tensors."""
     for part in value if isinstance(value, tuple) else (value,):
         if not isinstance(part, Tensor):
             raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {type(part).__name__}")
@@ -39,7 +39,7 @@ class NoChunk:
 
 
 def check_values(value: object, what: str) -> None:
-    """TypeError unless value is a tensor or a tuple with a tensor among its values."""
+    """Raise TypeError unless value is a tensor or a tuple with a tensor among its values."""
     if isinstance(value, Tensor) or (isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value)):
         return
     kind = "a tuple without one" if isinstance(value, tuple) else type(value).__name__
@@ -47,8 +47,8 @@ def check_values(value: object, what: str) -> None:
 
 
 def scatter(batch: Values, chunks: int) -> list[Values]:
-    """batch [B, *] or a tuple of such tensors and of other values -> min(chunks, B) parts that differ by one row at
-    most, in order. Other values, and the tensors of NoChunk, go into every part.
+    """Cut batch [B, *], or a tuple of such tensors and of other values, into min(chunks, B) parts, in order, that
+    differ by one row at most. Other values, and the tensors of NoChunk, go into every part.
 
     Tensors with different B are cut as by torch.chunk(). Raises ValueError if that gives different numbers of parts.
     Equivalent to: batch.tensor_split(min(chunks, B)).
@@ -79,7 +79,7 @@ def _cut(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
 
 
 def gather(outputs: list[Values]) -> Values:
-    """The results of all microbatches as those of one batch; of values that are no tensors, the list of them.
+    """Join the results of all microbatches to those of one batch; of values that are no tensors, the list of them.
 
     Raises TypeError if only some microbatches have a tensor in a place.
     Equivalent to: torch.cat(outputs).
@@ -87,27 +87,29 @@ def gather(outputs: list[Values]) -> Values:
     first = outputs[0]
     if isinstance(first, Tensor):
         return first if len(outputs) == 1 else torch.cat(outputs)  # type: ignore[arg-type]
-    return tuple(_joined(parts) for parts in zip(*outputs, strict=True))
-
-
-def _joined(parts: tuple[Any, ...]) -> Any:
-    are_tensors = {isinstance(part, Tensor) for part in parts}
-    if len(are_tensors) > 1:
-        kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
-        raise TypeError(f"the results of the microbatches must be tensors in all or in none, but are {kinds}")
-    if are_tensors == {False}:
-        return list(parts)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    joined: list[Any] = []
+    for parts in zip(*outputs, strict=True):
+        are_tensors = {isinstance(part, Tensor) for part in parts}
+        if len(are_tensors) > 1:
+            kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+            raise TypeError(
+                f"the results of the microbatches must be tensors in all or in none, but are {kinds}"
+            )
+        if are_tensors == {False}:
+            joined.append(list(parts))
+        else:
+            joined.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return tuple(joined)
 
 
 def num_rows(batch: Values) -> int:
-    """Number of rows of the first tensor of a batch or microbatch; 1 if it has no dimension."""
+    """Count the rows of the first tensor of a batch or microbatch; 1 if it has no dimension."""
     first = next(x for x in as_tuple(batch) if isinstance(x, Tensor))
     return first.shape[0] if first.dim() else 1
 
 
 def move(value: Values, device: torch.device) -> Values:
-    """value on a device; gradients travel back."""
+    """Bring value to a device; gradients travel back."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), value)
 
 
@@ -115,7 +117,7 @@ IGNORED = -100  # a target that counts for nothing
 
 
 def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Sum over the tokens of the cross entropy of output [*, V] against target [*]; -100 counts for nothing.
+    """Sum over the tokens the cross entropy of output [*, V] against target [*]; -100 counts for nothing.
 
     Equivalent to: F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum").
     """
@@ -123,7 +125,7 @@ def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def count_targets(target: object) -> int:
-    """Divisor of a sum of losses: the targets that are not -100; of floating targets, the rows."""
+    """Count what a sum of losses is divided by: the targets that are not -100; of floating targets, the rows."""
     if not isinstance(target, Tensor):
         raise TypeError(
             f"the target is a {type(target).__name__}, not a tensor: pass count=, a function target -> number of tokens"

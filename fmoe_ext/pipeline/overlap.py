@@ -81,7 +81,7 @@ def _wait_all(works: Iterable[Any]) -> None:
 
 
 def by_turns(first: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
-    """Runs both to their ends, each while the other waits for an exchange; first begins, second has this thread.
+    """Run both to their ends, each while the other waits for an exchange; first begins, second has this thread.
 
     Random numbers are those of first() followed by second(), if first() leaves the generators as they were, as a
     backward does that computes checkpointed activations again. Raises what either raises, first()'s if both do.
@@ -113,7 +113,7 @@ class _Turns:
         self.errors: list[BaseException | None] = [None, None]
 
     def run(self, me: int, fn: Callable[[], None]) -> None:
-        """fn() in the turns of `me`."""
+        """Call fn() in the turns of `me`."""
         self._await(me)
         _set_random_state(self._device, self._begin)
         try:

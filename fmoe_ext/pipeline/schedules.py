@@ -45,13 +45,12 @@ class Kind:
     make: Callable[..., Any]  # torch's class
     takes_list: bool  # of several stages a rank
     is_v: bool  # stages are placed in a V
-    microbatches: Callable[
-        [int, int, int], int
-    ]  # (chunks, ranks, stages) -> how many it runs, at least chunks
+    # (chunks, ranks, stages) -> how many it runs, at least chunks
+    microbatches: Callable[[int, int, int], int]
     overlaps: bool = False  # a forward and a backward are one action
 
     def places(self, ranks: int, stages: int) -> list[list[int]]:
-        """The stages of each rank: one after the other, or in a V, where the first rank has the last stage too."""
+        """List the stages of each rank: one after the other, or in a V, where the first rank has the last stage too."""
         if self.is_v:
             return [[rank, stages - 1 - rank] for rank in range(ranks)]
         return [list(range(rank, stages, ranks)) for rank in range(ranks)]

@@ -104,7 +104,7 @@ def split(
 def _measure(
     layers: Sequence[nn.Module], sample: Tensors, rounds: int = 3
 ) -> tuple[list[_LayerCost], list[Boundary]]:
-    """The cost of each layer, run on a copy, and what travels into the first, between them and out of the last.
+    """Measure the cost of each layer, run on a copy, and what travels into the first, between them and out of the last.
 
     rounds: how often each is timed; 0 runs it once for its shapes and sizes.
     """
@@ -123,7 +123,7 @@ def _measure(
 
 
 def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
-    """Seconds of a forward and backward, and those of them in each MoE layer, by its share of the forward."""
+    """Time a forward and backward -> seconds, and those of them in each MoE layer, by its share of the forward."""
     device = as_tuple(values)[0].device
     moes = _moe_layers(layer)
     in_experts: dict[nn.Module, float] = dict.fromkeys(moes, 0.0)
@@ -186,7 +186,7 @@ def _moe_layers(layer: nn.Module) -> list[FMoE]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, each called with what the one before returns, a tensor or a tuple of tensors.
+    """List the layers of a model, each called with what the one before returns, a tensor or a tuple of tensors.
 
     A model is an nn.Sequential, a module with a method pipeline_layers() that returns such a list (modules that share
     its parameters), or a decoder of Transformers of Llama's form (Llama, Mistral, Mixtral, Qwen2, Qwen3, their MoE
@@ -256,7 +256,7 @@ class _DecoderBlock(nn.Module):
 
 
 def part_of(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
-    """The modules of a model that some of its layers use, under the names that they have in the model.
+    """Collect the modules of a model that some of its layers use, under the names that they have in the model.
 
     Its state_dict() is a part of the model's. Raises ValueError for a parameter that no module of the model has.
     """

@@ -89,12 +89,12 @@ class Stage(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """True if it gets the batch's inputs."""
+        """Return whether it gets the batch's inputs."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """True if its result is the model's."""
+        """Return whether its result is the model's."""
         return self.index == self.num_stages - 1
 
     def forward(self, *values: Tensor) -> Tensors:
@@ -126,6 +126,7 @@ class Stage(nn.Module):
                 f"{_text(self.outputs)}: a pipeline is for batches of the sample's shape, first dimension aside; pad "
                 "the batch, or split() the model with a sample of this shape"
             )
+        # The losses of the gates enter the gradient here, as they never reach the last stage (_Leave).
         injected: Tensor | None = None
         if losses:
             shares = [loss.sum() * loss_share(gate, number, batch.rows) for gate, loss in losses]
@@ -141,7 +142,7 @@ class Stage(nn.Module):
         return padded[0] if isinstance(outputs, Tensor) else padded
 
     def compute(self, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
-        """The layers one after the other -> their result, and gates with their losses."""
+        """Compute the layers one after the other -> their result, and gates with their losses."""
         losses: list[tuple[BaseGate, Tensor]] = []
         is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
         for layer, gates, norms in zip(self.layers, self._gates, self._norms, strict=True):
@@ -179,7 +180,7 @@ def _text(boundary: Boundary) -> str:
 
 
 def cut(x: Tensor, rows: int) -> Tensor:
-    """The first rows of x; x itself where that is all, since the backward of a slice copies the gradient."""
+    """Return the first rows of x; x itself where that is all, since the backward of a slice copies the gradient."""
     return x if len(x) == rows else x[:rows]
 
 
@@ -196,7 +197,7 @@ class _Enter(torch.autograd.Function):
 
 
 def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
-    """Contexts of a checkpoint's two forwards; the second moves no running statistics."""
+    """Make the contexts of a checkpoint's two forwards; the second moves no running statistics."""
     return nullcontext(), Recomputing(norms)
 
 
@@ -213,7 +214,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """x [n, *] padded with zeros to [rows, *], never a view; in backward a loss gets the gradient 1."""
+    """Pad x [n, *] with zeros to [rows, *], never as a view; in backward a loss gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor | None, rows: int) -> Tensor:

@@ -83,7 +83,7 @@ class TimedStage(PipelineStage):
 
 
 def bubble_share(spans: Sequence[Span]) -> float:
-    """The share of all ranks' time, from the first computation to the last, in which they compute nothing."""
+    """Return the share of all ranks' time, from the first computation to the last, in which they compute nothing."""
     ranks = {span.rank for span in spans}
     length = max(span.end for span in spans) - min(span.begin for span in spans)
     busy = sum(span.end - span.begin for span in spans)
@@ -91,7 +91,7 @@ def bubble_share(spans: Sequence[Span]) -> float:
 
 
 def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
-    """A picture of the step: a row a rank, a box a computation with its microbatch's number; gaps are bubbles."""
+    """Draw a picture of the step: a row a rank, a box a computation with its microbatch's number; gaps are bubbles."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

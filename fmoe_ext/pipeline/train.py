@@ -61,7 +61,7 @@ class _Run:
         self.spans: list[Span] | None = None  # what was computed when; None without a trace
 
     def train(self, microbatches: Microbatches, factor: float, trace: bool) -> list[Tensor]:
-        """Forward and backward of all microbatches, their losses times factor -> the losses of their gates."""
+        """Run forward and backward of all microbatches, their losses times factor -> the losses of their gates."""
         self.spans = [] if trace else None
         began = time.perf_counter()
         self._begin(microbatches, factor)
@@ -88,7 +88,7 @@ class _Run:
                 stage.forget()
 
     def evaluate(self, microbatches: Microbatches) -> None:
-        """Forward of one microbatch after the other; every rank runs its own stages, in their order."""
+        """Run the forward of one microbatch after the other; every rank runs its own stages, in their order."""
         self._begin(microbatches, 1.0)
         mine = {pair[0].index: pair for pair in zip(self._stages, self._wrapped, strict=True)}
         owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
@@ -228,7 +228,7 @@ class Pipeline:
         self.balance_loss = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, for its optimizer; each once."""
+        """Yield the parameters of this rank, for its optimizer; each once."""
         seen: set[int] = set()
         for wrapped in self._wrapped:
             for p in wrapped.parameters():
@@ -237,7 +237,7 @@ class Pipeline:
                     yield p
 
     def train_step(self, batch: Tensors, target: Any, *, trace: bool = False) -> Tensor:
-        """Forward and backward of a batch: gradients are added to those there are -> the loss, the same on all ranks.
+        """Run forward and backward of a batch, which add to gradients -> the loss, the same on all ranks.
 
         batch [B, *] and target as the model takes them; all ranks of one pipeline pass the same, ranks of one stage
         their own. target: a tensor [B, *], or a tuple of such. trace=True: self.spans() says afterwards what was
@@ -263,14 +263,14 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Tensors, target: Any) -> Tensor:
-        """The loss of a batch without gradients and in eval mode, as train_step returns it."""
+        """Return the loss of a batch without gradients and in eval mode, as train_step returns it."""
         for wrapped in self._wrapped:
             wrapped.eval()
         self._run.evaluate(self._cut(batch, target))
         return self._report(self._total_count(target), [])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients of the job so that their norm is at most max_norm -> the norm before; all ranks call it.
+        """Scale all gradients of the job so that their norm is at most max_norm -> the norm before; all ranks call it.
 
         Each parameter counts once, on however many ranks and stages it has copies.
         Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
@@ -287,7 +287,7 @@ class Pipeline:
         return total
 
     def spans(self) -> list[Span]:
-        """Times of the ranks' computations in the last train_step(trace=True); all of them call it."""
+        """Gather the times of the ranks' computations in the last train_step(trace=True); all of them call it."""
         gathered: list[Any] = [None] * dist.get_world_size(self.groups.pp)
         dist.all_gather_object(gathered, self._run.spans or [], group=self.groups.pp)
         return [span for spans in gathered for span in spans]

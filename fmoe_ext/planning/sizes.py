@@ -172,8 +172,7 @@ def sizes_of(model: str) -> tuple[Sizes, list[str]]:
         return _shape({name: int(n) for name, (_, _, n) in zip(names, pairs, strict=True)}).sizes(), []
     try:
         config = read_json(path) if path.suffix == ".json" else {}
-        made = _without_values(open_config(path), path) if _is_of_transformers(path, config) else None
-        if made is not None:
+        if (made := _on_meta(path, config)) is not None:
             return counted(made), []
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
@@ -199,19 +198,16 @@ def _shape(given: Mapping[str, int]) -> Shape:
     return Shape(**given)
 
 
-def _is_of_transformers(path: Path, config_json: Mapping[str, Any]) -> bool:
-    """True if Transformers is there and knows the type; what a GGUF file has is one of its types."""
+def _on_meta(path: Path, config_json: Mapping[str, Any]) -> Any:
+    """Make the model of a configuration on the meta device; None if Transformers is not there or makes none of it."""
     try:
         import transformers
     except ModuleNotFoundError:
-        return False
-    return path.suffix == ".gguf" or config_json.get("model_type") in list(transformers.CONFIG_MAPPING)
-
-
-def _without_values(config: Any, path: Path) -> Any:
-    """The model of a configuration on the meta device; None if Transformers makes no language model of it."""
-    import transformers
-
+        return None
+    # what a GGUF file has is one of Transformers' types
+    if path.suffix != ".gguf" and config_json.get("model_type") not in list(transformers.CONFIG_MAPPING):
+        return None
+    config = open_config(path)
     with errors_of_transformers(path.parent, path.name), torch.device("meta"):
         config._attn_implementation = config._experts_implementation = "eager"  # loads no kernels of a hub
         classes: Any = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText

@@ -233,7 +233,7 @@ def test_forward_over_ranks_dispatches_few_operators():
         COUNTS
     )  # in a process of its own: kernels that another test has put in place dispatch more
     counts = {line.split(",")[0]: [*map(int, line.split(",")[1:])] for line in ran.stdout.splitlines()}
-    most = {"choice": (31, 23), "token": (42, 27), "static": (34, 24), "static token": (46, 28)}
+    most = {"choice": (27, 22), "token": (35, 27), "static": (28, 23), "static token": (36, 28)}
     assert counts.keys() == most.keys(), ran.stderr
     for name, (total, without_views) in most.items():
         assert counts[name][0] <= total, counts

@@ -151,9 +151,25 @@ def columns_of_rows(d):
     counts = d.sort.tokens_per_expert.view(1, d.E)
     return Call(
         exchange_rows.columns_of_rows,
-        {"counts": counts, "num_rows": int(counts.sum()), "max_rows": 0},
+        {"counts": counts, "num_rows": int(counts.sum()), "max_rows": 0, "first": 0, "end": d.E},
         indices={"counts": (0, 2**31)},
-        values={"num_rows": (-1, 2**40), "max_rows": (-1, 2**40)},
+        values={"num_rows": (-1, 2**40), "max_rows": (-1, 2**40), "first": (-1, 2**40), "end": (-1, 2**40)},
+    )
+
+
+def counts_to_send(d):
+    arguments = {
+        "counts": d.sort.tokens_per_expert,
+        "header": torch.arange(5),
+        "order": torch.arange(d.E).flip(0),
+        "num_ranks": 1,
+        "has_most": True,
+    }
+    return Call(
+        exchange_rows.counts_to_send,
+        arguments,
+        indices={"order": (0, d.E)},
+        values={"num_ranks": (0, -1, d.E + 1, 2**40)},
     )
 
 
@@ -496,6 +512,7 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "unpermute_backward": unpermute_backward,
         "_choose_experts": choose_experts,
         "_columns_of_rows": columns_of_rows,
+        "_counts_to_send": counts_to_send,
         "_experts_of_rows": experts_of_rows,
         "_pad_routing": pad_routing,
         "_token_ways": token_ways,

@@ -24,25 +24,48 @@ def test_pad_routing(size, max_rows, num_ranks):
 
 def test_pad_routing_by_hand():
     handle = sort_tokens(torch.tensor([[0, 1], [1, -1], [1, 2]]), 4)  # rank 0 has experts 0 and 1
-    row_idx, inverse, most = exchange_rows.pad_routing(
+    row_idx, inverse = exchange_rows.pad_routing(
         handle.row_idx, handle.inverse, handle.tokens_per_expert, 2, 3
     )
     assert row_idx.tolist() == [0, 1, 2, 5, -1, -1]
     assert inverse.tolist() == [[0, 1], [2, -1], [-1, 3]]
-    assert most.tolist() == [4]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (4, 7), (3, 0)])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_counts_to_send(shape, is_ordered):
+    torch.manual_seed(0)
+    num_counts = shape[0] * shape[1]
+    counts, header = torch.randint(0, 9, (num_counts,)), torch.tensor([7, 0, 1])
+    order = torch.randperm(num_counts) if is_ordered else None
+    for has_most in (False, True):
+        if has_most and not shape[1]:
+            continue
+        arguments = counts, header, order, shape[0], has_most
+        ours, theirs = exchange_rows.counts_to_send(*arguments), exchange_rows.counts_to_send_ref(*arguments)
+        assert ours.dtype == torch.int64
+        assert torch.equal(ours, theirs)
+
+
+def test_counts_to_send_by_hand():
+    sent = exchange_rows.counts_to_send(
+        torch.tensor([1, 2, 3, 4]), torch.tensor([9]), torch.tensor([3, 2, 0, 1]), 2, True
+    )
+    assert sent.tolist() == [[9, 7, 4, 3], [9, 7, 1, 2]]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (4, 7)])
 @pytest.mark.parametrize("max_rows", [0, 1, 5, 100])
 def test_columns_of_rows(shape, max_rows):
     torch.manual_seed(0)
-    counts = torch.randint(0, 9, (shape[0], shape[1] + 2))[
-        :, 1:-1
-    ]  # as received behind a header: not contiguous
+    whole = torch.randint(0, 9, (shape[0], shape[1] + 2))
+    counts = whole[:, 1:-1]  # not contiguous
     num_rows = shape[0] * max_rows if max_rows else int(counts.sum())
     ours = exchange_rows.columns_of_rows(counts, num_rows, max_rows)
     assert ours.dtype == torch.int32
     assert torch.equal(ours, exchange_rows.columns_of_rows_ref(counts, num_rows, max_rows))
+    behind_header = exchange_rows.columns_of_rows(whole, num_rows, max_rows, 1, shape[1] + 1)
+    assert torch.equal(ours, behind_header)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -74,7 +97,8 @@ def test_opcheck():
     way, _ = exchange_rows.token_ways(topk_idx, ways)
     for op, arguments in (
         (ops._pad_routing, (handle.row_idx, handle.inverse, counts, 2, 3)),
-        (ops._columns_of_rows, (counts.view(1, 2), 0, 3)),
+        (ops._counts_to_send, (counts, counts, None, 2, True)),
+        (ops._columns_of_rows, (counts.view(1, 2), 0, 2, 0, 3)),
         (ops._token_ways, (topk_idx, ways)),
         (ops._experts_of_rows, (topk_idx, way, ways, handle.row_idx, True)),
     ):

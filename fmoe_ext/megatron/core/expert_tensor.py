@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe_ext.ep.width import WidthGroup
+from fmoe_ext.ep.ranks import WidthGroup
 from fmoe_ext.expert_kinds import Fused
 from fmoe_ext.experts import is_gated
 from fmoe_ext.routing import sort_choices
