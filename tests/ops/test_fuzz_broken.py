@@ -25,6 +25,8 @@ OPERATORS = tuple(
         "_columns_of_rows",
         "_token_ways",
         "_experts_of_rows",
+        "_matmul_in_order",
+        "_softmax_in_order",
         "permute",
         "unpermute",
         "unpermute_backward",
@@ -46,6 +48,8 @@ ON_CPUS_ALONE = (
     "_columns_of_rows",
     "_token_ways",
     "_experts_of_rows",
+    "_matmul_in_order",
+    "_softmax_in_order",
 )
 
 
