@@ -111,6 +111,12 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("frozen_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation, bool combine, bool save, Tensor? w1_scale, Tensor? w1_zero, int w1_format, bool w1_interleaved, Tensor? w2_scale, Tensor? w2_zero, int w2_format, Tensor? lora_a1, Tensor? lora_b1, float lora_scale1, Tensor? lora_a2, Tensor? lora_b2, float lora_scale2) -> (Tensor, Tensor, Tensor, Tensor)");
   // needs: dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights, in the order of the results.
   m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, Tensor u1, Tensor u2, int activation, bool combine, bool[] needs, Tensor? w1_scale, Tensor? w1_zero, int w1_format, bool w1_interleaved, Tensor? w2_scale, Tensor? w2_zero, int w2_format, Tensor? lora_a1, Tensor? lora_b1, float lora_scale1, Tensor? lora_a2, Tensor? lora_b2, float lora_scale2) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // Products and softmax whose sums run along k, or along a row, from the first to the last: in_order.h. On the CPU.
+  // a [B, M, K] float32 or float64, b [B, K, N] of any strides and dtype, float64 beside float64 -> [B, M, N] as a
+  m.def("_matmul_in_order(Tensor a, Tensor b) -> Tensor");
+  // x [R, N] float32 or float64 -> softmax or its logarithm; a row of -inf alone gives zeros
+  m.def("_softmax_in_order(Tensor x, bool log) -> Tensor");
 }
 // clang-format on
 

@@ -5,6 +5,7 @@
 #include "decode.h"
 #include "epilogue.h"
 #include "few_rows.h"
+#include "in_order.h"
 #include "integer_rows.h"
 #include "multiply.h"
 #include "packed_pairs.h"
@@ -49,6 +50,10 @@ constexpr Kernels make_kernels() {
   kernels.pack_operand_rows = Entry<T, pack_operand_rows<T>>();
   kernels.multiply_row_major = Entry<T, multiply_row_major<T>>();
   kernels.multiply_transposed = Entry<T, multiply_transposed<T>>();
+  if constexpr (U::k_step == 1) {
+    kernels.multiply_in_order = Entry<T, multiply_in_order<T>>();
+    kernels.exponentials = Entry<T, exponentials<T>>();
+  }
   kernels.multiply_columns = Entry<T, multiply_columns<T>>();
   kernels.multiply_rows_of = Entry<T, multiply_rows_of<T>>();
   kernels.decode = Entry<T, decode<T>>();

@@ -129,6 +129,12 @@ struct Kernels {
   void (*multiply_rows_of)(int64_t m, int64_t begin, int64_t end, int64_t k, const Operand* a, int64_t stride,
                            const Stored* b, int64_t ld, int64_t n, Acc* tiles);
 
+  // multiply_row_major with a chain of sums over the whole of k, where other products sum in parts; in float
+  // and double alone. And out [n] = exp(x - *largest), for x up to *largest.
+  void (*multiply_in_order)(int64_t m, int64_t k, const Operand* a, int64_t stride, const Operand* panel,
+                            Acc* tile);
+  void (*exponentials)(const Acc* x, int64_t n, const Acc* largest, Acc* out);
+
   // Columns [begin, begin + n) of a packed row.
   void (*decode)(const PackedRow& row, int64_t begin, int64_t n, Stored* dst);
   // multiply_columns with packed columns, decoded in registers: nr columns of each panel, a tile for each.

@@ -154,15 +154,15 @@ inline void add_product(VD a, VD b, VD& sum) { sum = fma(a, b, sum); }
 
 // tile = products over units of k. Sums are in registers; rows of A after these are prefetched a line at a
 // time, because the processor cannot know that they are next.
-template <class U, int M, bool transposed>
+template <class U, int M, bool transposed, int64_t depth>
 void multiply_rows(int64_t units, const typename U::Unit* a, int64_t stride, const typename U::Unit* b,
                    typename U::Acc* tile) {
   using Sum = typename U::Sum;
   constexpr int lanes = kUnitLanes<U>, kSteps = 4, kBases = transposed ? 1 : (M + 2) / 3;
   constexpr int64_t line = 64 / sizeof(typename U::Unit);
   constexpr int kAhead = (M * kSteps + line - 1) / line;
-  for (int64_t begin = 0; begin == 0 || begin < units; begin += kDepth) {
-    const int64_t end = begin + kDepth < units ? begin + kDepth : units;
+  for (int64_t begin = 0; begin == 0 || begin < units; begin += depth) {
+    const int64_t end = begin + depth < units ? begin + depth : units;
     Sum sum[M][2] = {};
     // One base pointer for three rows: the other two are reached by the scaled stride.
     const typename U::Unit* base[kBases];
@@ -214,13 +214,13 @@ void multiply_rows(int64_t units, const typename U::Unit* a, int64_t stride, con
   }
 }
 
-template <class U, bool transposed, int M = MR>
+template <class U, bool transposed, int64_t depth = kDepth, int M = MR>
 void multiply(int64_t m, int64_t units, const typename U::Unit* a, int64_t stride, const typename U::Unit* b,
               typename U::Acc* tile) {
   if constexpr (M > 1) {
-    if (m < M) return multiply<U, transposed, M - 1>(m, units, a, stride, b, tile);
+    if (m < M) return multiply<U, transposed, depth, M - 1>(m, units, a, stride, b, tile);
   }
-  multiply_rows<U, M, transposed>(units, a, stride, b, tile);
+  multiply_rows<U, M, transposed, depth>(units, a, stride, b, tile);
 }
 
 template <class T>

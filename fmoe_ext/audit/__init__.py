@@ -22,6 +22,7 @@ from fmoe_ext.audit.cases import AuditError, Case, Layout
 from fmoe_ext.audit.plan import Parallel, PlanRecipe
 from fmoe_ext.audit.recipe import Part, Recipe, spread_experts
 from fmoe_ext.audit.report import AuditReport, PlanReport, Result
+from fmoe_ext.audit.rollout import RolloutReport, audit_rollout
 from fmoe_ext.audit.run import audit, audit_plan
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "PlanReport",
     "Recipe",
     "Result",
+    "RolloutReport",
     "audit",
     "audit_plan",
+    "audit_rollout",
     "spread_experts",
 ]
 

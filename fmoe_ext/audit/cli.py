@@ -1,4 +1,4 @@
-"""`fmoe audit module:function`: train in every layout and compare with one process."""
+"""`fmoe audit module:function`: train in every layout and compare with one process; or compare a rollout."""
 
 import argparse
 import sys
@@ -9,6 +9,7 @@ from typing import Any
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
 from fmoe_ext.audit.report import AuditReport, PlanReport, Result
+from fmoe_ext.audit.rollout import RolloutReport, audit_rollout, load_model
 from fmoe_ext.audit.run import audit, audit_plan
 
 # {option: (default, help)}
@@ -34,13 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "recipe",
         help="module:function or file.py:function that returns a fmoe_ext.audit.Recipe; "
-        "or a module or file.py that defines model() and parallelize(model, rank, world)",
+        "or a module or file.py that defines model() and parallelize(model, rank, world); with --rollout a "
+        "model of Transformers, or module:function that returns a model or (model, tokens)",
     )
     for name, (default, text) in _AXES.items():
         add(f"--{name}", help=f"{text} (default: {default})")
     add("--world", type=positive_int, help="ranks of a plan (default: the file's, or 2)")
     add("--steps", type=positive_int, help="of the optimizer (default: 2, or a plan file's)")
     add("--timeout", type=positive_float, help="seconds for one case (default: 60), or for a plan (300)")
+    add("--rollout", action="store_true", help="compare generated log-probabilities with those of training")
+    add("--text", help="of a rollout, for the tokenizer of the model (default: random tokens)")
     add("--verbose", action="store_true", help="a line for each case, when it is done")
     add_json(parser)
     options = parser.parse_args(arguments)
@@ -49,9 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict = result.label if result.ok else f"{result.label}: {result.why()}"
         print(f"{result.case}: {verdict} ({result.seconds:.1f} s)", file=sys.stderr)
 
-    report: AuditReport | PlanReport
+    report: AuditReport | PlanReport | RolloutReport
     try:
-        if ":" in options.recipe:  # a Recipe, in the built-in layouts
+        if options.rollout:
+            if given := [f"--{n}" for n in (*_AXES, "world", "steps") if getattr(options, n) is not None]:
+                raise AuditError(f"{', '.join(given)} are of a training; a rollout has none")
+            report = audit_rollout(*load_model(options.recipe, options.text))
+        elif ":" in options.recipe:  # a Recipe, in the built-in layouts
             if options.world is not None:
                 raise AuditError("--world is for a file with parallelize(); a Recipe is audited in --layouts")
             axes: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmoe_ext.frozen.frozen_mlp import operands
 from fmoe_ext.ops.activations import activation_number
-from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
+from fmoe_ext.ops.batch_invariant import batch_invariant_kernels, is_batch_invariant
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Rows(torch.autograd.Function):
         w1, packing1, lb1 = operands(w1, lb1)
         w2, packing2 = operands(w2)
         of_x, of_weights, *of_adapters = wanted = ctx.needs_input_grad[2:8]
-        with batch_invariant() if ctx.is_batch_invariant else nullcontext():
+        with batch_invariant_kernels() if ctx.is_batch_invariant else nullcontext():
             dx, *found, dweights = torch.ops.fmoe_ext.frozen_mlp_backward(
                 grads[0], x, *_in_order(x), weights.offs, w1, w2, b2, row_weights, h, u1, u2,
                 activation_number(weights.activation), False, [of_x, *of_adapters, of_weights],

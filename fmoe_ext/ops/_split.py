@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _python_dispatch as python_dispatch
 
 from fmoe_ext.ops._autograd import no_forward_mode
-from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
+from fmoe_ext.ops.batch_invariant import batch_invariant_kernels, is_batch_invariant
 
 Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
 Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
@@ -67,15 +67,15 @@ class _InMode:
         self.name, self.once_differentiable = product.name, product.once_differentiable
         self.shape, self.forward, self._product = product.shape, product.forward, product
 
-    @batch_invariant()
+    @batch_invariant_kernels()
     def backward(self, *args: Any) -> tuple[Tensors, Tensors]:
         return self._product.backward(*args)
 
-    @batch_invariant()
+    @batch_invariant_kernels()
     def backward_inputs(self, *args: Any) -> tuple[Tensors, Tensors]:
         return self._product.backward_inputs(*args)
 
-    @batch_invariant()
+    @batch_invariant_kernels()
     def backward_weights(self, *args: Any) -> Tensors:
         return self._product.backward_weights(*args)
 

@@ -1,9 +1,10 @@
 """The mode in which a row's result does not depend on the rows beside it.
 
 It is on for the whole process (use_batch_invariant) or for a thread (batch_invariant), as torch.no_grad is. The native
-kernels have both switches of their own, which they read where an operator is called. A backward may run on another
-thread, or after the block: the gradients of our operators, and a checkpoint's repetition of a layer, have the mode of
-their forward.
+kernels have both switches of their own, which they read where an operator is called. torch's functions are replaced on
+the thread that turns the mode on, by a TorchFunctionMode (in_order.py), which torch has for each thread. A backward may
+run on another thread, or after the block: the gradients of our operators, and a checkpoint's repetition of a layer,
+have the mode of their forward.
 """
 
 import threading
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fmoe_ext import _env
 
@@ -22,10 +24,13 @@ class _Switch:
     is_on = False
     of_process = False
     num_blocks = 0  # that are open on all threads
+    functions: type[TorchFunctionMode] | None = None  # in_order.py's, whose operators import this file
 
 
 class _Thread(threading.local):
     num_blocks = 0  # that are open on this thread
+    num_functions = 0  # reasons to replace torch's functions: blocks, and the mode of the process
+    functions: TorchFunctionMode | None = None
 
 
 _switch = _Switch()
@@ -43,10 +48,12 @@ def is_batch_invariant() -> bool:
 def use_batch_invariant(on: bool) -> None:
     """Has every product give a row the same bits whatever other rows there are, or no longer.
 
-    Holds for the whole process, as torch.use_deterministic_algorithms does; inside a block of batch_invariant() the
-    mode stays on. docs/routing.md has its limits and cost.
+    Our operators follow it in the whole process, as with torch.use_deterministic_algorithms; torch's functions on the
+    thread that calls it. Inside a block of batch_invariant() the mode stays on. docs/routing.md has limits and cost.
     """
     torch.ops.fmoe_ext._set_batch_invariant(on)
+    if on != _switch.of_process:
+        _replace_functions(1 if on else -1)
     with _lock:
         _switch.of_process = on
         _switch.is_on = on or _switch.num_blocks > 0
@@ -58,6 +65,32 @@ def _count(change: int) -> None:
     with _lock:
         _switch.num_blocks += change
         _switch.is_on = _switch.of_process or _switch.num_blocks > 0
+
+
+def cover_torch_functions(mode: type[TorchFunctionMode]) -> None:
+    """Has the mode replace torch's functions by those of a TorchFunctionMode."""
+    _switch.functions = mode
+
+
+def _replace_functions(change: int) -> None:
+    before = _thread.num_functions
+    _thread.num_functions += change
+    if before == 0 and change > 0 and _switch.functions is not None:
+        _thread.functions = _switch.functions()
+        _thread.functions.__enter__()
+    elif _thread.num_functions == 0 and _thread.functions is not None:
+        _thread.functions.__exit__(None, None, None)
+        _thread.functions = None
+
+
+@contextmanager
+def batch_invariant_kernels() -> Iterator[None]:
+    """The mode for our kernels alone: for a backward, where nothing depends on what torch computes in a batch."""
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
 
 
 @contextmanager
@@ -78,6 +111,7 @@ def batch_invariant() -> Iterator[None]:
     """
     thread = threading.get_ident()
     _count(1)
+    _replace_functions(1)
     try:
         yield
     finally:
@@ -85,6 +119,7 @@ def batch_invariant() -> Iterator[None]:
             raise RuntimeError(
                 "batch_invariant() began on another thread: end the block on the thread that began it"
             )
+        _replace_functions(-1)
         _count(-1)
 
 
@@ -101,7 +136,7 @@ def with_mode_of_forward(
 
     def in_mode(ctx: Any, *grads: Any) -> Any:
         if getattr(ctx, "is_batch_invariant", False) and not is_batch_invariant():
-            with batch_invariant():
+            with batch_invariant_kernels():
                 return backward(ctx, *grads)
         return backward(ctx, *grads)
 

@@ -24,7 +24,7 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops._split import Needs, Tensors, differentiate, worthwhile
-from fmoe_ext.ops.batch_invariant import batch_invariant, is_batch_invariant
+from fmoe_ext.ops.batch_invariant import batch_invariant_kernels, is_batch_invariant
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
@@ -254,7 +254,7 @@ class _TransposedAtOnce(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
         needs_x, needs_weight, _ = ctx.needs_input_grad
         needs = [needs_x, False], [needs_weight]
-        with batch_invariant() if ctx.is_batch_invariant else contextlib.nullcontext():
+        with batch_invariant_kernels() if ctx.is_batch_invariant else contextlib.nullcontext():
             (dx, _), (dweight,) = _Transposed().backward(ctx.saved_tensors, grad_y, needs)
         return dx, dweight, None
 

@@ -404,6 +404,15 @@ def clamped_glu(d):
     return Call(native.clamped_glu, arguments, values={"limit": (-1.0, float("nan"))})
 
 
+def matmul_in_order(d):
+    arguments = {"a": d.floats(d.E, d.T, d.D), "b": d.floats(d.E, d.D, d.H)}
+    return Call(native._matmul_in_order, arguments, sizes={"a": (0, 2), "b": (0, 1)})
+
+
+def softmax_in_order(d):
+    return Call(native._softmax_in_order, {"x": d.floats(d.T, d.D), "log": False})
+
+
 def newton_schulz(d):
     arguments = {"x": d.floats(d.E, d.D, d.H) / 8, "a": 2.0, "b": -1.5, "c": 0.5, "steps": d.K}
     return Call(native.newton_schulz, arguments, values={"steps": (-1, 1001, 2**31, 2**62)})
@@ -514,7 +523,9 @@ CALLS = MappingProxyType(  # by name of the operator; where it has a public func
         "_columns_of_rows": columns_of_rows,
         "_counts_to_send": counts_to_send,
         "_experts_of_rows": experts_of_rows,
+        "_matmul_in_order": matmul_in_order,
         "_pad_routing": pad_routing,
+        "_softmax_in_order": softmax_in_order,
         "_token_ways": token_ways,
     }
 )

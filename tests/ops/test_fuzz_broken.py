@@ -26,6 +26,8 @@ OPERATORS = tuple(
         "_columns_of_rows",
         "_token_ways",
         "_experts_of_rows",
+        "_matmul_in_order",
+        "_softmax_in_order",
         "permute",
         "unpermute",
         "unpermute_backward",
@@ -48,6 +50,8 @@ ON_CPUS_ALONE = (
     "_columns_of_rows",
     "_token_ways",
     "_experts_of_rows",
+    "_matmul_in_order",
+    "_softmax_in_order",
 )
 
 

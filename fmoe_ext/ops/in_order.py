@@ -1,0 +1,376 @@
+"""torch's functions with one order of sums, which batch_invariant() puts in their place on its thread.
+
+A token's bits depend on its batch wherever torch chooses how to compute by the size of a tensor:
+
+* Products are summed in another order for few rows than for many. Here each element is one chain of sums. Linear layers
+  are grouped_gemm of one expert. Where k may count positions (attention), the chain runs from the first k to the last,
+  so that zeros in front (left padding) and behind (a longer cache, masked keys) change nothing.
+* A softmax sums its row in vectors, which begin elsewhere behind padding. Here it is a chain too.
+* sum and mean depend on the strides of a tensor. Here they get a contiguous one.
+* silu and others use another exponential function for elements after the last whole vector of a thread's part. Here
+  each part is made whole.
+
+What torch computes alike at every place (exp, cos, tanh, layer_norm, products of elements) is left alone. This was
+found by trying: tests/ops/test_in_order.py repeats it for the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fmoe_ext.ops._autograd import cast_for_autocast, register_autograd, register_fake
+from fmoe_ext.ops.batch_invariant import cover_torch_functions
+from fmoe_ext.ops.grouped_gemm import grouped_gemm
+
+
+class _InOrder(TorchFunctionMode):
+    """Calls ours for the functions of torch in _OURS, and torch's for all others."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ours = _OURS.get(func)
+        if ours is None:
+            return func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling():
+            return ours(func, *args, **(kwargs or {}))
+        if ours in (_linear, _matmul, _attention):
+            raise RuntimeError(
+                "batch_invariant() promises that a token's result does not depend on its batch, but not with "
+                "torch.compile around a model, whose loops have another order: compile nothing but layers of fmoe_ext"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_covered(*tensors: Any) -> bool:
+    """True for plain tensors of floats on the CPU; a subclass knows itself how it is multiplied."""
+    for t in tensors:
+        if type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" or not t.is_floating_point():
+            return False
+    return True
+
+
+# Products
+
+
+def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    given = (input, weight) if bias is None else (input, weight, bias)
+    if not _is_covered(*given) or input.dim() == 0 or weight.dim() != 2:
+        return func(*given)
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    offs = torch.full((1,), len(rows), dtype=torch.int32, device="cpu")
+    y = grouped_gemm(rows, weight[None], offs, None if bias is None else bias[None])
+    return y.view(*input.shape[:-1], len(weight))
+
+
+def _grouped_mm(
+    func: Any, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, *more: Any, **options: Any
+) -> Tensor:
+    """Rows of each group times its matrix, mat_a [R, D], mat_b [E, D, N] -> [R, N]; torch's for other shapes."""
+    others = [value for value in (*more, *options.values()) if value is not None]
+    if not _is_covered(mat_a, mat_b) or offs is None or others or (mat_a.dim(), mat_b.dim()) != (2, 3):
+        return func(mat_a, mat_b, offs, *more, **options)
+    offs = offs.to(torch.int32)
+    if mat_b.mT.is_contiguous():
+        return grouped_gemm(mat_a, mat_b.mT, offs)
+    return grouped_gemm(mat_a, mat_b, offs, transposed=True)
+
+
+def _matmul(func: Any, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    if not _is_covered(a, b) or a.dim() == 0 or b.dim() == 0:
+        return func(a, b) if out is None else func(a, b, out=out)
+    y = _product(*cast_for_autocast(a, b))
+    return y if out is None else out.copy_(y)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """torch.matmul(a, b)."""
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"both matrices must have one dtype, but got {a.dtype} and {b.dtype}")
+    if a.dim() == 1:
+        return _product(a[None], b)[..., 0, :] if b.dim() > 1 else _product(a[None], b[:, None])[0, 0]
+    if b.dim() == 1:
+        return _product(a, b[:, None])[..., 0]
+    if a.shape[-1] == b.shape[-2] == 1:  # a sum of one, as of rotary positions
+        return a * b
+    if b.dim() == 2:  # its rows are those of one product
+        rows = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1])
+        return _batched(rows, b[None]).view(*a.shape[:-1], b.shape[1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    num = math.prod(batch)
+    a = a.expand(*batch, *a.shape[-2:]).reshape(num, *a.shape[-2:])
+    b = b.expand(*batch, *b.shape[-2:]).reshape(num, *b.shape[-2:])
+    return _batched(a, b).view(*batch, a.shape[1], b.shape[2])
+
+
+def _batched(a: Tensor, b: Tensor) -> Tensor:
+    """a [B, M, K] b [B, K, N] -> [B, M, N] of the dtype of b; a may be wider."""
+    y: Tensor = torch.ops.fmoe_ext._matmul_in_order(a.to(torch.promote_types(a.dtype, torch.float32)), b)
+    return y.to(b.dtype)
+
+
+def _add_product(
+    func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """torch.addmm and torch.baddbmm."""
+    if not _is_covered(input, a, b):
+        return func(input, a, b, beta=beta, alpha=alpha)
+    input, a, b = cast_for_autocast(input, a, b)
+    y = _product(a, b)
+    y = y if alpha == 1 else alpha * y
+    return y if beta == 0 else y + (input if beta == 1 else beta * input)
+
+
+def _attention(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention, with logits and weights in float32; a row that sees no key gives zeros."""
+    if not _is_covered(query, key, value) or query.dim() < 3:
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    query, key, value = cast_for_autocast(query, key, value)
+    *batch, num_rows, width = query.shape
+    scale = width**-0.5 if scale is None else scale
+    at_once = max(1, _MOST_LOGITS // max(1, math.prod(batch) * key.shape[-2]))
+    parts = []
+    for begin in range(0, num_rows, at_once):
+        end = min(begin + at_once, num_rows)
+        num_keys = min(end, key.shape[-2]) if is_causal else key.shape[-2]  # no row of the part sees more
+        keys, values = key[..., :num_keys, :], value[..., :num_keys, :]
+        mask = attn_mask
+        if is_causal:
+            mask = torch.ones(end - begin, num_keys, dtype=torch.bool, device="cpu").tril(begin)
+        elif mask is not None and mask.shape[-2] > 1:
+            mask = mask[..., begin:end, :]
+        # the heads that share keys are rows of one product
+        shared = query[..., begin:end, :].unflatten(-3, (keys.shape[-3], -1)) if enable_gqa else None
+        rows = query[..., begin:end, :] if shared is None else shared.flatten(-3, -2)
+        logits = _wide_product(rows, keys.mT) * scale
+        logits = logits.view(*batch, end - begin, num_keys)
+        if mask is not None:
+            hidden = ~mask if mask.dtype == torch.bool else None
+            logits = logits + mask if hidden is None else logits.masked_fill(hidden, -math.inf)
+        weights = _softmax_of_rows(logits, log=False)
+        weights = F.dropout(weights, dropout_p) if dropout_p else weights
+        weights = weights if shared is None else weights.view(*rows.shape[:-1], num_keys)
+        parts.append(
+            _wide_product(weights, values).to(query.dtype).view(*batch, end - begin, value.shape[-1])
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2) if parts else func(query, key, value)
+
+
+_MOST_LOGITS = 1 << 25  # of attention at once
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32 or wider; the batch dimensions of b are those of a, or broadcast to them."""
+    batch = a.shape[:-2]
+    a = a.to(torch.promote_types(a.dtype, torch.float32)).reshape(-1, *a.shape[-2:])
+    b = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+    y: Tensor = torch.ops.fmoe_ext._matmul_in_order(a, b)
+    return y.view(*batch, *y.shape[-2:])
+
+
+# Softmax
+
+
+def _softmax_of_rows(x: Tensor, log: bool) -> Tensor:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    y: Tensor = torch.ops.fmoe_ext._softmax_in_order(rows, log)
+    return y.view(x.shape)
+
+
+def _softmax(func: Any, input: Tensor, dim: int | None = None, *more: Any, **options: Any) -> Tensor:
+    dtype = options.get("dtype") or next((x for x in more if isinstance(x, torch.dtype)), None)
+    if not _is_covered(input) or dim is None or input.dim() == 0:
+        return func(input, dim, *more, **options)
+    x = input if dtype is None else input.to(dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(dim, -1)
+    return _softmax_of_rows(wide, func in _LOGARITHMS).movedim(-1, dim).to(x.dtype)
+
+
+_LOGARITHMS = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
+
+
+def _logsumexp(func: Any, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    if not _is_covered(input) or not isinstance(dim, int):
+        return func(input, dim, keepdim)
+    logs = _softmax(F.log_softmax, input, dim, dtype=torch.promote_types(input.dtype, torch.float32))
+    return (input.amax(dim, keepdim) - logs.amax(dim, keepdim)).to(input.dtype)
+
+
+def _cross_entropy(
+    func: Any,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    usual = (weight, size_average, reduce, label_smoothing) == (None, None, None, 0.0)
+    if not _is_covered(input) or not usual or target.is_floating_point():
+        return func(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    logs = _softmax(F.log_softmax, input, 1 if input.dim() > 1 else 0)
+    return F.nll_loss(logs, target, ignore_index=ignore_index, reduction=reduction)
+
+
+# Reductions, and functions of elements
+
+
+def _sum(func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """sum and mean over one dimension."""
+    names = dict(zip(("dim", "keepdim"), args, strict=False))
+    dim = {**names, **options}.get("dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not _is_covered(input) or not isinstance(dim, int) or input.dim() == 0:
+        return func(input, *args, **options)
+    if dim not in (-1, input.dim() - 1):
+        last = input.movedim(dim, -1).contiguous()
+        options = {**names, **options, "dim": -1}
+        y = func(last, **options)
+        return y.movedim(-1, dim) if options.get("keepdim") else y
+    return func(input.contiguous(), *args, **options)
+
+
+def _of_contiguous(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    return func(input.contiguous() if _is_covered(input) else input, *args, **options)
+
+
+def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    """A function of each element, on memory that each thread has whole vectors of."""
+    if not _is_covered(input) or input.numel() == 0:
+        return func(input, *args, **options)
+    inplace = options.pop("inplace", False)
+    num = _whole_vectors(input.numel())
+    if num == input.numel() and input.is_contiguous():
+        y = func(input, *args, **options)
+    else:
+        flat = F.pad(input.reshape(-1), (0, num - input.numel()))
+        y = func(flat, *args, **options)[: input.numel()].view(input.shape)
+    return input.copy_(y) if inplace else y
+
+
+def _whole_vectors(num: int) -> int:
+    """The next size of which torch gives each thread whole vectors: 32,768 elements or more, of gelu equal parts."""
+    threads, vectors, few, part = torch.get_num_threads(), 64, 16384, 32768
+    while True:
+        parts = math.lcm(min(threads, -(-num // part)), threads) if num > few else 1
+        rest = num % (parts * vectors)
+        if rest == 0:
+            return num
+        num += parts * vectors - rest
+
+
+def _rsqrt(func: Any, input: Any) -> Any:
+    """Rounded alike at every place, but for 16 bits, where it is rounded twice at some."""
+    return _of_elements(func, input) if _is_covered(input) and input.itemsize == 2 else func(input)
+
+
+_EXACT_POWERS = frozenset((0, 0.5, 1, 2, 3))  # products and square roots, rounded alike at every place
+
+
+def _power(func: Any, base: Any, exponent: Any, **options: Any) -> Any:
+    if not isinstance(exponent, (int, float)) or exponent in _EXACT_POWERS:
+        return func(base, exponent, **options)
+    return _of_elements(func, base, exponent, **options)
+
+
+def _refuse(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    if not _is_covered(input):
+        return func(input, *args, **options)
+    raise RuntimeError(
+        f"batch_invariant() promises that a token's result does not depend on its batch, but not with "
+        f"{getattr(func, '__name__', func)}: its sums over positions have another order with a cache than without; "
+        "layers of linear attention, state spaces and convolutions are not covered (docs/routing.md)"
+    )
+
+
+_OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        F.linear: _linear,
+        torch._grouped_mm: _grouped_mm,  # which F.grouped_mm calls, without asking a mode
+        **dict.fromkeys(
+            (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), _matmul
+        ),
+        **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _add_product),
+        F.scaled_dot_product_attention: _attention,
+        **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, *_LOGARITHMS), _softmax),
+        **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _logsumexp),
+        F.cross_entropy: _cross_entropy,
+        **dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _sum),
+        **dict.fromkeys(
+            (torch.var, Tensor.var, torch.std, Tensor.std, torch.norm, Tensor.norm, torch.linalg.vector_norm,
+             F.normalize, F.rms_norm, torch.rms_norm),
+            _of_contiguous,
+        ),
+        **dict.fromkeys(
+            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.exp2,
+             Tensor.exp2),
+            _of_elements,
+        ),
+        **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
+        **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
+        **dict.fromkeys((F.conv1d, F.conv2d, torch.einsum), _refuse),
+    }
+)  # fmt: skip
+
+
+# The operators
+
+
+@register_fake("fmoe_ext::_matmul_in_order", a=3, b=3)
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+
+
+@register_fake("fmoe_ext::_softmax_in_order", x=2)
+def _(x: Tensor, log: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient_of_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    grad_a = grad @ b.mT.to(a.dtype) if ctx.needs_input_grad[0] else None
+    grad_b = (a.mT @ grad).to(b.dtype) if ctx.needs_input_grad[1] else None
+    return grad_a, grad_b
+
+
+def _keep_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.log = inputs[1]
+
+
+def _gradient_of_softmax(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (y,) = ctx.saved_tensors
+    if ctx.log:
+        return grad - y.exp() * grad.sum(-1, keepdim=True), None
+    return y * (grad - (y * grad).sum(-1, keepdim=True)), None
+
+
+register_autograd("fmoe_ext::_matmul_in_order", _gradient_of_matmul, _keep_operands, places=(0, 1))
+register_autograd("fmoe_ext::_softmax_in_order", _gradient_of_softmax, _keep_result, places=(0,))
+
+cover_torch_functions(_InOrder)

@@ -1,0 +1,278 @@
+"""Under batch_invariant() a model generates the bits that it trains on; fmoe audit --rollout says so, or where not."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import fmoe_ext
+from fmoe_ext.audit import AuditError, audit_rollout
+from fmoe_ext.audit.cli import main
+from fmoe_ext.formats.cli import main as export
+from tests.sweeps import rest_is_long
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    **{
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    },
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+}
+WINDOWS = {
+    "head_dim": 12,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+ROUTED |= {"first_k_dense_replace": 1, "topk_group": 1}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LATENT |= {"num_key_value_heads": 4}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA4 = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True}
+GEMMA4 |= {"global_head_dim": 12, "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 97}
+MODELS = {
+    "Qwen3Moe": {**EXPERTS, "head_dim": 12, "norm_topk_prob": True},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "Mixtral": LOCAL,
+    "GptOss": {**LOCAL, **WINDOWS},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "DeepseekV2": {**ROUTED, **LATENT, "n_group": 1},
+    "DeepseekV3": {**ROUTED, **LATENT, "n_group": 2},
+    "Gemma2": WINDOWS,
+    "Gemma3": WINDOWS,
+    "Gemma4": {**WINDOWS, **GEMMA4, "hidden_size_per_layer_input": 8},
+    "Phimoe": LOCAL,
+    "Glm4Moe": {**ROUTED, "head_dim": 12, "n_group": 1},
+    "GraniteMoe": LOCAL,
+    "Llama": {},
+    "Qwen3": {"head_dim": 12},
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def make_model(name, dtype=torch.float32, **changes):
+    config_class = getattr(
+        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config"
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**{**SIZES, **MODELS[name], **changes}))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.new_empty(p.shape).normal_(0, 0.1 if p.dim() > 1 else 0.05, generator=generator))
+            p.add_(1.0 if p.dim() == 1 else 0.0)
+    return model.to(dtype).eval()
+
+
+def texts(*shape):
+    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(3))
+
+
+def log_probabilities(logits):
+    return torch.log_softmax(logits.float(), -1)
+
+
+@torch.no_grad()
+def generated(model, tokens, sizes, mask=None, cache=None):
+    """Log-probabilities of tokens in parts of the sizes, with a cache."""
+    found, begin = [], 0
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    for size in sizes:
+        end, given = begin + size, {}
+        if mask is not None:
+            given = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+        out = model(tokens[:, begin:end], past_key_values=cache, use_cache=True, **given)
+        cache, begin = out.past_key_values, end
+        found.append(out.logits)
+    return log_probabilities(torch.cat(found, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", rest_is_long(MODELS, ["Qwen3Moe", "GptOss", "DeepseekV3"]))
+def test_generated_log_probabilities_equal_trained(name, dtype):
+    report = audit_rollout(make_model(name, dtype), texts(2, 14))
+    assert report.ok and len(report.ways) == 6, str(report)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "fmoe"])
+def test_other_implementations_of_experts_and_attention(implementation):
+    fmoe_ext.huggingface.register()
+    model = make_model("Qwen3Moe", torch.bfloat16, attn_implementation="eager")
+    model.set_experts_implementation(implementation)
+    report = audit_rollout(model, texts(2, 14))
+    assert report.ok, str(report)
+
+
+def test_without_the_mode_the_first_module_is_named():
+    report = audit_rollout(make_model("Qwen3Moe"), texts(2, 14), invariant=False)
+    assert not report.ok
+    assert "they part in model.layers.0.self_attn.q_proj" in str(report.ways[0])
+    assert report.ways[0].equal < 1 and report.ways[0].largest > 0
+
+
+def test_difference_between_modules_names_the_module_around():
+    class Attention(type(make_model("Llama").model.layers[0].self_attn)):
+        def forward(self, hidden_states, **kwargs):
+            out, weights = super().forward(hidden_states * (1 + hidden_states.shape[1] * 1e-3), **kwargs)
+            return out, weights
+
+    model = make_model("Llama")
+    model.model.layers[1].self_attn.__class__ = Attention
+    report = audit_rollout(model, texts(1, 8))
+    assert "the code of model.layers.1.self_attn in front of its q_proj" in str(report.ways[0])
+
+
+def test_linear_attention_is_refused_by_name():
+    config = transformers.Qwen3NextConfig(
+        **{**SIZES, **EXPERTS, "shared_expert_intermediate_size": 24, "head_dim": 12},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+    )
+    report = audit_rollout(transformers.Qwen3NextForCausalLM(config).eval(), texts(1, 8))
+    assert not report.ok
+    assert "model.layers.0.linear_attn: batch_invariant() promises" in str(report)
+    assert "but not with conv1d" in str(report)
+
+
+def test_wrong_inputs_are_refused():
+    with pytest.raises(AuditError, match="not of a Linear"):
+        audit_rollout(nn.Linear(2, 2))
+    with pytest.raises(AuditError, match="tokens must be integers"):
+        audit_rollout(make_model("Llama"), texts(8))
+
+
+def mixtral():
+    return make_model("Mixtral"), texts(1, 6)
+
+
+def test_command(capsys, tmp_path):
+    assert main([f"{__name__}:mixtral", "--rollout", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert main([f"{__name__}:mixtral", "--rollout", "--steps", "3"]) == 2
+    assert "--steps are of a training" in capsys.readouterr().err
+    make_model("Llama").save_pretrained(tmp_path)
+    assert main([str(tmp_path), "--rollout"]) == 0
+    assert "what is generated is trained" in capsys.readouterr().out
+    assert main([str(tmp_path / "nothing"), "--rollout"]) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_generate_and_a_step_of_training(dtype):
+    """generate()'s own log-probabilities, sampled from a padded batch; the loss of training has their gradient."""
+    model, tokens = make_model("Qwen3Moe", dtype), texts(3, 7)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = mask[2, :1] = 0
+    tokens = tokens.masked_fill(mask == 0, 0)
+    with fmoe_ext.batch_invariant():
+        torch.manual_seed(0)
+        out = model.generate(
+            **{"input_ids": tokens, "attention_mask": mask, "do_sample": True, "max_new_tokens": 6},
+            **{"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None, "top_k": 0},
+        )
+        sampled = log_probabilities(torch.stack(out.logits, 1))
+        for row, begin in ((0, 4), (1, 0), (2, 1)):  # each trained alone
+            text = out.sequences[row : row + 1, begin:]
+            trained = log_probabilities(model.train()(text).logits[:, -7:-1])
+            assert torch.equal(trained[0], sampled[row])
+        trained.gather(2, text[:, -6:, None]).sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    log_probabilities(model(text).logits[:, -7:-1]).gather(2, text[:, -6:, None]).sum().backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            bound = (2e-5 if dtype == torch.float32 else 0.1) * p.grad.abs().max().clamp(min=1e-3)
+            assert (found[name] - p.grad).abs().max() <= bound, name
+
+
+def test_recomputation_keeps_the_bits():
+    model, tokens = make_model("Qwen3Moe").train(), texts(2, 9)
+    results = []
+    for recomputes in (False, True):
+        if recomputes:
+            model.gradient_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": lambda: (nullcontext(), fmoe_ext.batch_invariant())}
+            )
+        model.zero_grad()
+        with fmoe_ext.batch_invariant():
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) > 10
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", "DeepseekV3", "Gemma3"])
+def test_lengths_batches_paddings_caches_and_threads(name, dtype):
+    model, length, threads = make_model(name, dtype), 300, torch.get_num_threads()
+    tokens = texts(16, length)
+    try:
+        torch.set_num_threads(2)
+        with fmoe_ext.batch_invariant(), torch.no_grad():
+            whole = log_probabilities(model(tokens, use_cache=False).logits)
+            for number in (1, 2):
+                torch.set_num_threads(number)
+                assert torch.equal(
+                    log_probabilities(model(tokens[3:8], use_cache=False).logits), whole[3:8]
+                ), number
+            assert torch.equal(generated(model, tokens[:1], [1] * length), whole[:1])
+            assert torch.equal(generated(model, tokens[5:12], [17, 64, 1, 1, 100, 117]), whole[5:12])
+            for size in (1, 2, 3, 31, 64, 65, 100, 129, 255):
+                assert torch.equal(
+                    log_probabilities(model(tokens[2:4, :size], use_cache=False).logits), whole[2:4, :size]
+                ), size
+            for batch in range(1, 17):
+                rows = log_probabilities(model(tokens[:batch, :40], use_cache=False).logits)
+                assert torch.equal(rows, whole[:batch, :40]), batch
+            cache = transformers.StaticCache(model.config, max_cache_len=length + 11)
+            sizes = [90, *[1] * 30, 100, 80]
+            assert torch.equal(generated(model, tokens[:4], sizes, cache=cache), whole[:4])
+            for num_pads in (1, 16, 63):
+                pads = torch.zeros(4, num_pads, dtype=torch.long)
+                left = torch.cat((pads, tokens[:4]), 1)
+                mask = (torch.arange(length + num_pads) >= num_pads).long().expand(4, -1)
+                sizes = [num_pads + 100, *[1] * 20, length - 120]
+                found = generated(model, left, sizes, mask)
+                assert torch.equal(found[:, num_pads:], whole[:4]), num_pads
+                right = torch.cat((tokens[:4], pads), 1)
+                found = generated(model, right, [length + num_pads], mask.flip(1))
+                assert torch.equal(found[:, :length], whole[:4]), num_pads
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_streamed_models_and_packed_weights(tmp_path):
+    model = make_model("Qwen3Moe", torch.bfloat16, hidden_size=64, moe_intermediate_size=32, head_dim=16)
+    model.save_pretrained(tmp_path / "float")
+    arguments = ["--to", "packed", "--type", "mxfp4", "-o", str(tmp_path / "packed")]
+    assert export([str(tmp_path / "float"), *arguments]) == 0
+    for folder in ("float", "packed"):
+        report = audit_rollout(fmoe_ext.stream(tmp_path / folder).eval(), texts(2, 9))
+        assert report.ok, f"{folder}: {report}"
+
+
+def test_fused_adapters():
+    peft = pytest.importorskip("peft")
+    model = fmoe_ext.huggingface.use(make_model("Qwen3Moe", torch.bfloat16))
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=experts)
+    adapted = peft.get_peft_model(model, config)
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, 0, 0.1)
+    report = audit_rollout(fmoe_ext.lora.fuse(adapted).eval(), texts(2, 9))
+    assert report.ok, str(report)

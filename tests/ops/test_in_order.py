@@ -1,0 +1,270 @@
+"""Functions of torch under batch_invariant(): values, gradients, and the same bits at every place."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fmoe_ext import batch_invariant, use_batch_invariant
+from tests.ops import instruction_sets
+
+native = torch.ops.fmoe_ext
+FLOATS = (torch.float32, torch.bfloat16)
+ELEMENTWISE = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "elu": F.elu,
+    "sigmoid": torch.sigmoid,
+    "method": lambda x: x.sigmoid(),
+    "exp2": torch.exp2,
+    "rsqrt": lambda x: (x.abs() + 0.1).rsqrt(),
+    "power": lambda x: (x.abs() + 0.1) ** 1.3,
+    "inverse_root": lambda x: (x.abs() + 0.1).pow(-0.5),
+    # left to torch
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "cos": torch.cos,
+    "sin": torch.sin,
+    "log": lambda x: (x.abs() + 0.1).log(),
+    "relu2": lambda x: F.relu(x).square(),
+}
+ROWS = {
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.pow(2).mean(-1, keepdim=True),
+    "norm": lambda x: x.norm(dim=-1, keepdim=True),
+    "logsumexp": lambda x: x.logsumexp(-1, keepdim=True),
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: F.log_softmax(x, -1, dtype=torch.float32),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+}
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *ROWS])
+def test_rows_in_every_batch_and_layout_have_the_same_bits(name, dtype):
+    function = {**ELEMENTWISE, **ROWS}[name]
+    threads = torch.get_num_threads()
+    with batch_invariant():
+        for width in (3, 24, 100, 1000):
+            wide = 3 * randn(70, 2 * width, dtype=dtype)
+            rows = wide[:, :width]
+            whole = function(rows.contiguous())
+            layouts = (rows, wide.chunk(2, -1)[0], rows.t().contiguous().t())
+            for x in layouts:
+                assert torch.equal(function(x), whole), width
+                for begin, end in ((0, 1), (3, 4), (2, 9), (69, 70)):
+                    assert torch.equal(function(x[begin:end]), whole[begin:end]), (width, begin)
+            try:
+                torch.set_num_threads(1 if threads > 1 else 2)
+                assert torch.equal(function(rows.contiguous()), whole), "the number of threads"
+            finally:
+                torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_functions_of_elements_that_threads_share(name):
+    function, x, threads = ELEMENTWISE[name], randn(70_001), torch.get_num_threads()
+    try:
+        with batch_invariant():
+            torch.set_num_threads(1)
+            expected = function(x)
+            for number in (2, 3):
+                torch.set_num_threads(number)
+                assert torch.equal(function(x), expected)
+                assert torch.equal(function(x[40_000:]), expected[40_000:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("isa", instruction_sets.ISAS)
+@pytest.mark.parametrize("dtype", [torch.float64, *FLOATS, torch.float16], ids=str)
+def test_products_equal_torch_and_ignore_zeros_around(isa, dtype):
+    with instruction_sets.restored():
+        instruction_sets.use(isa)
+        for depth in (1, 17, 600, 1100):
+            a, b = randn(2, 5, depth, dtype=dtype), randn(2, depth, 37, seed=1, dtype=dtype)
+            with batch_invariant():
+                y = a @ b
+                zeros, others = torch.zeros(2, 5, 13, dtype=dtype), randn(2, 13, 37, seed=2, dtype=dtype)
+                assert torch.equal(torch.cat((zeros, a), 2) @ torch.cat((others, b), 1), y)
+                assert torch.equal(torch.cat((a, zeros), 2) @ torch.cat((b, others), 1), y)
+                assert torch.equal(a[:, 2:3] @ b[..., 5:20], y[:, 2:3, 5:20])
+                assert torch.equal(a @ b.mT.contiguous().mT, y)
+                assert torch.equal(torch.bmm(a, b), y)
+                assert torch.equal(a[0] @ b[0], y[0])
+                assert torch.equal(a[0, 0] @ b[0], y[0, 0])
+                assert torch.equal(torch.baddbmm(y, a, b), y + y)
+            exact = a.double() @ b.double()
+            scale = a.double().abs() @ b.double().abs()
+            eps = torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
+            assert ((y - exact).abs() <= 2 * depth * eps * scale + torch.finfo(dtype).eps * exact.abs()).all()
+
+
+def test_broadcast_products():
+    a, b = randn(3, 1, 4, 5), randn(2, 5, 6, seed=1)
+    with batch_invariant():
+        ours = a @ b, a @ b[0], b.mT @ a[0, 0, 0], torch.addmm(b[0, :4], a[0, 0], b[0], beta=0.5, alpha=2)
+    plain = a @ b, a @ b[0], b.mT @ a[0, 0, 0], torch.addmm(b[0, :4], a[0, 0], b[0], beta=0.5, alpha=2)
+    for x, y in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_layers(dtype, biased):
+    x, weight = randn(3, 50, 40, dtype=dtype), randn(24, 40, seed=1, dtype=dtype)
+    bias = randn(24, seed=2, dtype=dtype) if biased else None
+    with batch_invariant():
+        y = F.linear(x, weight, bias)
+        assert torch.equal(F.linear(x[1, 7], weight, bias), y[1, 7])
+        assert torch.equal(F.linear(x[1, 7:30], weight, bias), y[1, 7:30])
+        assert F.linear(x[:0], weight, bias).shape == (0, 50, 24)
+    torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=2e-2 if biased else 1e-2, atol=1e-2)
+
+
+def attention_cases():
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    window = causal & ~torch.ones(9, 9, dtype=torch.bool).tril(-4)
+    yield "causal", {"is_causal": True}
+    yield "window", {"attn_mask": window}
+    yield "added", {"attn_mask": torch.zeros(9, 9).masked_fill(~window, -1e9), "scale": 0.3}
+    yield "whole", {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *FLOATS], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), list(attention_cases()), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_attention_equals_torch(name, options, dtype):
+    options = {**options}
+    if "scale" in options:
+        options["attn_mask"] = options["attn_mask"].to(dtype)
+    q, k, v = (
+        randn(2, 4, 9, 8, dtype=dtype),
+        randn(2, 2, 9, 8, seed=1, dtype=dtype),
+        randn(2, 2, 9, 6, seed=2),
+    )
+    v = v.to(dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    with batch_invariant():
+        ours = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+        repeated = (t.repeat_interleave(2, 1) for t in (k, v))
+        assert torch.equal(F.scaled_dot_product_attention(q, *repeated, **options), ours)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_attention_has_the_same_bits_behind_padding_and_in_parts(dtype):
+    q, k, v = (randn(1, 2, 40, 16, seed=seed, dtype=dtype) for seed in range(3))
+    pads = tuple(randn(1, 2, 7, 16, seed=seed, dtype=dtype) for seed in (3, 4))
+    with batch_invariant():
+        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        for row in (0, 1, 20, 39):
+            alone = q[:, :, row : row + 1], k[:, :, : row + 1], v[:, :, : row + 1]
+            assert torch.equal(F.scaled_dot_product_attention(*alone), whole[:, :, row : row + 1])
+        mask = torch.cat(
+            (torch.zeros(40, 7, dtype=torch.bool), torch.ones(40, 40, dtype=torch.bool).tril()), 1
+        )
+        behind = (torch.cat(pair, 2) for pair in zip(pads, (k, v), strict=True))
+        assert torch.equal(F.scaled_dot_product_attention(q, *behind, attn_mask=mask), whole)
+        front = (torch.cat(pair, 2) for pair in zip((k, v), pads, strict=True))
+        assert torch.equal(F.scaled_dot_product_attention(q, *front, attn_mask=mask.roll(-7, 1)), whole)
+
+
+def test_attention_of_a_row_without_keys_gives_zeros():
+    q, mask = randn(1, 1, 3, 4), torch.tensor([[False, False], [True, False], [True, True]])
+    with batch_invariant():
+        y = F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2], attn_mask=mask)
+    assert not y[0, 0, 0].any() and torch.equal(y[0, 0, 1], q[0, 0, 0])
+
+
+def test_many_rows_of_attention_are_computed_in_parts(monkeypatch):
+    from fmoe_ext.ops import in_order
+
+    q = randn(1, 2, 30, 8)
+    mask = randn(30, 30, seed=1)
+    with batch_invariant():
+        whole = [
+            F.scaled_dot_product_attention(q, q, q, **o) for o in ({"is_causal": True}, {"attn_mask": mask})
+        ]
+        monkeypatch.setattr(in_order, "_MOST_LOGITS", 500)
+        parts = [
+            F.scaled_dot_product_attention(q, q, q, **o) for o in ({"is_causal": True}, {"attn_mask": mask})
+        ]
+    assert all(map(torch.equal, whole, parts))
+
+
+def test_softmax_of_special_values():
+    inf, nan = math.inf, math.nan
+    x = torch.tensor([[-inf, -inf], [0.0, -inf], [0.0, nan], [0.0, inf], [-1e30, -1e30]])
+    y = native._softmax_in_order(x, False)
+    assert torch.equal(y[[0, 1, 4]], torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 0.5]]))
+    assert y[2:4].isnan().all()
+    assert torch.equal(native._softmax_in_order(x, True).isnan(), x.log_softmax(-1).isnan())
+    assert native._softmax_in_order(x[:, :0], False).shape == (5, 0)
+
+
+def test_cross_entropy_is_that_of_torch():
+    logits, target = randn(6, 50), torch.tensor([3, -100, 5, 49, 0, 1])
+    plain = F.cross_entropy(logits, target), F.cross_entropy(logits, target, reduction="none")
+    with batch_invariant():
+        ours = F.cross_entropy(logits, target), F.cross_entropy(logits, target, reduction="none")
+        assert torch.equal(ours[1][2:3], F.cross_entropy(logits[2:3], target[2:3], reduction="none"))
+    for x, y in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_gradients():
+    a, b, x = randn(2, 3, 4).double(), randn(2, 4, 5, seed=1).double(), randn(3, 6, seed=2).double()
+    for t in (a, b, x):
+        t.requires_grad_()
+    with batch_invariant():
+        for function, inputs in (
+            (torch.matmul, (a, b)),
+            (lambda x: x.softmax(-1), (x,)),
+            (lambda x: x.log_softmax(-1), (x,)),
+            (lambda x: x.logsumexp(-1), (x,)),
+            (F.silu, (x,)),
+            (lambda x: x.mean(0), (x,)),
+            (lambda x: F.linear(x, b[0].mT[:, :4].repeat(1, 2)[:, :6]), (x,)),
+            (lambda a: F.scaled_dot_product_attention(a, a, a, is_causal=True), (a,)),
+        ):
+            assert torch.autograd.gradcheck(function, inputs)
+    torch.library.opcheck(native._matmul_in_order, (a, b))
+    torch.library.opcheck(native._softmax_in_order, (x, True))
+
+
+def test_wrong_arguments_are_refused():
+    with batch_invariant(), pytest.raises(RuntimeError, match="must have one dtype"):
+        randn(2, 3) @ randn(3, 2).double()
+    with pytest.raises(RuntimeError, match="x must be float32 or float64, but got"):
+        native._softmax_in_order(randn(2, 3).half(), False)
+    with pytest.raises(RuntimeError, match=r"b must have shape \[B, K, N\] with size 3 in dimension 1"):
+        native._matmul_in_order(randn(1, 2, 3), randn(1, 4, 5))
+    with batch_invariant(), pytest.raises(RuntimeError, match="but not with conv1d"):
+        F.conv1d(randn(1, 2, 5), randn(2, 2, 3))
+
+
+def test_only_inside_the_block_and_on_its_thread():
+    x, weight = randn(3, 100), randn(7, 100, seed=1)
+    plain = F.linear(x, weight)
+    use_batch_invariant(True)
+    use_batch_invariant(True)
+    try:
+        with batch_invariant():
+            pass
+        inside = F.linear(x, weight)
+        assert torch.equal(inside[:1], F.linear(x[:1], weight))
+    finally:
+        use_batch_invariant(False)
+    assert torch.equal(F.linear(x, weight), plain) and not torch.equal(inside, plain)
