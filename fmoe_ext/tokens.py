@@ -70,10 +70,8 @@ class Batch:
 
     num_tokens: int | None = None  # T; None where nobody said
     rows: torch.Tensor | None = None  # [V] int64: the real ones, ascending; None for all
-    sequences: torch.Tensor | None = (
-        None  # [T] int64: the number of each token's sequence, where somebody said
-    )
-    ids: torch.Tensor | None = None  # [T] int64: its number in the vocabulary, where somebody said
+    sequences: torch.Tensor | None = None  # [T] int64: the number of each token's sequence, where given
+    ids: torch.Tensor | None = None  # [T] int64: its number in the vocabulary, where given
 
     def check(self, num_tokens: int) -> None:
         """Raise ValueError for another number of tokens."""

@@ -127,7 +127,8 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
                 except Exception as error:
                     ways.append(Way(name, error=f"{type(error).__name__}: {error}"))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return RolloutReport(ways, *tokens.shape, dtype, time.monotonic() - began)
+    num_texts, num_tokens = tokens.shape
+    return RolloutReport(ways, num_texts, num_tokens, dtype, time.monotonic() - began)
 
 
 def load_model(source: str, text: str | None) -> tuple[Any, Tensor | None]:

@@ -327,7 +327,9 @@ def model_class(config: Any) -> Any:
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
     )
     found = [table[type(config)] for table in tables if type(config) in table]
-    classes = [one for entry in found for one in (entry if isinstance(entry, (tuple, list)) else [entry])]
+    classes: list[Any] = []
+    for entry in found:
+        classes += entry if isinstance(entry, (tuple, list)) else [entry]
     if not classes:
         raise CheckpointError(f"{type(config).__name__} is no configuration of a model that generates text")
     named = (getattr(config, "architectures", None) or [None])[0]

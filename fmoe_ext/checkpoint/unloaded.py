@@ -1,7 +1,7 @@
-"""Tensors of a folder that Transformers does not load: heads for the tokens after the next (MTP), and whatever else.
+"""Tensors of a folder that Transformers does not load: heads for the tokens after the next (MTP), and others.
 
 Heads lie in layers behind the last one (DeepSeek-V3, GLM-4.5), or under `mtp` (Qwen3-Next, MiMo, Mellum). A model in
-memory does not have them; generate(use_mtp=True) reads them from the folder again. So whoever writes a folder copies
+memory does not have them; generate(use_mtp=True) reads them from the folder again. So every writer of a folder copies
 them from the one that the model came from.
 """
 

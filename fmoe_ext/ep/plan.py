@@ -77,7 +77,7 @@ def make_plan(
     num_tokens: int,
     step: Step,
 ) -> Plan:
-    """Tell the other ranks how many rows come for them, and hear from them; TypeError for tokens of no expert's dtype.
+    """Exchange with the other ranks how many rows come; TypeError for tokens of no expert's dtype.
 
     handle: of rows in the order of sending. order [W * n]: where the counts for each rank are in
     handle.tokens_per_expert, None if by rank. ends: where chunks end among the n kinds of rows for a rank. leaves: the
@@ -99,7 +99,7 @@ def make_plan(
 
 
 class ExactPlan(Plan):
-    """sent [W, C]: what each rank is told. ends: where chunks end among the n kinds of rows for a rank."""
+    """sent [W, C]: counts and header for each rank. ends: where chunks end among the n kinds of rows for a rank."""
 
     def __init__(
         self, handle: DispatchHandle, sent: torch.Tensor, group: str, ends: Sequence[int], step: Step

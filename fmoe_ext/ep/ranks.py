@@ -1,4 +1,4 @@
-"""What the ranks of a group share beside experts: sums and counts of gates, slices of a batch, experts cut by width.
+"""Shared by the ranks of a group beside experts: sums and counts of gates, slices of a batch, experts cut by width.
 
 Letters of shapes: T tokens, K choices of a token, E experts in all, W ranks.
 """

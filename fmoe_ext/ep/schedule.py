@@ -57,10 +57,10 @@ class Exchange:
         self._topk_idx, self._shadow_idx = placement.split_shadows(topk_idx)
         self.num_tokens = topk_idx.shape[0]  # T of this rank; the header says whether it is 0
         self._shadowed: Nest = None
-        self.watch: Any = None  # a tuning.Stopwatch, told when each phase ends
+        self.watch: Any = None  # a tuning.Stopwatch, whose lap() ends each phase
 
     def lap(self, part: str) -> None:
-        """Count the time since the last call for a part of the forward, where somebody measures it."""
+        """Count the time since the last call for a part of the forward, if it is measured."""
         if self.watch is not None:
             self.watch.lap(part, self._topk_idx.device)
 

@@ -164,6 +164,7 @@ def import_model(source: Any, **options: Any) -> Any:
         True
     """
     model: Any = source
+    folder: Path | None
     if not isinstance(source, nn.Module):
         model, folder = _read(source, options)
     elif options:

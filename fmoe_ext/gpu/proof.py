@@ -92,7 +92,7 @@ def rows_class(num_rows: int, num_experts: int) -> str:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found on a model of GPU."""
+    """Findings on a model of GPU."""
 
     key: Key
     taken_with: str  # driver and torch

@@ -307,7 +307,8 @@ def _refuse(func: Any, input: Any, *args: Any, **options: Any) -> Any:
 _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.linear: _linear,
-        torch._grouped_mm: _grouped_mm,  # which F.grouped_mm calls, without asking a mode
+        # F.grouped_mm asks no mode, but calls this one, which does; without the name, F.grouped_mm may ask by then
+        getattr(torch, "_grouped_mm", F.grouped_mm): _grouped_mm,
         **dict.fromkeys(
             (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), _matmul
         ),

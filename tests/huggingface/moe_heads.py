@@ -14,7 +14,7 @@ LAYER = re.compile(r"(.*?layers\.)(\d+)\.(.+)")
 
 
 def pattern_of(name):
-    """What a class says of the names of its heads; None without."""
+    """The pattern of the names of heads that a class ignores in its files; None without."""
     said = getattr(transformers, name)._keys_to_ignore_on_load_unexpected or ()
     return next((pattern for pattern in said if "mtp" in pattern or r"layers\." in pattern), None)
 

@@ -28,8 +28,8 @@ inline StateDict state_dict(const torch::nn::Module& module) {
 
 namespace detail {
 
-// {file: tensors that the folder's index has in it}; one file without any if there is no index. config.json may
-// name the file or the index (transformers_weights), as Transformers reads it.
+// {file: tensors that the folder's index has in it}; one file without any if there is no index. config.json
+// may name the file or the index (transformers_weights), as Transformers reads it.
 inline std::map<std::string, std::set<std::string>> model_files(const std::filesystem::path& path) {
   if (path.extension() == ".safetensors") return {{path.string(), {}}};
   json::Value named;
