@@ -26,8 +26,10 @@ inline void multiply_pairs(const PackedRow& row, int64_t begin, int64_t columns,
     add_fp8_block(row, begin, columns, a, sums);
   else if constexpr (format == PackedFormat::mxfp8)
     add_mxfp8(row, begin, columns, a, sums);
-  else
+  else {
+    static_assert(format == PackedFormat::q8_0, "a new format needs its own sums here");
     add_q8_0(row, begin, columns, a, sums);
+  }
   sums.add_to(total);
 }
 
