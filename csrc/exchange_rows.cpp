@@ -95,7 +95,8 @@ Tensor counts_to_send_cpu(Tensor counts, Tensor header, std::optional<Tensor> or
   for (int64_t w = 0; w < num_ranks; ++w) {
     int64_t *row = to + w * (length + n), rows = 0;
     std::copy(begin, begin + first.numel(), row);
-    for (int64_t i = w * n; i < (w + 1) * n; ++i) rows += *(row + length + i - w * n) = count[place ? place[i] : i];
+    for (int64_t i = w * n; i < (w + 1) * n; ++i)
+      rows += *(row + length + i - w * n) = count[place ? place[i] : i];
     most = std::max(most, rows);
   }
   if (has_most)
@@ -108,8 +109,8 @@ Tensor columns_of_rows_cpu(Tensor counts, int64_t first, int64_t end, int64_t ma
   check_dim(counts, 2, "counts", "[W, n]");
   const Tensor input = as_contiguous(counts);
   const int64_t W = input.size(0), n = input.size(1);
-  STD_TORCH_CHECK(0 <= first && first <= end && end <= n, "the columns [", first, ", ", end,
-                  ") must be among the ", n, " of counts");
+  STD_TORCH_CHECK(0 <= first && first <= end && end <= n, "first and end must bound some of the ", n,
+                  " columns of counts, but are ", first, " and ", end);
   const auto* count = static_cast<const int64_t*>(input.const_data_ptr());
   int64_t total = 0;
   for (int64_t i = 0; i < W * n; ++i) {

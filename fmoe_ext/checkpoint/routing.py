@@ -34,7 +34,7 @@ from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
 # By which a subclass computes something else
-_METHODS = ("forward", "_choose", "_call_gate", "_compute", "expert_fn")
+_METHODS = ("forward", "_run", "_choose", "_call_gate", "expert_fn")
 OPTIONS = (
     *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
     *("norm_eps", "biased", "rms_eps"),

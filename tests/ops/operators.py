@@ -61,7 +61,7 @@ class Call:
         return {**self.arguments, name: value}
 
 
-OPTIONAL = ("topk_weights", "bias", "b1", "b2", "y", "main_dweight", "main_dw1", "main_dw2")
+OPTIONAL = ("topk_weights", "bias", "b1", "b2", "y", "main_dweight", "main_dw1", "main_dw2", "order")
 
 
 class Draw:
