@@ -71,7 +71,7 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // needs: dx, dweight, dbias; an output that is not needed is empty. A dweight that is needed is added to
   // main_dweight, if given (float32, or float64), and is empty itself. Since it may write to an argument, AOTAutograd
   // wraps it in auto_functionalized_v2 in the graph of a backward, although compiled graphs never give main gradients:
-  // Inductor takes that off again, other backends run it as it is.
+  // Inductor takes that off again, other backends run it as it is. vmap has a rule of ours (register_vmap_in_turn).
   m.def("grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!)? main_dweight=None) -> (Tensor, Tensor, Tensor)");
 
   // h [R, 2 H] -> [R, H]; see experts.GatedActivation.

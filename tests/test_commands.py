@@ -151,7 +151,7 @@ WITHOUT_REMOTE = """
 import importlib.machinery
 find = importlib.machinery.PathFinder.find_spec
 def find_spec(cls, fullname, path=None, target=None):
-    missing = fullname.partition(".")[0] in ("grpc", "cryptography", "safetensors", "yaml")
+    missing = fullname.partition(".")[0] in ("grpc", "aetcd", "cryptography", "safetensors", "yaml")
     return None if missing else find(fullname, path, target)
 importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
 """

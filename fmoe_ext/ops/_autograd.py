@@ -267,6 +267,28 @@ def register_second_derivative(
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
 
 
+def register_vmap_in_turn(op_name: str) -> None:
+    """Have vmap compute a batch in turn; torch has such a rule, but not for what may write to an argument."""
+    op = getattr(torch.ops.fmoe_ext, op_name.removeprefix("fmoe_ext::"))
+
+    def rule(
+        info: Any, in_dims: Sequence[Any], *args: Any
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        def of(element: int) -> Any:
+            return op(
+                *(
+                    arg.select(dim, element) if isinstance(arg, torch.Tensor) and dim is not None else arg
+                    for arg, dim in zip(args, in_dims, strict=True)
+                )
+            )
+
+        results = zip(*(of(element) for element in range(info.batch_size)), strict=True)
+        stacked = tuple(torch.stack(result) for result in results)
+        return stacked, (0,) * len(stacked)
+
+    torch.library.register_vmap(op_name, rule)
+
+
 def register_not_differentiable_twice(op_name: str) -> None:
     """Have a second differentiation raise instead of giving gradients that lack a term."""
     register_second_derivative(op_name, _refusal(op_name, "second derivatives are not implemented"))

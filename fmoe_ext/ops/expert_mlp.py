@@ -29,6 +29,7 @@ from fmoe_ext.ops._autograd import (
     register_autograd,
     register_fake,
     register_not_differentiable_twice,
+    register_vmap_in_turn,
 )
 from fmoe_ext.ops._split import Needs, Tensors, differentiate, learns, worthwhile
 from fmoe_ext.ops.activations import ACTIVATIONS, activation_number
@@ -222,6 +223,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
 register_autograd("fmoe_ext::expert_mlp", _backward, _setup_context, places=PLACES)
 for _name in ("expert_mlp_backward", "expert_mlp_backward_inputs"):
     register_not_differentiable_twice(f"fmoe_ext::{_name}")
+register_vmap_in_turn("fmoe_ext::expert_mlp_backward")
 
 
 @dataclass(frozen=True)

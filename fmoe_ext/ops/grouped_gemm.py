@@ -22,6 +22,7 @@ from fmoe_ext.ops._autograd import (
     register_autograd,
     register_fake,
     register_not_differentiable_twice,
+    register_vmap_in_turn,
 )
 from fmoe_ext.ops._split import Needs, Tensors, differentiate, worthwhile
 from fmoe_ext.ops.batch_invariant import batch_invariant_kernels, is_batch_invariant
@@ -136,6 +137,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
 
 register_autograd("fmoe_ext::grouped_gemm", _backward, _setup_context, places=(0, 1, 3))
 register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward")
+register_vmap_in_turn("fmoe_ext::grouped_gemm_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))

@@ -62,8 +62,8 @@ def write(model, folder, keys, monkeypatch):
     """Exports a model with further metadata keys -> the file."""
     original = written.write_facts
 
-    def write_facts(writer, config, architecture):
-        original(writer, config, architecture)
+    def write_facts(writer, config, architecture, num_heads):
+        original(writer, config, architecture, num_heads)
         for key, value in keys.items():
             add = {
                 bool: writer.add_bool,

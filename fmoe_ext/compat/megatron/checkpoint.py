@@ -62,7 +62,14 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
             state["optimizer"] = {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
     path = Path(get_fmoe_checkpoint_name(args.save, iteration))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")  # an older file stays where this one cannot be written
+    _replace(path, state)
+    dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
+    dist.barrier()
+
+
+def _replace(path: Path, state: dict[str, Any]) -> None:
+    """Write a file of torch.save; an older one stays where this one cannot be written."""
+    partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
             torch.save(state, file)
@@ -72,8 +79,6 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
     except Exception as error:  # torch's writer raises RuntimeError for a full disk
         partial.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {' '.join(str(error).split())}") from error
-    dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
-    dist.barrier()
 
 
 def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:

@@ -339,12 +339,13 @@ struct GroupedGemm : Function<GroupedGemm> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     using Result = std::tuple<Tensor, Tensor, Tensor>;
-    static const auto op =
-        find<Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::ArrayRef<bool>)>(
-            "fmoe_ext::grouped_gemm_backward");
+    using Signature = Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::ArrayRef<bool>,
+                             const OptTensor&);
+    static const auto op = find<Signature>("fmoe_ext::grouped_gemm_backward");
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> needs = {needs_grad(ctx, 0), needs_grad(ctx, 1), needs_grad(ctx, 3)};
-    auto [dx, dweight, dbias] = call(op, grads[0], saved[0], saved[1], saved[2], at::ArrayRef<bool>(needs));
+    auto [dx, dweight, dbias] =
+        call(op, grads[0], saved[0], saved[1], saved[2], at::ArrayRef<bool>(needs), OptTensor());
     variable_list results = {needs[0] ? dx : Tensor(), needs[1] ? dweight : Tensor(), Tensor(),
                              needs[2] ? dbias : Tensor()};
     return once(std::move(results), {grads[0], saved[0], saved[1]}, "fmoe_ext::grouped_gemm_backward");
@@ -382,7 +383,7 @@ struct ExpertMlp : Function<ExpertMlp> {
     using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
     using Backward = Grads(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                            const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
-                           int64_t, bool, at::ArrayRef<bool>);
+                           int64_t, bool, at::ArrayRef<bool>, const OptTensor&, const OptTensor&);
     static const auto op = find<Backward>("fmoe_ext::expert_mlp_backward");
     constexpr std::array<size_t, 6> kPlaces = {0, 4, 5, 6, 7, 8};  // x, w1, b1, w2, b2, topk_weights
     std::array<bool, 6> needs{};
@@ -391,7 +392,7 @@ struct ExpertMlp : Function<ExpertMlp> {
     auto [dx, dw1, db1, dw2, db2, dtopk_weights] =
         call(op, grads[0], s[0], s[1], s[2], s[3], s[4], s[5], opt(s[6]), opt(s[7]), s[8],
              ctx->saved_data["activation"].toInt(), ctx->saved_data["combine"].toBool(),
-             at::ArrayRef<bool>(needs));
+             at::ArrayRef<bool>(needs), OptTensor(), OptTensor());
     variable_list results(11);
     const std::array<Tensor, 6> computed = {dx, dw1, db1, dw2, db2, dtopk_weights};
     for (size_t i = 0; i < kPlaces.size(); ++i)
