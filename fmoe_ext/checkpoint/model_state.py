@@ -195,7 +195,7 @@ class ModelState:
         if isinstance(tensor, DTensor):
             raise CheckpointError(
                 f"{name!r} is sharded (DTensor), and its experts were moved between ranks: move them back before "
-                "fully_shard_experts(), ep.placement.move_experts(layer, range(num_experts))"
+                "fully_shard_experts(), planning.placement.move_experts(layer, range(num_experts))"
             )
         parallel = layer.expert_parallel
         assert parallel is not None
