@@ -1,4 +1,4 @@
-"""Tools to compare numbers with a float64 truth, for tests, benchmarks and users of custom layers."""
+"""For tests of layers, also your own: assert_close() against a float64 truth, and functions run on gloo processes."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ def devices() -> list[str]:
 
 
 def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, name: str = "result") -> None:
-    """Checks |ours - truth| <= 2 * |plain - truth| + tiny(dtype), in the norm and in the largest element.
+    """Checks |ours - truth| <= 2 * |plain - truth| + 2 * eps(dtype) * |truth|, in the norm and in the largest element.
 
     ours and plain have the dtype under test (plain: the same formula in plain PyTorch), truth is float64.
     The rule adapts to dtype and shape by itself; data movement is compared with torch.equal instead.
@@ -213,7 +213,7 @@ def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> 
     _env.replace(environment)  # the server's is as old as the first pool
     tempfile.tempdir = folder
     os.putenv("TMPDIR", folder)  # of the processes that this one starts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends this process then
     with contextlib.suppress(AttributeError, OSError):  # Linux, where a sandbox allows it
         # else gloo's thread preempts the one that its message is for, and spins
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -27,10 +27,10 @@ class Value:
     """A tensor of one rank."""
 
     tensor: torch.Tensor
-    rows: tuple[int, int] | None = None  # of the whole tensor, which this rank has; None: all
+    rows: tuple[int, int] | None = None  # (begin, end) of the whole tensor that this rank has; None: all
 
 
-Step: TypeAlias = dict[str, dict[str, Value]]  # {quantity: {name: value}}; "" names the model's own
+Step: TypeAlias = dict[str, dict[str, Value]]  # {quantity: {name: value}}; the name "" is the whole model's
 Truth: TypeAlias = dict[str, dict[str, torch.Tensor]]  # the same of one process
 
 
@@ -67,8 +67,8 @@ def check_finite(history: Sequence[Truth]) -> None:
 def compare(number: int, ours: Step, truth: Truth, rank: int, share: tuple[int, int]) -> list[Difference]:
     """Return the distance of every tensor of a step from the truth, in the order of the step.
 
-    share: (index, number) of this rank's part of the batch, of which its outputs are. Gradients come in the order of
-    the backward.
+    share: (index, number of parts): the part of the batch that this rank has, and its outputs with it. Gradients come
+    in the order of the backward.
     """
     found = []
     for quantity in QUANTITIES:
@@ -90,9 +90,10 @@ def compare(number: int, ours: Step, truth: Truth, rank: int, share: tuple[int, 
 def explain(
     found: list[Difference], ours: Step, truth: Truth, share: tuple[int, int], bound: float
 ) -> list[Difference]:
-    """Say of the first difference over the bound where it comes from; return all of them.
+    """Say where the first difference over the bound comes from; return all, and perhaps one more.
 
-    Before a wrong output or loss stands the first block whose output differs; its note names the first module inside.
+    For a wrong output or loss an entry for the first block that differs is put in front; its note names the first
+    module inside.
     A wrong gradient or parameter gets the factor by which it is off, which tells more than the place.
     """
     at = next((i for i, d in enumerate(found) if d.error > bound), None)

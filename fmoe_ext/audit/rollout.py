@@ -88,7 +88,7 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     """Compare the log-probabilities of a text that is generated with those of the forward of training.
 
     model: a causal language model of Transformers, in the dtype and with the adapters that it trains with; it is left
-    in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 of each; None takes random ones.
+    in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 a text; None takes random ones.
     invariant: under batch_invariant(); False shows what it changes.
     Ways: token by token, a text in parts, a static cache, padding on the left (generated) and on the right, each text
     alone. Raises AuditError for what cannot be compared; what a way raises is part of the report.
@@ -132,7 +132,7 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
 
 
 def load_model(source: str, text: str | None) -> tuple[Any, Tensor | None]:
-    """Load a model, and tokens [1, L] of a text: a folder of Transformers, or "module:function" that makes either."""
+    """Load (model, tokens [1, L] of text or None): a folder of Transformers, or what "module:function" returns."""
     if ":" in source:
         made = find(source)()
         return made if isinstance(made, tuple) else (made, None)
@@ -262,7 +262,7 @@ def _watch(model: nn.Module, part: _Part) -> Iterator[_Seen]:
         pair = tuple(None if t is None else _rows(t.detach(), part) for t in (given, result))
         seen.setdefault(names[module], []).append(pair)  # type: ignore[arg-type]
 
-    # not the modules' own hooks: with those, experts would run in another way
+    # for all modules, not on each: experts whose modules have hooks take a slower path, which is not to be audited
     handles = [
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, with_kwargs=True),

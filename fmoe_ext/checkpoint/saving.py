@@ -127,8 +127,9 @@ def load(
     model, a Hugging Face folder or its name in the hub's cache, of which each rank reads its own experts only. The
     model must have the same tensors of the same shapes; cast=True accepts parameters of other dtypes, buffers take the
     dtype of the checkpoint.
-    The optimizer's state is cast where its parameter is, unless it has another dtype than that on purpose (a float32
-    copy of a bfloat16 parameter). verify=False skips the checksums. Experts that had moved are in order afterwards.
+    The optimizer's state is cast with its parameter, except state that is kept in another dtype on purpose (a float32
+    copy of a bfloat16 parameter). verify=False skips the checksums. Experts that had been moved between ranks are back
+    in the order of their numbers afterwards.
     Manifest.extra is what this rank gave to save(); in a job of another number of ranks it is rank 0's on every rank,
     with a warning where ranks had given different values, all of which are in Manifest.extras.
 
@@ -198,7 +199,8 @@ def export_safetensors(
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
     What several ranks have is taken from the lowest of them; a warning names what they have different values of.
-    metadata of the file: "fmoe_ext" with version and layers (number of experts, widths), "sha256".
+    Metadata of the file: "fmoe_ext" (version; layers: number of experts, widths; routing: what each gate computes) and
+    "sha256".
 
     Example:
 
@@ -224,7 +226,7 @@ class Whole:
 def gathered(
     path: Path, model: nn.Module | ModelState, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[Whole | None]:
-    """Yield the whole model on the first rank, to be written to path while the others wait; None there. Collective.
+    """Yield the whole model on the first rank, to be written to path, and None on the others, which wait. Collective.
 
     Ranks that have a part of it leave their parts beside path. Where the body fails, every rank gets the error.
     """

@@ -69,6 +69,7 @@ def check_wrappers(layer: nn.Module) -> None:
     around: list[Any] = []
     if kinds:
         around = [wrapper for wrapper, inside in list(_around.items()) if layer in inside]
+    # at every forward: the engine copies into the same parameters, which the mark of what is checked does not show
     for engine in filter(is_deepspeed_engine, around):
         # the ranks to which it copies; None is all
         ranks = dist.get_process_group_ranks(getattr(engine, "seq_data_parallel_group", None))
@@ -159,6 +160,7 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
         return
 
     def compare(wrapper: Any, _: Any) -> None:
+        # Ranks draw different experts: equal first values mean that DDP has sent one rank's to the others.
         handle.remove()
         mine = [[p.detach().flatten()[:8].tolist() for p in own] for _, _, own in frozen]
         everyone = dict(zip(ranks, gather_values(mine, wrapper.process_group), strict=True))

@@ -18,8 +18,9 @@
     HashGate            a table of token ids                    the table                        Roller et al., 2021
     UniformGate         in turn, for benchmarks                 construction
 
-f_e is the share of choices of expert e, c_e that of first choices, p_e and m_e its mean probability (losses.py). A gate
-is its own file; ScoredGate has what most share: groups, capacity, jitter, and the losses of BalancedGate.
+E is the number of experts, f_e the share of choices that are expert e, c_e that of first choices, p_e its mean
+probability (m_e in GShard's paper; losses.py). ZeroGate, for tests, takes expert 0. A gate is its own file; ScoredGate
+has what most share: groups, capacity, jitter, and the losses of BalancedGate.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +44,8 @@ from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
 
-# Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each.
+# Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each. Not HashGate, which needs
+# token ids; "faster" is FasterGate of the first node.
 GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "naive": NaiveGate,

@@ -21,8 +21,8 @@ class SigmoidGate(ScoredGate):
     balancing"). Every rank that counts must step. A step that torch.amp.GradScaler skips moves nothing; its choices
     count at the next. Where no such optimizer steps (a loop or library that writes parameters itself, or steps copies
     of them), call update_biases(model) after each step: a warning says so after 1000 forwards without an update.
-    Calling it besides does no harm, for the choices that it counts are then gone. A gate without trainable parameters
-    keeps its bias. Under Megatron's `--moe-router-enable-expert-bias`, Megatron moves the bias, at its own rate.
+    Calling it although an optimizer has stepped does no harm: no choices are left to count. A gate without trainable
+    parameters keeps its bias. Under Megatron's `--moe-router-enable-expert-bias`, Megatron moves it, at its own rate.
 
     DeepSeek-V3: top_k=8, num_groups=8, topk_groups=4, scale=2.5 (`routed_scaling_factor`), balance_loss="sequence",
     balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: the same with one group. bias_update_speed=0: no bias.
@@ -91,7 +91,7 @@ class SigmoidGate(ScoredGate):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.bias_update_speed > 0:
+        if self.moves_bias:
             self._follow_optimizers()
 
     @property
@@ -101,7 +101,7 @@ class SigmoidGate(ScoredGate):
     def after_optimizer_step(self) -> None:
         """Call update_bias(), by itself at the optimizer's step."""
         super().after_optimizer_step()
-        if self.bias_update_speed > 0:
+        if self.moves_bias:
             self.update_bias()
 
     @property
@@ -126,10 +126,12 @@ class SigmoidGate(ScoredGate):
     def _notice_missing_updates(self, num_choices: int) -> None:
         self._forwards_since_update += 1
         self._counted_since_update += num_choices
-        moves = self.bias_update_speed > 0 and any(p.requires_grad for p in self.parameters())
+        moves = self.moves_bias and any(p.requires_grad for p in self.parameters())
         if self._forwards_since_update < FORWARDS_BEFORE_WARNING or not moves:
             return
-        if int(self.pending_load.sum()) >= self._counted_since_update:  # else Megatron empties it
+        if (
+            int(self.pending_load.sum()) >= self._counted_since_update
+        ):  # with less, Megatron has emptied it and moves the bias
             warnings.warn(
                 f"the expert_bias of a SigmoidGate has not moved for {self._forwards_since_update} training forwards: "
                 "no torch.optim optimizer that has the gate's parameters has stepped. Call "
@@ -156,7 +158,7 @@ class SigmoidGate(ScoredGate):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Call update_bias() of every SigmoidGate of a model: after each step of what is no torch.optim optimizer."""
+    """Call update_bias() of every SigmoidGate of a model: after each step where no torch.optim optimizer steps them."""
     for module in model.modules():
         if isinstance(module, SigmoidGate):
             module.update_bias()

@@ -1,4 +1,7 @@
-"""The report of `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes of deltas."""
+"""The report of `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes of deltas.
+
+logits() compares a base with a merged model.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -13,6 +16,7 @@ from fmoe_ext.checkpoint.model_folder import ModelFolder, errors_of_transformers
 from fmoe_ext.finetune.adapters.delta import compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
 
+# {(form, orientation, packing) of the tensors: the programs that write them so}
 _WRITERS = MappingProxyType(
     {
         ("flat", "out_in", "rank_major"): "PEFT from 0.19, vLLM's stacked names",
@@ -26,7 +30,7 @@ _WRITERS = MappingProxyType(
 
 
 def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
-    """Report on an adapter, as JSON: layout, evidence, rows (one a projection of a layer), problems.
+    """Report on an adapter, as JSON: layout, evidence, rows (one for each projection of each layer), problems.
 
     base: adds what does not fit and, for each expert, the norm of its delta over its weight's.
     """
@@ -104,7 +108,8 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
 
 
 def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
-    """Compare the logits of a base and a merged model: largest difference, its share, changed first choices."""
+    """Compare the logits of a base and a merged model: the largest difference, its share of the largest
+    logit, and the share of tokens whose most likely next token changed."""
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointError("--model needs transformers: pip install transformers")
     base.check()
@@ -112,7 +117,9 @@ def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float
     text = config.get_text_config(decoder=True)
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 2:
-        raise CheckpointError(f"{base.folder}/config.json says no vocab_size, but {vocabulary!r}")
+        raise CheckpointError(
+            f"{base.folder}/config.json needs an integer vocab_size of at least 2, but has {vocabulary!r}"
+        )
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(vocabulary, (1, 32), generator=generator, device="cpu")
     found = []

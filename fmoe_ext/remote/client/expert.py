@@ -46,7 +46,7 @@ class Batch:
         self.grad_failed: list[Exception | None] = [None] * len(self.calls)
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
-        """True if the calls that succeeded make the others expendable."""
+        """True if enough calls succeeded, so that the others get `grace` more seconds; subclasses say when."""
         return False
 
     def run(self) -> list[torch.Tensor | None]:
@@ -60,7 +60,7 @@ class Batch:
     def refuse_misfits(
         self, outputs: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The outputs without those that differ in dtype or shape of a row from the tensor beside them."""
+        """The outputs without those that differ in dtype or shape of a row from their tensor in wanted."""
         kept: list[torch.Tensor | None] = []
         for n, (y, like) in enumerate(zip(outputs, wanted, strict=True)):
             fits = y is None or (y.dtype, y.shape[1:]) == (like.dtype, like.shape[1:])
@@ -84,7 +84,9 @@ class Batch:
         try:
             results = loop.run(_gather(calls, self.grace, is_enough), timeout + MARGIN)
         except TimeoutError:  # this process is too busy to keep its own deadlines
-            late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
+            late = CallTimeout(
+                f"calls had not ended {MARGIN:.3g} s after their deadline of {timeout:.3g} s, and all were given up"
+            )
             results = [late] * len(calls)
         for n, result in enumerate(results):
             if isinstance(result, (RemoteError, ValueError)) and self.tolerant:
@@ -231,9 +233,9 @@ class RemoteExpert(nn.Module):
 class RemoteExperts(nn.Module):
     """Experts for layer.experts of an FMoE(expert=None, num_expert=len(experts), ...): modules or RemoteExperts.
 
-    forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]: one call a remote expert, all of a
-    client in parallel, while the local ones compute. An expert that does not answer in time gives zero rows, takes no
-    gradient, and is gone for a while (is_gone); with LiveGate no token goes to it then.
+    forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]: one call for each remote expert with rows,
+    all in parallel; the local experts compute after the answers. An expert that does not answer in time gives zero
+    rows, takes no gradient, and is gone for a while (is_gone); with LiveGate no token goes to it then.
     """
 
     def __init__(self, experts: Sequence[nn.Module], client: Client | None = None):
@@ -241,7 +243,7 @@ class RemoteExperts(nn.Module):
         self.members = nn.ModuleList(experts)
         remote = [expert.client for expert in experts if isinstance(expert, RemoteExpert)]
         self.client = client or (remote[0] if remote else Client())
-        self.last_failed: dict[str, str] = {}  # uid: why, in the last forward
+        self.last_failed: dict[str, str] = {}  # uid: why, in the last forward that called remote experts
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         counts = torch.as_tensor(tokens_per_expert, device="cpu").tolist()

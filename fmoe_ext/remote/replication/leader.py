@@ -64,7 +64,7 @@ class _Members:
             if self.senders.get(sender.server) is not sender:
                 return  # removed already, or replaced
             if sender.server in self.needed:
-                log.warning("%s: %s falls behind (%s)", self._uid, sender.endpoint, reason)
+                log.warning("%s: %s is removed from the members (%s)", self._uid, sender.endpoint, reason)
                 left = {n: e for n, e in self.record.endpoints.items() if n != sender.server}
                 await self._write(left)
                 self.needed.discard(sender.server)
@@ -79,18 +79,17 @@ class _Members:
         self.reserved = min(self.reserved, record.reserved)
         try:
             is_written = await self._site.registry.set_members(self._uid, self._leader.guard, record)
-            reason = "fenced"
+            reason = "its key in the registry has changed"
         except DiscoveryError as error:
             is_written, reason = False, f"the registry does not answer ({error})"
         if not is_written:
             self._site.server.metrics.add("fenced_total")
             self._leader.end(reason)
-            why = "the registry says so, or does not answer"
-            raise NotLeader(f"not the leader of {self._uid} any more: {why}")
+            raise NotLeader(f"not the leader of {self._uid} any more: {reason}")
         self.record, self.reserved = record, record.reserved
 
     async def reserve(self, version: int) -> None:
-        """Waits until a version may be acknowledged: a server that finds all members dead knows how many were."""
+        """Waits until the registry notes that a version may be acknowledged; this bounds what dead members lose."""
         while version > self.reserved:
             async with self.changing:
                 if self._leader.has_ended:
@@ -110,7 +109,8 @@ class _Members:
     def _noted(self, endpoints: dict[str, str], version: int = 0) -> keys.Members:
         leader = self._leader
         reserved = max(leader.committed.version, version)
-        # nothing is reserved for an expert at rest, so that nothing counts as lost
+        # An expert without updates since the last note reserves none, so that none counts as lost. Others reserve twice
+        # what came since then, so that few updates wait for a write to the registry.
         if since := reserved - self.record.version:
             reserved += max(LEAST_RESERVED, 2 * since)
         record = recovery.with_end(self.record, leader.committed)
