@@ -11,18 +11,12 @@ def is_dtensor(x: object) -> "TypeGuard[DTensor]":
     return _is("torch.distributed.tensor", "DTensor", x)
 
 
+def is_fsdp_module(x: object) -> TypeGuard[Any]:
+    return _is("torch.distributed.fsdp", "FSDPModule", x)
+
+
 def is_deepspeed_engine(x: object) -> TypeGuard[Any]:
     return _is("deepspeed.runtime.engine", "DeepSpeedEngine", x)
-
-
-def wrappers_in_use() -> tuple[type, ...]:
-    """List the kinds of wrappers that this program may have around a layer: of fully_shard, of DeepSpeed."""
-    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    engine: Any = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
-    used = (
-        () if fsdp is None or not fsdp.__subclasses__() else (fsdp,)
-    )  # fully_shard makes a class of each module's
-    return used if engine is None else (*used, engine)
 
 
 def is_zero_redundancy(x: object) -> bool:

@@ -4,6 +4,7 @@ torch.optim has two global hooks for it, of which this file registers one each f
 the garbage collector removed while torch walks over its hooks would end the step with an error.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ def follow_optimizers(module: nn.Module, follower: _Follower) -> None:
 
 
 def has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """Return True if the optimizer steps any of these parameters."""
+    """True if the optimizer steps any of these parameters."""
     wanted = {id(p) for p in parameters if p.requires_grad}
     groups = optimizer.param_groups
     return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
@@ -51,7 +52,7 @@ class _ActsAfterSteps(Protocol):
 
 
 class AfterOptimizerStep:
-    """Call module.after_optimizer_step() once a step of any torch.optim optimizer that has a parameter of module.
+    """Calls module.after_optimizer_step() once a step of any torch.optim optimizer that has a parameter of module.
 
     An optimizer inside another's step (ZeroRedundancyOptimizer has one) counts as the outer one, so that ranks whose
     inner optimizers hold different parameters still act together.
@@ -65,10 +66,7 @@ class AfterOptimizerStep:
         module = self._module()
         if _makes_state_only(optimizer):
             return
-        # An outer optimizer has the inner one as an attribute. Whether its step still runs is not asked: after an error
-        # in a step torch calls no hook, and the next optimizer must not be taken for its inner one.
-        outer = None if self._stepping is None else self._stepping()
-        inside_another = outer is not None and any(value is optimizer for value in vars(outer).values())
+        inside_another = self._stepping is not None and _is_running(self._stepping())
         if module is not None and not inside_another and has_a_parameter_of(optimizer, module.parameters()):
             self._stepping = weakref.ref(optimizer)
 
@@ -79,8 +77,18 @@ class AfterOptimizerStep:
             module.after_optimizer_step()
 
 
+def _is_running(optimizer: Optimizer | None) -> bool:
+    """False for an optimizer whose last step ended with an error, after which torch calls no hook."""
+    frame = inspect.currentframe()
+    while optimizer is not None and frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _makes_state_only(optimizer: Optimizer) -> bool:
-    """Return True where torch.distributed.checkpoint makes the state that it fills: rate and gradients are 0."""
+    """True where torch.distributed.checkpoint makes the state that it fills: the rate and all gradients are 0."""
     if optimizer.state or any(float(group.get("lr", 1)) for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

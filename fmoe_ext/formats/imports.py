@@ -122,7 +122,7 @@ def _unloaded(model: Any, place: Path) -> dict[str, Tensor]:
     base = ModelFolder(place)
     if not base.paths or not all(file.exists() for file in base.paths):
         return {}
-    said = base.config.get("text_config", base.config)
+    said = base.config.get("text_config") or base.config
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if base.quantization:  # else scales of the model's own weights are names that it does not have
         if not heads_in(WeightNames(base, model, base.tensors).unloaded, model.config):

@@ -164,6 +164,8 @@ def composed(
     transposed: bool,
 ) -> torch.Tensor:
     """Compute frozen_gemm on CUDA."""
+    if transposed and bias is not None:
+        raise RuntimeError("bias must be None with transposed=True")
     packing = weight_scale, weight_zero, weight_format, weight_interleaved
     ends = _offs_of(offs, x)
     return packed_product(x, weight, ends, bias, transposed, *packing, keep=_has_backward.get())

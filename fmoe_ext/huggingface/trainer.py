@@ -5,7 +5,7 @@ In a module of its own because its class derives from Transformers': huggingface
 
 from __future__ import annotations
 
-import gc
+import inspect
 from typing import Any
 
 import torch
@@ -41,13 +41,7 @@ class BalanceCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
-        # Transformers gives callbacks the model, the optimizer and the data, not the trainer: the one of this state.
-        trainers = (found for found in gc.get_objects() if issubclass(type(found), Trainer))
-        trainer = next((found for found in trainers if getattr(found, "state", None) is state), None)
-        if trainer is None:
-            raise ValueError(
-                "BalanceCallback works inside Trainer.train() only; elsewhere use add_balance_loss(model)"
-            )
+        trainer = _running_trainer()
         # First, before report_to's callbacks (TensorBoard, W&B), which read the logs that this one completes. In place:
         # Transformers is walking the list, and calls each callback once all the same.
         callbacks = trainer.callback_handler.callbacks
@@ -78,6 +72,20 @@ class BalanceCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.remove()
         self._loss = self._monitor = None
+
+
+def _running_trainer() -> Trainer:
+    """Find the Trainer that runs this callback."""
+    # the nearest on the stack: Transformers gives callbacks the model, the optimizer and the data, not the trainer
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise ValueError(
+        "BalanceCallback works inside Trainer.train() only; elsewhere use add_balance_loss(model)"
+    )
 
 
 def _sum_over_ranks(counted: torch.Tensor) -> torch.Tensor:

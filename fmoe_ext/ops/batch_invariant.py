@@ -30,6 +30,7 @@ class _Switch:
 class _Thread(threading.local):
     num_blocks = 0  # that are open on this thread
     num_functions = 0  # reasons to replace torch's functions: blocks, and the mode of the process
+    of_process = False  # it turned the mode on for the process, and not off again
     functions: TorchFunctionMode | None = None
 
 
@@ -52,7 +53,8 @@ def use_batch_invariant(on: bool) -> None:
     thread that calls it. Inside a block of batch_invariant() the mode stays on. docs/routing.md has limits and cost.
     """
     torch.ops.fmoe_ext._set_batch_invariant(on)
-    if on != _switch.of_process:
+    if on != _thread.of_process:  # another thread may have changed the mode since
+        _thread.of_process = on
         _replace_functions(1 if on else -1)
     with _lock:
         _switch.of_process = on

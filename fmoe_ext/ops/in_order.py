@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fmoe_ext.ops._autograd import cast_for_autocast, register_autograd, register_fake
-from fmoe_ext.ops.batch_invariant import cover_torch_functions
+from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invariant
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
 
@@ -38,7 +38,8 @@ class _InOrder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         ours = _OURS.get(func)
-        if ours is None:
+        # another thread may have ended the mode of the process, which this thread began
+        if ours is None or not is_batch_invariant():
             return func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
             return ours(func, *args, **(kwargs or {}))
@@ -84,7 +85,16 @@ def _grouped_mm(
     return grouped_gemm(mat_a, mat_b, offs, transposed=True)
 
 
-def _matmul(func: Any, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+def _matmul(
+    func: Any,
+    input: Tensor,
+    other: Tensor | None = None,  # mat2 in bmm and mm
+    *,
+    mat2: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    a, b = input, mat2 if other is None else other
+    assert b is not None
     if not _is_covered(a, b) or a.dim() == 0 or b.dim() == 0:
         return func(a, b) if out is None else func(a, b, out=out)
     y = _product(*cast_for_autocast(a, b))
@@ -118,9 +128,18 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(
-    func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    func: Any,
+    input: Tensor,
+    *matrices: Tensor,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+    **named: Tensor,
 ) -> Tensor:
-    """torch.addmm and torch.baddbmm."""
+    """torch.addmm and torch.baddbmm, which call the matrices mat1 and mat2, batch1 and batch2."""
+    a, b = (*matrices, *(named[name] for name in ("mat1", "batch1", "mat2", "batch2") if name in named))
+    if out is not None:
+        return out.copy_(_add_product(func, input, a, b, beta=beta, alpha=alpha))
     if not _is_covered(input, a, b):
         return func(input, a, b, beta=beta, alpha=alpha)
     input, a, b = cast_for_autocast(input, a, b)
@@ -141,9 +160,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention, with logits and weights in float32; a row that sees no key gives zeros."""
-    if not _is_covered(query, key, value) or query.dim() < 3:
+    if not _is_covered(query, key, value) or query.dim() < 3 or query.numel() == 0:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("attn_mask must be None with is_causal=True")
     query, key, value = cast_for_autocast(query, key, value)
     *batch, num_rows, width = query.shape
     scale = width**-0.5 if scale is None else scale
@@ -156,7 +177,7 @@ def _attention(
         mask = attn_mask
         if is_causal:
             mask = torch.ones(end - begin, num_keys, dtype=torch.bool, device="cpu").tril(begin)
-        elif mask is not None and mask.shape[-2] > 1:
+        elif mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
             mask = mask[..., begin:end, :]
         # the heads that share keys are rows of one product
         shared = query[..., begin:end, :].unflatten(-3, (keys.shape[-3], -1)) if enable_gqa else None
@@ -172,7 +193,7 @@ def _attention(
         parts.append(
             _wide_product(weights, values).to(query.dtype).view(*batch, end - begin, value.shape[-1])
         )
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -2) if parts else func(query, key, value)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
 _MOST_LOGITS = 1 << 25  # of attention at once
@@ -211,8 +232,13 @@ _LOGARITHMS = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
 def _logsumexp(func: Any, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     if not _is_covered(input) or not isinstance(dim, int):
         return func(input, dim, keepdim)
-    logs = _softmax(F.log_softmax, input, dim, dtype=torch.promote_types(input.dtype, torch.float32))
-    return (input.amax(dim, keepdim) - logs.amax(dim, keepdim)).to(input.dtype)
+    largest = input.amax(dim, keepdim=True)
+    is_infinite = largest.isinf()  # a row of -inf alone, or one with inf: its largest is the result
+    x = input.masked_fill(is_infinite, 0)
+    logs = _softmax(F.log_softmax, x, dim, dtype=torch.promote_types(input.dtype, torch.float32))
+    y = (x.amax(dim, keepdim=True) - logs.amax(dim, keepdim=True)).to(input.dtype)
+    y = torch.where(is_infinite, largest, y)
+    return y if keepdim else y.squeeze(dim)
 
 
 def _cross_entropy(
@@ -238,6 +264,7 @@ def _cross_entropy(
 
 def _sum(func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
     """sum and mean over one dimension."""
+    options = {_OF_NUMPY.get(name, name): value for name, value in options.items()}
     names = dict(zip(("dim", "keepdim"), args, strict=False))
     dim = {**names, **options}.get("dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
@@ -251,6 +278,9 @@ def _sum(func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
     return func(input.contiguous(), *args, **options)
 
 
+_OF_NUMPY = MappingProxyType({"axis": "dim", "keepdims": "keepdim"})  # names that torch takes too
+
+
 def _of_contiguous(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     return func(input.contiguous() if _is_covered(input) else input, *args, **options)
 
@@ -259,14 +289,17 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     """A function of each element, on memory that each thread has whole vectors of."""
     if not _is_covered(input) or input.numel() == 0:
         return func(input, *args, **options)
-    inplace = options.pop("inplace", False)
+    # the one bool that these functions take
+    inplace = options.pop("inplace", False) or True in [value for value in args if isinstance(value, bool)]
+    args = tuple(value for value in args if not isinstance(value, bool))
+    out = input if inplace else options.pop("out", None)
     num = _whole_vectors(input.numel())
     if num == input.numel() and input.is_contiguous():
         y = func(input, *args, **options)
     else:
         flat = F.pad(input.reshape(-1), (0, num - input.numel()))
         y = func(flat, *args, **options)[: input.numel()].view(input.shape)
-    return input.copy_(y) if inplace else y
+    return y if out is None else out.copy_(y)
 
 
 def _whole_vectors(num: int) -> int:

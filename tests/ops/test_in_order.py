@@ -1,6 +1,7 @@
 """Functions of torch under batch_invariant(): values, gradients, and the same bits at every place."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -268,3 +269,71 @@ def test_only_inside_the_block_and_on_its_thread():
     finally:
         use_batch_invariant(False)
     assert torch.equal(F.linear(x, weight), plain) and not torch.equal(inside, plain)
+
+
+def test_every_way_to_call_a_function_is_that_of_torch():
+    a, b, c = randn(2, 3, 4), randn(2, 4, 5, seed=1), randn(2, 3, 5, seed=2)
+    x, values = torch.full((3, 5), -math.inf), torch.tensor([-1.0, 1.0, 2.0])
+    x[1, 2], x[2] = math.inf, 1.0
+
+    def results():
+        written, in_place = torch.empty(3), values.clone()
+        torch.sigmoid(values, out=written)
+        F.elu(in_place, 1.0, True)
+        return [
+            torch.bmm(a, mat2=b),
+            torch.matmul(a, other=b),
+            torch.matmul(input=a, other=b),
+            torch.addmm(c[0], mat1=a[0], mat2=b[0]),
+            c.baddbmm(batch1=a, batch2=b, beta=0.5, alpha=2),
+            torch.baddbmm(c, a, b, out=torch.empty_like(c)),
+            x.logsumexp(-1),
+            x.logsumexp(0, keepdim=True),
+            a.sum(axis=-1, keepdims=True),
+            written,
+            in_place,
+        ]
+
+    expected = results()
+    with batch_invariant():
+        for got, wanted in zip(results(), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+        with pytest.raises(RuntimeError, match="attn_mask must be None"):
+            F.scaled_dot_product_attention(
+                a, a, a, attn_mask=torch.ones(3, 3, dtype=torch.bool), is_causal=True
+            )
+
+
+def test_gradient_of_logsumexp_of_masked_rows_is_zero():
+    x = torch.tensor([[-math.inf, -math.inf], [0.0, 1.0]], requires_grad=True)
+    with batch_invariant():
+        x.logsumexp(-1)[1].backward()
+    torch.testing.assert_close(
+        x.grad, torch.tensor([[0.0, 0.0], torch.tensor([0.0, 1.0]).softmax(0).tolist()])
+    )
+
+
+def test_mode_of_the_process_may_end_on_another_thread():
+    """The functions of torch are those of the thread that began it, which has them back then."""
+
+    def elsewhere(call):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    begun = []
+
+    def block():
+        use_batch_invariant(False)
+        with batch_invariant(), pytest.raises(RuntimeError, match="conv1d"):
+            F.conv1d(torch.ones(1, 1, 5), torch.ones(1, 1, 3))
+        begun.append(True)
+
+    use_batch_invariant(True)
+    try:
+        elsewhere(lambda: use_batch_invariant(False))
+        assert F.conv1d(torch.ones(1, 1, 5), torch.ones(1, 1, 3)).tolist() == [[[3.0, 3.0, 3.0]]]
+        elsewhere(block)
+        assert begun
+    finally:
+        use_batch_invariant(False)
