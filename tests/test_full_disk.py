@@ -115,7 +115,7 @@ def test_line_of_load_keeps_the_lines_before_it_whole(tmp_path):
 
 def test_megatron_checkpoint_of_a_rank(tmp_path):
     path = tmp_path / "model_optim_rng.pt"
-    megatron._replace(path, {"model": torch.zeros(3)})
+    megatron._write({"model": torch.zeros(3)}, path)
     with room_for(10_000), pytest.raises(OSError, match=rf"{path} cannot be written"):
-        megatron._replace(path, {"model": torch.ones(10_000)})
+        megatron._write({"model": torch.ones(10_000)}, path)
     assert torch.equal(torch.load(path)["model"], torch.zeros(3)) and list(tmp_path.iterdir()) == [path]

@@ -62,12 +62,12 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
             state["optimizer"] = {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
     path = Path(get_fmoe_checkpoint_name(args.save, iteration))
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, state)
+    _write(state, path)
     dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
     dist.barrier()
 
 
-def _replace(path: Path, state: dict[str, Any]) -> None:
+def _write(state: dict[str, Any], path: Path) -> None:
     """Write a file of torch.save; an older one stays where this one cannot be written."""
     partial = path.with_suffix(".partial")
     try:
