@@ -138,11 +138,18 @@ def load_model(source: str, text: str | None) -> tuple[Any, Tensor | None]:
         return made if isinstance(made, tuple) else (made, None)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from fmoe_ext.checkpoint.errors import CheckpointError
+    from fmoe_ext.checkpoint.model_folder import local_path
+
     try:
-        model, tokens = AutoModelForCausalLM.from_pretrained(source, dtype="auto"), None
+        folder = local_path(source)
+        if not folder.is_dir():
+            raise AuditError(f"{source} is no folder of a model of Transformers and no module:function")
+        options = {"local_files_only": True, "trust_remote_code": False}
+        model, tokens = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options), None
         if text is not None:
-            tokens = AutoTokenizer.from_pretrained(source)(text, return_tensors="pt").input_ids
-    except (OSError, ValueError) as error:
+            tokens = AutoTokenizer.from_pretrained(folder, **options)(text, return_tensors="pt").input_ids
+    except (CheckpointError, OSError, ValueError) as error:
         raise AuditError(f"{source} cannot be loaded: {error}") from error
     return model, tokens
 
