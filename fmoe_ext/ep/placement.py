@@ -97,7 +97,7 @@ class Tables(NamedTuple):
     slots_by_rank: tuple[int, ...] | None  # [E]: the slots of each rank's experts; None: in order
     ways: tuple[int, ...]  # [E]: where its tokens go, chunk * W + rank
     ways_by_rank: tuple[int, ...] | None  # [W * C]: the ways to each rank; None: in order
-    local_numbers: tuple[int, ...]  # [E]: number of each expert among those of its rank
+    local_numbers: tuple[int, ...]  # [E]: each expert's index within its rank
 
 
 @functools.lru_cache(maxsize=256)  # the same in each forward, until experts move

@@ -104,7 +104,7 @@ def split(
 def _measure(
     layers: Sequence[nn.Module], sample: Tensors, rounds: int = 3
 ) -> tuple[list[_LayerCost], list[Boundary]]:
-    """Measure the cost of each layer, run on a copy, and what travels into the first, between them and out of the last.
+    """Measure a copy of each layer -> its costs, and the boundaries: the first input and the output of each layer.
 
     rounds: how often each is timed; 0 runs it once for its shapes and sizes.
     """

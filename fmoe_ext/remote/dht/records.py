@@ -1,8 +1,8 @@
 """Records that every node may carry and only their owner can write: signed with ed25519, ordered, mortal.
 
 A record says "this expert is at this endpoint until then". It lies under the key of its uid, and under the key of
-each prefix of the uid, which is how beam search finds it. The bytes that were signed are what travels, so that nobody
-has to write JSON twice in the same way.
+each prefix of the uid, which is how beam search finds it. The signed bytes themselves are sent, because two programs
+may write the same JSON in different ways.
     sequence  orders the records of one owner: the greater one holds, and an old copy cannot come back
     fence     is when the owner claimed the uid: of two owners with equally many nodes behind them the older one wins
     expires   ends the record, by the time on which the network agrees; who wants to keep a uid signs anew before that
