@@ -24,5 +24,5 @@ def test_small_model_passes_every_check(tmp_path):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sum(line.startswith("ok ") for line in done.stdout.splitlines()) == 11
+    assert sum(line.startswith("ok ") for line in done.stdout.splitlines()) == 10
     assert (tmp_path / "out/compress/compress.png").stat().st_size > 10_000
