@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,14 +48,16 @@ class WeightNames:
     unloaded: list[str]  # names in the files of what becomes no parameter (unloaded.py)
     shared: dict[str, str]  # {parameter: another that is tied to it and has the same tensor in the files}
 
-    def __init__(self, base: ModelFolder, model: Any, names: Iterable[str]) -> None:
-        """names: of the plain tensors in the files."""
+    def __init__(
+        self, base: ModelFolder, model: Any, names: Iterable[str], mapping: Sequence[Any] | None = None
+    ) -> None:
+        """names: of the plain tensors in the files. mapping: Transformers' steps, by default those of the model."""
         from transformers.core_model_loading import rename_source_key
 
         self._folder = base.folder
         self._tensors = base.tensors
         self._parameters = model.state_dict()
-        renamings, converters, self._converters = _table(model)
+        renamings, converters, self._converters = _table(model, mapping=mapping)
         self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)  # (pattern, name)
         self.unloaded = []
         arguments = model.base_model_prefix, self._parameters
@@ -252,13 +254,14 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _table(
-    model: Any, reverse: bool = False, add_legacy: bool = True
+    model: Any, reverse: bool = False, add_legacy: bool = True, mapping: Sequence[Any] | None = None
 ) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """(renamings, converters, {source pattern: converter}) of a model, from files to modules or the other way."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-    mapping = get_model_conversion_mapping(model, add_legacy=add_legacy and not reverse)
+    if mapping is None:
+        mapping = get_model_conversion_mapping(model, add_legacy=add_legacy and not reverse)
     if reverse:
         from transformers.core_model_loading import PrefixChange
 

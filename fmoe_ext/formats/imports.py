@@ -54,8 +54,10 @@ from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
 from fmoe_ext.checkpoint.unloaded import heads_in
 from fmoe_ext.checkpoint.weight_names import WeightNames, as_in_modules
 from fmoe_ext.experts import ClampedSwiGLU, GatedActivation, SharedExperts, SoftcappedSwiGLU
+from fmoe_ext.formats.heads import HEADS, TrainedHeads, WithHeads
 from fmoe_ext.formats.writing import HAD_ROUTER_LOGITS, UNLOADED, plan_export, write_files
 from fmoe_ext.huggingface.saving import MAX_SHARD_SIZE, card_of, replace_save_pretrained
+from fmoe_ext.huggingface.training import check_weight
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.tokens import current_batch, enter, leave, with_ids
 from fmoe_ext.transformer import FMoETransformerMLP
@@ -138,7 +140,7 @@ def _unloaded(model: Any, place: Path) -> dict[str, Tensor]:
     return {name: base.tensors[name].read() for name in names}
 
 
-def import_model(source: Any, **options: Any) -> Any:
+def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) -> Any:
     """Make the MoE layers of a Transformers model FMoETransformerMLPs with the same weights -> the model.
 
     source: a folder, or the name of a repository in the cache of the Hugging Face hub, for from_pretrained(source,
@@ -150,6 +152,8 @@ def import_model(source: Any, **options: Any) -> Any:
     model.save_pretrained() writes the format that the model came from, as export() does, with the tensors of its folder
     that Transformers does not load, as they were: heads for the tokens after the next. The gates have the balance
     loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
+    mtp_loss: train these heads too, as model.mtp: in train() the loss of a forward with labels has this weight times
+    theirs added, and they are saved as they are then (formats/heads.py). DeepSeek-V3 took 0.3, and 0.1 in the end.
     Raises CheckpointError for other models, for files that are truncated, damaged or outside of the folder, for
     tensors that are missing and for a folder of a PEFT adapter.
     Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
@@ -184,7 +188,13 @@ def import_model(source: Any, **options: Any) -> Any:
     place = family.in_modules.place
     if not blocks:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
-    setattr(model, UNLOADED, {} if folder is None else _unloaded(model, folder))
+    unloaded = {} if folder is None else _unloaded(model, folder)
+    trained = None
+    if mtp_loss is not None:
+        check_weight(mtp_loss)
+        trained = TrainedHeads(model, unloaded, mtp_loss)
+        unloaded = {name: value for name, value in unloaded.items() if name not in trained.shapes}
+    setattr(model, UNLOADED, unloaded)
     for name, block in blocks:
         layer = _converted(name, block, family, facts, activation)
         if place:
@@ -195,6 +205,9 @@ def import_model(source: Any, **options: Any) -> Any:
         else:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer)
+    if trained is not None:
+        setattr(model, HEADS, trained)
+        WithHeads(model)
     heed_attention_masks(model)
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -248,12 +261,18 @@ def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     own = model.state_dict().keys()
     for name in getattr(model, UNLOADED, ()):
         state_dict.pop(name, None)
+    heads: TrainedHeads | None = getattr(model, HEADS, None)
+    trained = {}
+    if prefix == "" and heads is not None and heads.shapes.keys() <= state_dict.keys():
+        values = {name: state_dict.pop(name) for name in heads.shapes}
+        trained = {f"{HEADS}.heads.{name}": v for name, v in heads.of_files(values, model).items()}
     if prefix == "" and not state_dict.keys() <= own:
         found = as_in_modules(model, state_dict)
         if is_huggingface(found):
             converted = from_huggingface(found, own)
             state_dict.clear()
             state_dict |= converted
+    state_dict |= trained
 
 
 def _converted(

@@ -26,6 +26,7 @@ from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
 from fmoe_ext.checkpoint.weight_names import as_in_modules, as_written
+from fmoe_ext.formats.heads import HEADS, TrainedHeads
 from fmoe_ext.gguf import architecture_for
 from fmoe_ext.gguf.vocabulary import read_vocabulary
 from fmoe_ext.gguf.writing import check_writable, write_gguf
@@ -99,8 +100,9 @@ def export(
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == _GGUF:
-                    heads, num_heads = heads_in_gguf(plan.unloaded, plan.target)
-                    tensors = to_huggingface(whole.tensors, plan.family.in_modules) | heads
+                    own, others = plan.parts(whole)
+                    heads, num_heads = heads_in_gguf(others, plan.target)
+                    tensors = to_huggingface(own, plan.family.in_modules) | heads
                     write_gguf(
                         unfinished / "model.gguf", tensors, plan.config, vocabulary, num_heads=num_heads
                     )
@@ -125,16 +127,27 @@ class Plan:
     target: Any  # Transformers' model of the format, on the meta device
     left_out: frozenset[str]  # names of tied tensors, which the files have once
     unloaded: Mapping[str, Tensor]  # of the model's folder, which Transformers does not load: heads
+    heads: TrainedHeads | None  # those of them that train; their values in `unloaded` are on the meta device
 
     @property
     def config(self) -> Any:
         return self.target.config
 
+    def parts(self, whole: Whole) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+        """Return the tensors of the model that Transformers has, and of the files those that it does not load."""
+        others = {name: StoredTensor.of(value) for name, value in self.unloaded.items()}
+        if self.heads is None:
+            return whole.tensors, others
+        trained = self.heads.in_files(whole.tensors, self.state.model)
+        others |= {name: tensor for name, tensor in trained.items() if name in others}
+        own = {name: t for name, t in whole.tensors.items() if not name.startswith(f"{HEADS}.")}
+        return own, others
+
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
         """Return the tensors of Hugging Face's files."""
-        tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
-        written = as_written(self.target, to_huggingface(tensors, self.family.in_modules))
-        return written | {name: StoredTensor.of(t) for name, t in self.unloaded.items()}
+        own, others = self.parts(whole)
+        tensors = {name: tensor for name, tensor in own.items() if name not in self.left_out}
+        return as_written(self.target, to_huggingface(tensors, self.family.in_modules)) | others
 
 
 def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
@@ -200,7 +213,10 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     family = FAMILIES[format if text is values else text["model_type"]]
     facts, moe = facts_of_layers(state, family)
     config = _make_config(family, text, facts, moe)
-    unloaded: Mapping[str, Tensor] = getattr(ours, UNLOADED, {})
+    unloaded: dict[str, Tensor] = dict(getattr(ours, UNLOADED, {}))
+    trained: TrainedHeads | None = getattr(ours, HEADS, None)
+    if trained is not None:
+        unloaded |= {name: torch.empty(shape, device="meta") for name, shape in trained.shapes.items()}
     placed: Mapping[str, Tensor] = unloaded if values["model_type"] == format else {}
     if is_gguf:
         architecture = architecture_for(format)
@@ -223,6 +239,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
+        if trained is None or not name.startswith(f"{HEADS}.")
     }
     describe(config, ours, usual_dtype(shapes.values()))
     if getattr(ours, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
@@ -231,11 +248,11 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         without_heads(config)
     tied: frozenset[str] = frozenset()
     if getattr(config, "tie_word_embeddings", False):
-        tied = frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
+        tied = frozenset(name for name in shapes if state.name_of(state.tensors[name]) != name)
     target = _target(to_huggingface(shapes, family.in_modules), config, ours, tied)
     if is_gguf:
         check_writable(target.config)
-    return Plan(state, family, target, tied, placed)
+    return Plan(state, family, target, tied, placed, trained)
 
 
 def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:

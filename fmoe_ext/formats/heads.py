@@ -1,0 +1,188 @@
+"""Heads for the tokens after the next (MTP) that train with their model: import_model(folder, mtp_loss=weight).
+
+Head k of D takes at position i what head k - 1 says there (the model, for the first), h, and the embedding of token
+i + k. A block like the model's own and the model's own output layer then predict the token behind that one:
+
+    h'_i = eh_proj [enorm Emb(t[i+k]); hnorm h_i]      2 d_model -> d_model
+    h_i  = post_norm block(h')_i                       causal over the positions
+    loss = weight / D * sum over k of the mean over i of -log softmax(lm_head h_i)[t[i+k+1]]
+
+as in DeepSeek-V3, section 2.2: https://arxiv.org/abs/2412.19437. The modules are those with which Transformers drafts in
+generate(use_mtp=True), MtpModel; the forward of that class samples tokens, and its own loss does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmoe_ext import huggingface
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_layers import InFiles
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.unloaded import heads_in
+from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
+from fmoe_ext.model_files import experts_modules
+
+HEADS = "mtp"  # attribute of a model whose heads train
+# Copies of the model's embeddings and output layer that some files have in a head
+_EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "shared_head.head.weight"
+_IGNORED_LABEL = -100
+
+
+class TrainedHeads(nn.Module):
+    """Heads of an imported model, its attribute `mtp`: their loss joins the model's in train().
+
+    `last_loss` is that of the last forward, without the weight.
+    """
+
+    last_loss: Tensor | None = None
+
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """tensors: {name in the files: value} that the model does not load. Raises CheckpointError without heads."""
+        super().__init__()
+        from transformers.modeling_layers import MtpModel
+
+        kind = type(model).__name__
+        names = heads_in(tensors, model.config)
+        if not names:
+            raise CheckpointError(f"mtp_loss={weight}: the files of this {kind} have no heads for later tokens")
+        count = getattr(model.config.get_text_config(), "num_mtp_layers", None)
+        if not count:
+            raise CheckpointError(
+                f"mtp_loss={weight}: Transformers has no modules for the heads of {kind}, nor generate(use_mtp=True). "
+                "Leave mtp_loss out: the heads are then saved as they were"
+            )
+        try:
+            with torch.device("meta"):
+                heads = MtpModel(model, count)
+        except (AttributeError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"mtp_loss={weight}: Transformers makes no heads of this {kind}: {error!r}"
+            ) from error
+        for part in ("embed_tokens", "shared_head"):  # the model has them already
+            del heads._modules[part]
+        self.weight = weight
+        self.shapes = {name: tuple(tensors[name].shape) for name in names}
+        own = {name: tensors[name] for name in names if not name.endswith((_EMBEDDINGS, _OUTPUT))}
+        files: Any = SimpleNamespace(folder=model.name_or_path, tensors=own)
+        found = WeightNames(files, heads, own, heads.get_weight_conversions(model))
+        self.whole = {parameter: name for name, parameter in found.renamed.items()}
+        self.experts: dict[str, InFiles] = {}
+        for path, module in experts_modules(heads).items():
+            for parameter in (f"{path}.{up_of(module)}", f"{path}.down_proj"):
+                if parameter not in self.whole and (in_files := found.experts(parameter)) is not None:
+                    self.experts[parameter] = in_files
+        known = {*self.whole.values(), *(n for of in self.experts.values() for one in of.names for n in one)}
+        missing, unexpected = heads.load_state_dict(self.of_files(own, model), strict=False, assign=True)
+        unknown = [*(own.keys() - known), *missing, *unexpected]
+        unknown += [name for name, buffer in heads.named_buffers() if buffer.is_meta]
+        if unknown or any(in_files.interleaved for in_files in self.experts.values()):
+            raise CheckpointError(
+                f"mtp_loss={weight}: it is not known how the files make the heads of this {kind}: {min(unknown)}"
+            )
+        self.heads = (huggingface.use(heads) if self.experts else heads).train(model.training)
+
+    def of_files(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+        """Return {parameter or buffer of the heads: value} of tensors in the files, on the model's device."""
+        like = next(model.parameters())
+        state = {parameter: tensors[name] for parameter, name in self.whole.items()}
+        for parameter, in_files in self.experts.items():
+            stacked = [torch.cat([tensors[name] for name in names], -2) for names in in_files.names]
+            value = stacked[0] if in_files.is_stack else torch.stack(stacked)
+            state[parameter] = value.mT.contiguous() if in_files.transposed else value
+        # vectors of routers that the files have in float32 stay so
+        return {
+            name: value.to(like.device, like.dtype if value.dim() > 1 else value.dtype)
+            for name, value in state.items()
+        }
+
+    def in_files(self, whole: Mapping[str, StoredTensor], model: Any) -> dict[str, StoredTensor]:
+        """Return {name in the files: tensor} of the heads. whole: {name: tensor} of the model on one rank."""
+        begin = f"{HEADS}.heads."
+        out = {name: whole[begin + parameter] for parameter, name in self.whole.items()}
+        for parameter, in_files in self.experts.items():
+            stored = whole[begin + parameter]  # [E, *, *]
+            for e, names in enumerate(in_files.names[:1] if in_files.is_stack else in_files.names):
+                first = 0
+                for name in names:
+                    rows = self.shapes[name][-2]
+
+                    def read(e: int = e, first: int = first, rows: int = rows, of=in_files, s=stored) -> Tensor:
+                        value = s.read() if of.is_stack else s.rows(e, e + 1)[0]
+                        return (value.mT if of.transposed else value).narrow(-2, first, rows).contiguous()
+
+                    out[name] = StoredTensor(self.shapes[name], stored.dtype, read)
+                    first += rows
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
+        for end, layer in ((_EMBEDDINGS, model.get_input_embeddings()), (_OUTPUT, model.get_output_embeddings())):
+            out |= {name: whole[own[id(layer.weight)]] for name in self.shapes if name.endswith(end)}
+        return out
+
+    def loss(self, model: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """Compute the loss without its weight.
+
+        hidden [B, L, D]: what the model's output layer gets. kwargs: of the model's forward: input_ids and labels
+        [B, L], position_ids, which begin anew where another document does, and num_items_in_batch.
+        """
+        ids, labels, positions = (kwargs.get(name) for name in ("input_ids", "labels", "position_ids"))
+        mask = kwargs.get("attention_mask")
+        is_text = all(value is None for name, value in kwargs.items() if name.startswith(("pixel_", "input_feat")))
+        if ids is None or labels is None or not is_text:
+            raise ValueError("mtp_loss needs input_ids and labels by name, of text: heads embed the tokens that follow")
+        if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
+            raise ValueError("mtp_loss takes padding on the right alone: set tokenizer.padding_side = 'right'")
+        B, L = ids.shape
+        if positions is None:
+            positions = torch.arange(L, device=ids.device)[None]
+        heads, items = self.heads, kwargs.get("num_items_in_batch")
+        # the model's own as they are now, and not as modules of the heads: their parameters are the model's
+        heads.__dict__ |= {
+            "embed_tokens": model.get_input_embeddings(),
+            "shared_head": model.get_output_embeddings(),
+        }
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for k in range(1, len(heads.layers) + 1):
+            n = L - k - 1  # positions with a token to predict
+            if n < 1:
+                break
+            hidden = heads.forward_layer(k - 1, hidden[:, :n], positions[:, :n] + k, None, ids[:, k : k + n])
+            logits = heads._project_to_logits(hidden)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            is_same = positions[:, k + 1 :] == positions[:, :n] + k + 1  # document
+            target = labels[:, k + 1 :].masked_fill(~is_same, _IGNORED_LABEL).to(logits.device)
+            count = target.ne(_IGNORED_LABEL).sum() if items is None else torch.as_tensor(items)
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+            total = total + loss / count.clamp(min=1).to(loss.device)
+        return total / len(heads.layers)
+
+
+class WithHeads:
+    """Hooks that add the heads' loss to what a model's forward returns; an object, to be pickled and copied."""
+
+    def __init__(self, model: Any) -> None:
+        self.hidden: Tensor | None = None
+        model.get_decoder().register_forward_hook(self.see)
+        model.register_forward_hook(self.add, with_kwargs=True)
+
+    def see(self, decoder: nn.Module, args: Any, output: Any) -> None:
+        self.hidden = output[0] if decoder.training and torch.is_grad_enabled() else None
+
+    def add(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden, self.hidden = self.hidden, None
+        if hidden is None or not model.training:
+            return None
+        heads: TrainedHeads = getattr(model, HEADS)
+        if args:
+            kwargs = {"input_ids": args[0], **kwargs}
+        loss = heads.loss(model, hidden, kwargs)
+        heads.last_loss = loss.detach()
+        if isinstance(output, tuple):
+            return (output[0] + heads.weight * loss, *output[1:])
+        output["loss"] = output["loss"] + (heads.weight * loss).to(output["loss"].dtype)
+        return output
