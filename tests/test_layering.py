@@ -57,7 +57,7 @@ ROOMS = {
     "cpu": (),
     "doctor": ("audit", "checkpoint", "model_files"),
     "finetune": ("checkpoint", "frozen", "gguf", "huggingface", "model_files"),
-    "formats": ("checkpoint", "frozen", "gguf", "huggingface", "model_files"),
+    "formats": ("checkpoint", "finetune", "frozen", "gguf", "huggingface", "model_files"),
     "frozen": (),
     "gguf": ("checkpoint", "frozen"),
     "gpu": ("frozen", "testing"),

@@ -6,6 +6,7 @@ them from the one that the model came from.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,16 @@ def heads_in(names: Iterable[str], config: Any) -> list[str]:
     depth = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
     matches = {name: _HEAD.match(name) for name in names}
     return [name for name, match in matches.items() if match and (not match[1] or int(match[1]) >= depth)]
+
+
+def worded(names: Iterable[str], config: Any) -> str:
+    """Name tensors by the layers of heads that they are of, and the others one by one, for a message."""
+    names = sorted(names)
+    heads = {*heads_in(names, config)}
+    layers = Counter(re.sub(r"(.*\blayers\.\d+)\..*|(.*\bmtp(?:_\w+)?)\..*", r"\1\2", name) for name in heads)
+    found = [f"{count} of {layer}" for layer, count in sorted(layers.items())]
+    text = f"heads for the tokens after the next ({', '.join(found)})" if found else ""
+    return ", ".join(filter(None, [text, *(name for name in names if name not in heads)]))
 
 
 def without_heads(config: Any) -> None:

@@ -105,6 +105,12 @@ class Cut:
                 if weight is None:
                     raise CheckpointError(f"{base.folder} has no tensors of experts for {path}")
                 for e, names in enumerate(weight.names):
+                    if not weight.is_stack and any(f".{e}." not in name for name in names):
+                        # ERNIE 4.5 VL: in the files they have numbers behind those of the experts of text
+                        raise CheckpointError(
+                            f"{base.folder}: {path} has experts for images ({names[0]}), which no text is sent to, so "
+                            "that nothing says which of them are needed: fmoe export makes such a model smaller"
+                        )
                     if weight.is_stack:
                         self._stacks |= dict.fromkeys(names, path)
                     else:

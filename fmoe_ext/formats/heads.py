@@ -7,8 +7,8 @@ i + k. A block like the model's own and the model's own output layer then predic
     h_i  = post_norm block(h')_i                       causal over the positions
     loss = weight / D * sum over k of the mean over i of -log softmax(lm_head h_i)[t[i+k+1]]
 
-as in DeepSeek-V3, section 2.2: https://arxiv.org/abs/2412.19437. The modules are those with which Transformers drafts in
-generate(use_mtp=True), MtpModel; the forward of that class samples tokens, and its own loss does not run.
+as in DeepSeek-V3, section 2.2: https://arxiv.org/abs/2412.19437. The modules are those with which Transformers drafts
+in generate(use_mtp=True), MtpModel; the forward of that class samples tokens, and its own loss does not run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class TrainedHeads(nn.Module):
         kind = type(model).__name__
         names = heads_in(tensors, model.config)
         if not names:
-            raise CheckpointError(f"mtp_loss={weight}: the files of this {kind} have no heads for later tokens")
+            raise CheckpointError(
+                f"mtp_loss={weight}: the files of this {kind} have no heads for later tokens"
+            )
         count = getattr(model.config.get_text_config(), "num_mtp_layers", None)
         if not count:
             raise CheckpointError(
@@ -113,14 +115,20 @@ class TrainedHeads(nn.Module):
                 for name in names:
                     rows = self.shapes[name][-2]
 
-                    def read(e: int = e, first: int = first, rows: int = rows, of=in_files, s=stored) -> Tensor:
-                        value = s.read() if of.is_stack else s.rows(e, e + 1)[0]
+                    def read(
+                        e: int = e, first: int = first, rows: int = rows, parameter: str = parameter
+                    ) -> Tensor:
+                        stored, of = whole[begin + parameter], self.experts[parameter]
+                        value = stored.read() if of.is_stack else stored.rows(e, e + 1)[0]
                         return (value.mT if of.transposed else value).narrow(-2, first, rows).contiguous()
 
                     out[name] = StoredTensor(self.shapes[name], stored.dtype, read)
                     first += rows
         own = {id(parameter): name for name, parameter in model.named_parameters()}
-        for end, layer in ((_EMBEDDINGS, model.get_input_embeddings()), (_OUTPUT, model.get_output_embeddings())):
+        for end, layer in (
+            (_EMBEDDINGS, model.get_input_embeddings()),
+            (_OUTPUT, model.get_output_embeddings()),
+        ):
             out |= {name: whole[own[id(layer.weight)]] for name in self.shapes if name.endswith(end)}
         return out
 
@@ -132,11 +140,17 @@ class TrainedHeads(nn.Module):
         """
         ids, labels, positions = (kwargs.get(name) for name in ("input_ids", "labels", "position_ids"))
         mask = kwargs.get("attention_mask")
-        is_text = all(value is None for name, value in kwargs.items() if name.startswith(("pixel_", "input_feat")))
+        is_text = all(
+            value is None for name, value in kwargs.items() if name.startswith(("pixel_", "input_feat"))
+        )
         if ids is None or labels is None or not is_text:
-            raise ValueError("mtp_loss needs input_ids and labels by name, of text: heads embed the tokens that follow")
+            raise ValueError(
+                "mtp_loss needs input_ids and labels by name, of text: heads embed the tokens that follow"
+            )
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
-            raise ValueError("mtp_loss takes padding on the right alone: set tokenizer.padding_side = 'right'")
+            raise ValueError(
+                "mtp_loss takes padding on the right alone: set tokenizer.padding_side = 'right'"
+            )
         B, L = ids.shape
         if positions is None:
             positions = torch.arange(L, device=ids.device)[None]

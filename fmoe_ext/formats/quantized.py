@@ -1,7 +1,8 @@
 """Quantise a float folder: its weights rounded to a packing, as GGUF or as a folder with Transformers' names.
 
-Of each matrix the nearest values are taken (frozen.quantize), without a text. Packed are the experts, and the linear
-layers of the layers that have experts' names around them; embeddings, the head, routers and norms stay as they are. A
+Of each matrix the nearest values are taken (frozen.quantize), under scales that a text may choose (calibration.py).
+Packed are the experts, and the linear layers of the layers that have experts' names around them; embeddings, the head,
+routers and norms stay as they are. A
 matrix is read, packed and written before the next one, so that memory holds an expert in float32 and, for GGUF, the
 packed experts of one weight of a layer. A call that ended early goes on with the files that are whole.
 """
@@ -9,6 +10,7 @@ packed experts of one weight of a layer. A call that ended early goes on with th
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +27,12 @@ from fmoe_ext.checkpoint.files import fingerprint, path_of_unfinished, read_json
 from fmoe_ext.checkpoint.methods.packings import PACKINGS, Packing
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, check_is_free, continued, write_model_files
-from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
+from fmoe_ext.checkpoint.unloaded import heads_in, without_heads, worded
 from fmoe_ext.checkpoint.weight_names import as_in_modules, up_of
+from fmoe_ext.finetune.text import sequences
+from fmoe_ext.formats.calibration import measure
 from fmoe_ext.formats.writing import heads_in_gguf, tokenizer_files
+from fmoe_ext.frozen.quantized import FITTED
 from fmoe_ext.gguf.vocabulary import read_vocabulary
 from fmoe_ext.gguf.writing import PACKED, check_writable, write_gguf
 from fmoe_ext.model_files import FolderModel, experts_modules, linear_layers, open_model
@@ -52,14 +57,28 @@ class Report(NamedTuple):
     bytes_before: int
     bytes_after: int
     left_out: list[str]  # names of tensors that the format has no place for
+    left_out_text: str  # the same, by the layers of heads
     has_vocabulary: bool
 
 
-def export_quantized(source: str | Path, out: str | Path, to: str, type: str) -> Report:
+def export_quantized(
+    source: str | Path,
+    out: str | Path,
+    to: str,
+    type: str,
+    *,
+    tokens: torch.Tensor | None = None,
+    seq_len: int = 512,
+    batch: int = 8,
+    memory: int | str = "auto",
+) -> Report:
     """Write a float folder in packed weights; the folder is only read.
 
     source: of Transformers, or a name in the cache of the Hugging Face hub. out: a new folder; for "gguf" it has
     model.gguf, with the vocabulary of the folder's tokenizer. type: a name in TYPES.
+    tokens: ids [N] int64 of a text like those the model is for, by which scales are chosen so that the errors of
+    inputs that are large in it weigh more; for types in FITTED. It is read in sequences of seq_len, a batch of them for
+    each pass over the files, by a model that is streamed within `memory`.
     Raises CheckpointError for a type that the target does not have, for folders that are packed already, for experts
     whose rows are no whole blocks and for models that llama.cpp computes otherwise, before anything is written.
     """
@@ -79,30 +98,46 @@ def export_quantized(source: str | Path, out: str | Path, to: str, type: str) ->
     if not isinstance(files, FolderModel):
         raise CheckpointError(f"{files.path} is a GGUF file: give the float folder that it was made of")
     files.base.check_plain()
+    if tokens is not None and type not in FITTED:
+        others = ", ".join(sorted({*FITTED} & {*TYPES}))
+        raise CheckpointError(
+            f"--type {type} leaves no choice to a text: leave the text out, or take --type {others}"
+        )
     job = (_Gguf if to == "gguf" else _Packed)(files, type)
-    about = {"files": [fingerprint(file) for file in files.inputs], "choices": [to, type]}
+    about: dict[str, Any] = {"files": [fingerprint(file) for file in files.inputs], "choices": [to, type]}
+    calibrated = None
+    if tokens is not None:
+        num_experts = max(int(module.num_experts) for module in job.experts.values())
+        text, _ = sequences(tokens, seq_len, 0, num_experts, files.config.get_text_config().vocab_size)
+        digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+        about["text"] = [digest, seq_len, batch]
+        calibrated = f"{text.numel():,} tokens of a text, SHA-256 of its token ids `{digest}`"
     with continued(out, "exporting", about) as unfinished:
+        if tokens is not None:
+            job.calibrate(text.split(batch), memory)
         counts = job.write(unfinished.folder)
         before = sum(tensor.num_bytes for tensor in files.base.tensors.values())
         written = [file for file in unfinished.folder.iterdir() if file.suffix in (".gguf", ".safetensors")]
         after = sum(file.stat().st_size for file in written)
         left = job.left_out
+        text_option = "" if tokens is None else " --text TEXT"
         card = render_card(
             out.name,
             "A model whose weights are rounded to the nearest values of a packing.",
             files.path,
             {
                 "packing": type,
+                "scales chosen by": calibrated,
                 "tensors": ", ".join(f"{count} {name}" for name, count in counts.items()),
                 "bytes": f"{before:,} -> {after:,}",
-                "left out": f"{len(left)} tensors, as {left[0]}" if left else None,
+                "left out": worded(left, files.config) or None,
             },
-            f"fmoe export {shown(files.path)} --to {to} --type {type} -o {out.name}",
+            f"fmoe export {shown(files.path)} --to {to} --type {type}{text_option} -o {out.name}",
             library="gguf" if to == "gguf" else "transformers",
             tags=["quantized", type],
         )
         write_card(unfinished.folder, card)
-    return Report(counts, before, after, left, job.has_vocabulary)
+    return Report(counts, before, after, left, worded(left, files.config), job.has_vocabulary)
 
 
 class _Job:
@@ -130,6 +165,20 @@ class _Job:
             if name.startswith(stems) and layer is not head and min(layer.weight.shape) > 1
         }
         self.left_out = []
+        # {parameter: mean squares of its inputs in a text}, in float32 that broadcasts to the parameter
+        self.importance: dict[str, torch.Tensor] = {}
+
+    def calibrate(self, batches: tuple[torch.Tensor, ...], memory: int | str) -> None:
+        """Measure the inputs of the weights to pack in a text; batches: ids [B, L]."""
+        weights = {}
+        for path, layer in self.files.of(self.skeleton).layers.items():
+            for part, leaf in (("w1", up_of(self.experts[path])), ("w2", "down_proj")):
+                weights[f"{path}.{leaf}"] = _by_expert(layer.parts[part], layer.num_experts)
+        for parameter, found in measure(self.files, self.linear, weights, batches, memory).items():
+            if parameter in weights and self.experts[parameter.rpartition(".")[0]].is_transposed:
+                self.importance[parameter] = found[:, :, None]
+            else:
+                self.importance[parameter] = found[..., None, :]
 
 
 class _Packed(_Job):
@@ -143,6 +192,7 @@ class _Packed(_Job):
         # GPT-OSS's own packing: stacks of experts, whose linear layers stay
         self.is_stack = type == "mxfp4" and family is not None and family.files.interleaved
         self.wanted: set[str] = set()  # names in the files of the weights to pack
+        self.place: dict[str, tuple[str, int | None]] = {}  # {name of these: (parameter, expert)}
         for weight in (
             f"{path}.{leaf}" for path, m in self.experts.items() for leaf in (up_of(m), "down_proj")
         ):
@@ -166,11 +216,22 @@ class _Packed(_Job):
                     f"{type} has them: take --type fp8"
                 )
             self.wanted |= {name for of_expert in found.names for name in of_expert}
+            for e, of_expert in enumerate(found.names):
+                self.place |= {name: (weight, None if found.is_stack else e) for name in of_expert}
         self.of_experts = frozenset(self.wanted)
         for name, parameter in self.names.renamed.items() if not self.is_stack else ():
             layer = self.linear.get(parameter)
             if layer is not None and name.endswith(".weight") and layer.in_features % block == 0:
                 self.wanted.add(name)
+                self.place[name] = parameter, None
+
+    def inputs(self, name: str) -> torch.Tensor | None:
+        """Return the importance [1, in] of the rows of a matrix, [E, in, 1] of a stack; None without a text."""
+        parameter, e = self.place[name]
+        found = self.importance.get(parameter)
+        if found is None or e is None:
+            return found
+        return found[e].view(1, -1)  # whatever the order in memory: files have [out, in]
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return {name: tensor} of the packed folder, in the order of the files."""
@@ -188,11 +249,11 @@ class _Packed(_Job):
         found: dict[str, StoredTensor] = {}
         for name, tensor in base.items():
             if self.is_stack and name in self.of_experts:
-                found |= _stack_in_mxfp4(name, tensor)
+                found |= _stack_in_mxfp4(name, tensor, self.inputs(name))
             elif name not in group_of:
                 found[name] = tensor
             elif name == group_of[name][0]:
-                found |= _packed_group(base, group_of[name], self.packing)
+                found |= _packed_group(base, group_of[name], self.packing, self.inputs(name))
         return found
 
     def write(self, work: Path) -> dict[str, int]:
@@ -213,12 +274,20 @@ class _Packed(_Job):
 
 
 def _packed_group(
-    base: Mapping[str, StoredTensor], names: Sequence[str], packing: Packing
+    base: Mapping[str, StoredTensor],
+    names: Sequence[str],
+    packing: Packing,
+    importance: torch.Tensor | None,
 ) -> dict[str, StoredTensor]:
-    """Return {name: tensor} of matrices that are packed together, read and packed when the first is written."""
+    """Return {name: tensor} of matrices that are packed together, read and packed when the first is written.
 
-    def parts_of(weights: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        packed = frozen.quantize(torch.cat([w.float() for w in weights])[None], packing.format)
+    They have the same inputs, whose importance is [1, in].
+    """
+
+    def parts_of(
+        weights: Sequence[torch.Tensor], importance: torch.Tensor | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        packed = frozen.quantize(torch.cat([w.float() for w in weights])[None], packing.format, importance)
         if len(weights) == 1:
             return [packing.tensors(packed)]
         found, begin = [], 0
@@ -231,7 +300,7 @@ def _packed_group(
     # the tensors of a matrix follow each other in a file: they are packed once
     @functools.lru_cache(maxsize=1)
     def read() -> list[dict[str, torch.Tensor]]:
-        return parts_of([base[name].read() for name in names])
+        return parts_of([base[name].read() for name in names], importance)
 
     found: dict[str, StoredTensor] = {}
     shapes = parts_of([torch.empty(base[name].shape, device="meta") for name in names])
@@ -249,14 +318,17 @@ def _packed_group(
     return found
 
 
-def _stack_in_mxfp4(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+def _stack_in_mxfp4(
+    name: str, tensor: StoredTensor, importance: torch.Tensor | None
+) -> dict[str, StoredTensor]:
     """Return {name: tensor} of stacked experts [E, in, out] as GPT-OSS's files have them."""
     E, columns, rows = tensor.shape
 
     def stored(leaf: str, shape: tuple[int, ...]) -> StoredTensor:
         def parts() -> Iterator[torch.Tensor]:
             for e in range(E):
-                packed = frozen.quantize(tensor.rows(e, e + 1).mT.float().contiguous(), "mxfp4")
+                weight = tensor.rows(e, e + 1).mT.float().contiguous()
+                packed = frozen.quantize(weight, "mxfp4", None if importance is None else importance[e].mT)
                 yield getattr(packed, leaf)
 
         return StoredTensor(shape, torch.uint8, lambda: torch.cat([*parts()]), parts=parts)
@@ -322,7 +394,13 @@ class _Gguf(_Job):
     def write(self, work: Path) -> dict[str, int]:
         with path_of_unfinished(work / "model.gguf") as file:
             return write_gguf(
-                file, self.tensors, self.files.config, self.vocabulary, self.packings, self.num_heads
+                file,
+                self.tensors,
+                self.files.config,
+                self.vocabulary,
+                self.packings,
+                self.num_heads,
+                self.importance,
             )
 
 

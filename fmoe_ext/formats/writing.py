@@ -24,7 +24,7 @@ from fmoe_ext.checkpoint.routing import facts_of_layers, hidden_acts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
-from fmoe_ext.checkpoint.unloaded import heads_in, without_heads
+from fmoe_ext.checkpoint.unloaded import heads_in, without_heads, worded
 from fmoe_ext.checkpoint.weight_names import as_in_modules, as_written
 from fmoe_ext.formats.heads import HEADS, TrainedHeads
 from fmoe_ext.gguf import architecture_for
@@ -225,7 +225,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     if lost := unloaded.keys() - placed.keys():
         warnings.warn(
             f"{_GGUF if is_gguf else format} has no place for {len(lost)} tensors of the folder that Transformers does "
-            f"not load, as {min(lost)}: they are left out",
+            f"not load, {worded(lost, ours.config)}: they are left out",
             stacklevel=3,
         )
     if text is not values:

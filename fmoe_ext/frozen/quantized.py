@@ -11,6 +11,7 @@ from fmoe_ext.frozen.formats.base import Shape
 
 # Added to the number of a format for operators that may compute in integers, as in csrc/frozen_weight.h.
 _INTEGERS = 64
+FITTED = tuple(name for name, kind in FORMATS.items() if kind.is_fitted)
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,16 @@ def gates_first(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
 
 
-def quantize(weight: torch.Tensor, format: str) -> Quantized:
+def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None = None) -> Quantized:
     """Round a weight [E, out, in] to the nearest values of a format, a name in FORMATS.
 
-    No calibration: each scale comes from the largest magnitude of its block. int4 has groups of 32, symmetric; nf4
-    blocks of 64, without nested scales. Raises ValueError for an unknown format, and for rows that are no whole blocks.
+    Each scale comes from the largest magnitude of its block. int4 has groups of 32, symmetric; nf4 blocks of 64,
+    without nested scales.
+    importance: of each value, float that broadcasts to the weight, as [E, 1, in] for the mean square of each input:
+    scales are then chosen among some for the least sum of importance * error^2, which no block has more of than
+    without. For the formats in FITTED.
+    Raises ValueError for an unknown format, for rows that are no whole blocks, and for an importance of other formats
+    or shapes, or with negative numbers.
 
     Example:
 
@@ -154,4 +160,17 @@ def quantize(weight: torch.Tensor, format: str) -> Quantized:
         raise ValueError(
             f"rows of {format} must be whole blocks of {kind.block}, but got shape {list(weight.shape)}"
         )
-    return Quantized(format, *kind.pack(weight.detach().float()))
+    values = weight.detach().float()
+    if importance is None:
+        return Quantized(format, *kind.pack(values))
+    if not kind.is_fitted:
+        raise ValueError(f"{format} leaves no choice to an importance: {', '.join(FITTED)} do")
+    if not bool((importance >= 0).all()):
+        raise ValueError("an importance must be 0 or more everywhere")
+    try:
+        of_values = importance.float().expand(weight.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"importance must broadcast to {list(weight.shape)}, but got {list(importance.shape)}"
+        ) from None
+    return Quantized(format, *kind.pack(values, of_values))

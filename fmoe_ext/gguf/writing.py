@@ -6,6 +6,7 @@ name and layout (transforms.py). Each is a StoredTensor that is read and rearran
 holds one at a time, and an expert of those that are packed.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
@@ -20,10 +21,12 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.frozen.quantized import FITTED
 from fmoe_ext.gguf.architecture import HEADS, Architecture, first_layer
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.metadata import FREQUENCIES, architecture_for
 from fmoe_ext.gguf.packings import SCALED, rows_of
+from fmoe_ext.gguf.transforms import TensorTransform
 from fmoe_ext.gguf.vocabulary import Vocabulary
 
 _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
@@ -34,6 +37,7 @@ PACKED = MappingProxyType(
 )
 _WIDER = "q8_0"  # for rows that are no whole blocks of another packing, as llama.cpp's own tool does
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_TENSORS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def check_writable(config: Any) -> Architecture:
@@ -63,22 +67,24 @@ def write_gguf(
     vocabulary: Vocabulary | None = None,
     packings: Mapping[str, str] = _NOTHING,
     num_heads: int = 0,
+    importance: Mapping[str, torch.Tensor] = _NO_TENSORS,
 ) -> dict[str, int]:
     """Write a model in Transformers' names in memory to one file, a tensor at a time -> {type: number of tensors}.
 
     path: a file that does not exist. vocabulary: None for a file that takes token ids alone. packings: {name in
     Transformers: a name in PACKED} of weights to round to the nearest values; experts are read by their parts().
+    importance: {name in Transformers: how much the errors of values count}, float that broadcasts to the weight.
     num_heads: layers behind those of the configuration that are heads for the tokens after the next.
     float64 becomes float32. Raises CheckpointError for what llama.cpp has no place for.
     """
     gguf = _import_gguf()
     float32 = gguf.GGMLQuantizationType.F32
     architecture = check_writable(config)
-    named = _parts(tensors, architecture, config, packings)
-    types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing) in named.items()}
+    named = _parts(tensors, architecture, config, packings, importance)
+    types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing, _) in named.items()}
     writer = gguf.GGUFWriter(path, architecture.name)
     try:
-        with explained(path, sum(tensor.num_bytes for tensor, _ in named.values())):
+        with explained(path, sum(tensor.num_bytes for tensor, *_ in named.values())):
             write_facts(writer, config, architecture, num_heads)
             if packings:
                 writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -88,7 +94,7 @@ def write_gguf(
                 writer.add_tokenizer_model("no_vocab")
             else:
                 vocabulary.write(writer)
-            for name, (tensor, _) in named.items():
+            for name, (tensor, *_) in named.items():
                 kind = gguf.GGMLQuantizationType[types[name]]
                 block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
                 num_bytes = math.prod(tensor.shape) // block * block_bytes
@@ -99,8 +105,8 @@ def write_gguf(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, (tensor, _) in named.items():
-                for values in _values(tensor, types[name].lower()):
+            for name, (tensor, _, weighs) in named.items():
+                for values in _values(tensor, types[name].lower(), weighs):
                     writer.write_tensor_data(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     finally:
         with suppress(OSError):  # of buffers that a full disk did not take, which has been said
@@ -130,15 +136,20 @@ def _factors_of(name: str) -> str:
     return f"{name.removesuffix('weight')}scale"
 
 
-def _values(tensor: StoredTensor, kind: str) -> Iterator[torch.Tensor]:
-    """Yield what a file has of a tensor of a type, an expert in memory at a time where it is packed."""
+def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None) -> Iterator[torch.Tensor]:
+    """Yield what a file has of a tensor of a type, an expert in memory at a time where it is packed.
+
+    weighs: the importance of its values, of the same shape.
+    """
     if kind not in PACKED:
         dtype = next(dtype for dtype, name in _NAMES.items() if name.lower() == kind)
         yield tensor.read().to(dtype)
         return
     rows, factors = [], []
-    for part in tensor.parts():
-        packed = frozen.quantize(part if part.dim() == 3 else part[None], kind)
+    by = itertools.repeat(None) if weighs is None or kind not in FITTED else weighs.parts()
+    for part, of_part in zip(tensor.parts(), by, strict=False):
+        rank = (None,) * (3 - part.dim())
+        packed = frozen.quantize(part[rank], kind, None if of_part is None else of_part[rank])
         rows.append(rows_of(packed))
         if packed.zero is not None:
             factors.append(packed.zero[:, 0, 0])
@@ -154,29 +165,55 @@ def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads:
     add[list] = writer.add_array
     fields = architecture.fields(config)
     if num_heads:
-        fields |= {"block_count": fields["block_count"] + num_heads, HEADS: num_heads}
+        blocks = fields["block_count"]
+        fields |= {"block_count": blocks + num_heads, HEADS: num_heads}
+        # one item a block: which have indexers (glm-dsa), as heads do
+        lists = {
+            key: value for key, value in fields.items() if isinstance(value, list) and len(value) == blocks
+        }
+        fields |= {key: value + [True] * num_heads for key, value in lists.items()}
     for key, value in fields.items():
         add[type(value)](f"{architecture.name}.{key}", value)
 
 
+def _in_file(
+    source: StoredTensor, transform: TensorTransform, i: int, shape: tuple[int, ...]
+) -> StoredTensor:
+    """Return part i of a tensor as a file has it; of stacked experts its parts() are one expert each."""
+    # Each part reads the tensor again: kept, it would stay in memory until the last part is written
+    read = lambda: transform.write(source.read())[i]  # noqa: E731
+    parts = None
+    if "_exps." in transform.parts[i]:  # of which an expert is written as all are
+        parts = lambda: (transform.write(one)[i] for one in source.parts())  # noqa: E731
+    return StoredTensor(shape, source.dtype, read, parts=parts)
+
+
 def _parts(
-    tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Any, packings: Mapping[str, str]
-) -> dict[str, tuple[StoredTensor, str | None]]:
-    """Return {name in the file: (tensor, its packing)} of a model's tensors."""
-    named: dict[str, tuple[StoredTensor, str | None]] = {}
+    tensors: Mapping[str, StoredTensor],
+    architecture: Architecture,
+    config: Any,
+    packings: Mapping[str, str],
+    importance: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[StoredTensor, str | None, StoredTensor | None]]:
+    """Return {name in the file: (tensor, its packing, importance of its values)} of a model's tensors."""
+    named: dict[str, tuple[StoredTensor, str | None, StoredTensor | None]] = {}
     for name, transform in architecture.tensors(config, tensors).items():
         tensor = tensors[name]
         shapes = [part.shape for part in transform.write(torch.empty(tensor.shape, device="meta"))]
+        weighs = None
+        if name in importance:  # moves as the values do; an expert at a time where these are read so
+            spread = importance[name].expand(tensor.shape)
+            read, parts = lambda s=spread: s, lambda s=spread: iter(s.split(1))  # noqa: E731
+            weighs = StoredTensor(tensor.shape, spread.dtype, read, parts=parts)
         for i, (part, shape) in enumerate(zip(transform.parts, shapes, strict=True)):
-            # Each part reads the tensor again: kept, it would stay in memory until the last part is written
-            read = lambda tensor=tensor, write=transform.write, i=i: write(tensor.read())[i]  # noqa: E731
-            parts = None
-            if "_exps." in part:  # of which an expert is written as all are
-                parts = lambda t=tensor, write=transform.write, i=i: (write(one)[i] for one in t.parts())  # noqa: E731
-            named[part] = StoredTensor(tuple(shape), tensor.dtype, read, parts=parts), packings.get(name)
+            named[part] = (
+                _in_file(tensor, transform, i, tuple(shape)),
+                packings.get(name),
+                None if weighs is None else _in_file(weighs, transform, i, tuple(shape)),
+            )
     factors = architecture.factors(config)
     if factors is not None:
-        named[FREQUENCIES] = StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None
+        named[FREQUENCIES] = StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None, None
     return named
 
 

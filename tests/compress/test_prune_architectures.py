@@ -9,7 +9,6 @@ from fmoe_ext.compress.cut import config_with
 
 transformers = pytest.importorskip("transformers")
 
-from tests.finetune.streamed_models import resident  # noqa: E402
 from tests.huggingface.huggingface_models import make_ids  # noqa: E402
 from tests.huggingface.moe_architectures import outcomes, skip_without, tiny_model  # noqa: E402
 
@@ -20,6 +19,7 @@ SHORT = (
     "InklingForCausalLM",  # gate and up in turn
     "JambaForCausalLM",  # layers of other kinds
     "MiniMaxM2ForCausalLM",  # a bias outside of the router
+    "Qwen3VLMoeForConditionalGeneration",  # transposed stacks, and a tower for images
 )
 SIZE, NUMBER = 6, 4  # no other dimension of the small models is 6
 
@@ -68,7 +68,7 @@ def outcome(name, folder):
     except CheckpointError as error:
         return f"refused: {error}"
     kept = {path: layer["kept"] for path, layer in report["layers"].items()}
-    found = resident(folder / "out")
+    found = type(model).from_pretrained(folder / "out", dtype="auto", experts_implementation="eager").eval()
     tables = {n: t for n, t in found.state_dict().items() if n.endswith("tid2eid")}
     expected = cut_by_hand(model, kept, tables)
     with torch.no_grad():
@@ -80,6 +80,14 @@ def outcome(name, folder):
 def test_pruned_folder_is_the_model_with_fewer_experts(name, tmp_path):
     skip_without(name)
     assert outcome(name, tmp_path) == "equal"
+
+
+def test_experts_for_images_are_refused_by_name(tmp_path):
+    name = "Ernie4_5_VLMoeForConditionalGeneration"
+    skip_without(name)
+    found = outcome(name, tmp_path)
+    assert found.startswith("refused: ") and "has experts for images" in found
+    assert "model.layers.1.mlp.experts.6.gate_proj.weight" in found and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -99,7 +107,7 @@ def test_tables_of_experts_name_those_that_stay_once_a_token(tmp_path):
         value.copy_(torch.rand(value.shape[0], SIZE).argsort(1)[:, : value.shape[1]])
     model.save_pretrained(tmp_path / "model")
     report = prune(tmp_path / "model", tmp_path / "out", tokens(), experts=NUMBER, seq_len=20)
-    after = resident(tmp_path / "out").state_dict()
+    after = type(model).from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     assert before
     for key, old in before.items():
         (kept,) = (

@@ -1,6 +1,7 @@
 """Heads for the tokens after the next (MTP): each tensor and key of a folder that goes in comes out again."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import fmoe_ext
 from fmoe_ext.checkpoint.families.refused import REFUSED
 from fmoe_ext.compress import prune
 from fmoe_ext.finetune.adapters import cli as adapters
+from fmoe_ext.formats.cli import main as export_command
 from fmoe_ext.formats.quantized import export_quantized
 
 transformers = pytest.importorskip("transformers")
@@ -103,10 +105,11 @@ def test_merge_and_quantise_copy_the_heads(tmp_path):
         assert config["num_nextn_predict_layers"] == 1
 
 
-def test_gguf_has_the_heads_of_glm(tmp_path):
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_gguf_has_the_heads_of_glm(name, tmp_path):
     """Tensors and keys as llama.cpp's converter names them; llama.cpp computes the model with them in the file."""
     gguf, llama_cpp = pytest.importorskip("gguf"), llama_cpp_or_skip()
-    head = add_heads(tiny_model("Glm4MoeForCausalLM", torch.float32), tmp_path / "in")
+    head = add_heads(tiny_model(name, torch.float32), tmp_path / "in")
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32).eval()
     with pytest.warns(UserWarning, match="no vocabulary"):
         fmoe_ext.export(model, tmp_path / "out", "gguf")
@@ -119,7 +122,8 @@ def test_gguf_has_the_heads_of_glm(tmp_path):
         file = tmp_path / folder / "model.gguf"
         reader = gguf.GGUFReader(file)
         fields = {key: field.contents() for key, field in reader.fields.items()}
-        assert fields["glm4moe.nextn_predict_layers"] == 1 and fields["glm4moe.block_count"] == 3
+        begin = fields["general.architecture"]
+        assert fields[f"{begin}.nextn_predict_layers"] == 1 and fields[f"{begin}.block_count"] == 3
         found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
         begin = "model.layers.2."
         assert torch.equal(found["blk.2.nextn.eh_proj.weight"], head[f"{begin}eh_proj.weight"])
@@ -137,11 +141,18 @@ def test_gguf_has_the_heads_of_glm(tmp_path):
         torch.testing.assert_close(theirs, expected, **near)
 
 
-def test_other_formats_say_how_many_tensors_they_leave_out(tmp_path):
+def test_other_formats_name_the_heads_that_they_leave_out(tmp_path, capsys):
     head = add_heads(tiny_model("DeepseekV3ForCausalLM", torch.float32), tmp_path / "in")
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32)
-    with pytest.warns(UserWarning, match=rf"gguf has no place for {len(head)} tensors.*: they are left out"):
+    named = rf"heads for the tokens after the next \({len(head)} of model.layers.2\)"
+    with pytest.warns(UserWarning, match=rf"no place for {len(head)} tensors.*, {named}: they are left out"):
         fmoe_ext.formats.check_export(model, "gguf")
+    assert (
+        export_command([str(tmp_path / "in"), "--to", "gguf", "--type", "q8_0", "-o", str(tmp_path / "out")])
+        == 0
+    )
+    assert re.search(rf"left out, {len(head)} tensors.*: {named}", capsys.readouterr().out)
+    assert re.search(rf"\| left out \| {named} \|", (tmp_path / "out/README.md").read_text())
 
 
 def test_layers_that_the_caller_leaves_out_are_no_heads(tmp_path):

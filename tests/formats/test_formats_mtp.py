@@ -90,16 +90,26 @@ def test_loss_and_gradients_are_those_of_the_paper(count, tmp_path):
             leaves[f"{begin}mlp.experts.{e}.{leaf}_proj.weight"] for e in range(6)
         ]
         values = {n.removeprefix(begin): v for n, v in leaves.items() if n.startswith(begin)}
-        state = {n: v for n, v in values.items() if n in dict(block.named_parameters()) | dict(block.named_buffers())}
+        state = {
+            n: v
+            for n, v in values.items()
+            if n in dict(block.named_parameters()) | dict(block.named_buffers())
+        }
         gate_up = torch.stack([torch.cat(pair) for pair in zip(stack("gate"), stack("up"), strict=True)])
         state |= {"mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": torch.stack(stack("down"))}
-        blocks.append(lambda *args, block=block, state=state, **kwargs: torch.func.functional_call(block, state, args, kwargs))
+        blocks.append(
+            lambda *args, block=block, state=state, **kwargs: torch.func.functional_call(
+                block, state, args, kwargs
+            )
+        )
     extra = oracle(plain, blocks, leaves, ids, labels)
     (own + WEIGHT * extra).backward()
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
     torch.testing.assert_close(model.mtp.last_loss, extra.detach())
-    torch.testing.assert_close(loss.double(), (own + WEIGHT * extra).detach(), rtol=1e-6, atol=0)  # own in float32
+    torch.testing.assert_close(
+        loss.double(), (own + WEIGHT * extra).detach(), rtol=1e-6, atol=0
+    )  # own in float32
     E = "model.embed_tokens.weight"
     torch.testing.assert_close(dict(model.named_parameters())[E].grad, dict(plain.named_parameters())[E].grad)
     # gradients under the names of the files, by the writer that saves the values
@@ -137,7 +147,10 @@ def test_a_folder_goes_in_and_out(name, tmp_path):
     assert before.keys() == after.keys() >= head.keys()
     assert {key: value.shape for key, value in before.items()} == {key: v.shape for key, v in after.items()}
     same = {key for key in head if torch.equal(before[key], after[key])}
-    assert all("e_score_correction_bias" in key or ".experts." in key for key in same) and len(same) < len(head) / 2
+    assert (
+        all("e_score_correction_bias" in key or ".experts." in key for key in same)
+        and len(same) < len(head) / 2
+    )
     for key, own in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         assert torch.equal(after[f"model.layers.3.{key}.weight"], after[f"{own}.weight"])
     again = fmoe_ext.import_model(tmp_path / "trained", dtype=torch.float32, mtp_loss=WEIGHT).train()
@@ -214,18 +227,26 @@ def test_a_trainer_trains_saves_and_resumes(tmp_path):
         torch.testing.assert_close(found[name], value, msg=name)
     other = copy.deepcopy(resumed.model).train()
     ids = make_ids(2, 8)
-    assert torch.equal(other(input_ids=ids, labels=ids).loss, resumed.model.train()(input_ids=ids, labels=ids).loss)
+    assert torch.equal(
+        other(input_ids=ids, labels=ids).loss, resumed.model.train()(input_ids=ids, labels=ids).loss
+    )
     with torch.no_grad():
         other.get_input_embeddings().weight.zero_()  # its own, not the first one's
-    assert not torch.equal(other(input_ids=ids, labels=ids).loss, resumed.model(input_ids=ids, labels=ids).loss)
+    assert not torch.equal(
+        other(input_ids=ids, labels=ids).loss, resumed.model(input_ids=ids, labels=ids).loss
+    )
 
 
 def test_heads_that_cannot_train_are_refused_by_name(tmp_path):
     tiny_model("Qwen3MoeForCausalLM", torch.float32).save_pretrained(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="mtp_loss=0.1: the files of this Qwen3MoeForCausalLM have no heads"):
+    with pytest.raises(
+        CheckpointError, match=r"mtp_loss=0\.1: the files of this Qwen3MoeForCausalLM have no heads"
+    ):
         fmoe_ext.import_model(tmp_path / "none", mtp_loss=0.1)
     add_heads(tiny_model("Qwen3NextForCausalLM", torch.float32), tmp_path / "next")
-    with pytest.raises(CheckpointError, match="Transformers has no modules for the heads of Qwen3NextForCausalLM"):
+    with pytest.raises(
+        CheckpointError, match="Transformers has no modules for the heads of Qwen3NextForCausalLM"
+    ):
         fmoe_ext.import_model(tmp_path / "next", mtp_loss=0.1)
     with pytest.raises(ValueError, match="at least 0"):
         make_folder(tmp_path / "in")
@@ -239,7 +260,9 @@ def test_gguf_has_the_trained_heads(tmp_path):
     train_one_step(model, make_ids(2, 9))
     with pytest.warns(UserWarning, match="no vocabulary"):
         fmoe_ext.export(model, tmp_path / "out", "gguf")
-    found = {t.name: torch.from_numpy(t.data.copy()) for t in gguf.GGUFReader(tmp_path / "out/model.gguf").tensors}
+    found = {
+        t.name: torch.from_numpy(t.data.copy()) for t in gguf.GGUFReader(tmp_path / "out/model.gguf").tensors
+    }
     layer = model.mtp.heads.layers[0]
     assert torch.equal(found["blk.2.nextn.eh_proj.weight"], layer.eh_proj.weight)
     assert torch.equal(found["blk.2.ffn_down_exps.weight"], layer.mtp_block.mlp.experts.down_proj)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -11,6 +11,8 @@ import torch
 Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
+# Of the scale that a block's largest magnitude gives: smaller ones clip it, and come nearer to the others
+FACTORS = (1.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,11 +52,13 @@ class Format:
     block: int  # columns that quantize() packs together
     check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
     decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
-    pack: Callable[[torch.Tensor], Tensors | WithZero]  # of float32 [E, out, in]
+    # of float32 [E, out, in]; with is_fitted also of an importance of that shape, which weighs the errors of values
+    pack: Callable[..., Tensors | WithZero]
     # uint8 [E, out, bytes of a row] -> data
     of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
     # scales of parts that were packed apart -> those of the whole
     join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: scale
+    is_fitted: bool = False  # scales leave a choice, which pack() makes by an importance
     has_integers: bool = False  # products in integers, Quantized.int8_activations
     # For rounding by second moments (rounding.py); None where a format is only packed by plain rounding.
     grid: Callable[[Packed], Grid] | None = None
@@ -106,6 +110,25 @@ def pairs(codes: torch.Tensor, high_first: bool = False) -> torch.Tensor:
     """Pack 4-bit codes [..., 2n] -> uint8 [..., n]."""
     first, second = codes[..., ::2], codes[..., 1::2]
     return first << 4 | second if high_first else first | second << 4
+
+
+def least_error(
+    blocks: torch.Tensor,
+    importance: torch.Tensor,
+    scale: torch.Tensor,
+    rounded: Callable[[torch.Tensor], torch.Tensor],
+    factors: Sequence[float] = FACTORS,
+) -> torch.Tensor:
+    """Choose for each block [..., n] the multiple of its scale [...] with the least importance * error^2.
+
+    rounded: values that the blocks become under other scales. The first of equal ones, the scale itself, is taken.
+    """
+    found, least = scale, torch.full_like(scale, float("inf"))
+    for factor in factors:
+        other = scale * factor
+        error = (importance * (rounded(other) - blocks).square()).sum(-1)
+        found, least = torch.where(error < least, other, found), torch.minimum(error, least)
+    return found
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,17 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.frozen.formats.base import Format, Grid, Packed, Shape, Tensors, nearest, refuse, require
+from fmoe_ext.frozen.formats.base import (
+    FACTORS,
+    Format,
+    Grid,
+    Packed,
+    Shape,
+    Tensors,
+    nearest,
+    refuse,
+    require,
+)
 
 # What the codes of iq4_nl and iq4_xs stand for (llama.cpp's kvalues_iq4nl).
 CODES = (
@@ -129,10 +139,14 @@ def _rescale_q4_k(q: Packed, factor: torch.Tensor) -> Tensors:
     return torch.cat((*units, blocks[..., 4:]), -1).flatten(-2), None
 
 
-def _head_k(blocks: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _head_k(
+    blocks: torch.Tensor, most: int, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack float32 [..., 8, 32] -> the first 16 bytes of a block of Q4_K or Q5_K, and its codes from 0 to most."""
     minimum = -blocks.amin(-1).clamp(max=0)
     scale = (blocks.amax(-1) + minimum) / most
+    if importance is not None:
+        scale, minimum = _fitted_k(blocks, importance, scale, minimum, most)
     # 63, the largest of 6 bits; d as float16 has it, so that scales and codes make up for its rounding
     d, dmin = (t.amax(-1, keepdim=True).div(63).half().float() for t in (scale, minimum))
     scales, minima = ((t * _inverse(unit)).round().clamp(0, 63) for t, unit in ((scale, d), (minimum, dmin)))
@@ -147,8 +161,43 @@ def _head_k(blocks: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor
     ), codes
 
 
-def _pack_q4_k(weight: torch.Tensor) -> Tensors:
-    head, codes = _head_k(weight.unflatten(2, (-1, 8, 32)), 15)
+def _fitted_k(
+    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose scale s and minimum m [..., 8] of x [..., 8, 32] with the least sum of w (s code - m - x)^2.
+
+    Codes by each of some scales, then the s and m that are best for these codes: a line through weighted points.
+    """
+    codes = ((x + minimum[..., None]) * _inverse(scale)[..., None]).round().clamp(0, most)
+    least = (w * (scale[..., None] * codes - minimum[..., None] - x).square()).sum(-1)
+    found = scale, minimum
+    for factor in FACTORS:
+        codes = ((x + minimum[..., None]) * _inverse(scale * factor)[..., None]).round().clamp(0, most)
+        of, c, cc, of_x, xc = (t.sum(-1) for t in (w, w * codes, w * codes**2, w * x, w * x * codes))
+        s = (of * xc - of_x * c) / (of * cc - c * c)
+        m = (s * c - of_x) / of
+        s, m = torch.where(m < 0, xc / cc, s), m.clamp(min=0)  # a minimum below zero has no code
+        error = (w * (s[..., None] * codes - m[..., None] - x).square()).sum(-1)
+        is_better = (error < least) & (s > 0)  # of equal codes s is infinite or no number
+        found = torch.where(is_better, s, found[0]), torch.where(is_better, m, found[1])
+        least = torch.where(is_better, error, least)
+    return found
+
+
+def _pack_q4_k(weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 8, 32))
+    head, codes = _head_k(blocks, 15)
+    if importance is not None:  # scales and minima are rounded too, which may undo what was won in a block
+        w = importance.unflatten(2, (-1, 8, 32))
+        other, other_codes = _head_k(blocks, 15, w)
+
+        def error(head: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+            step, low = _steps_k(head)
+            return (w * (step[..., None] * codes - low[..., None] - blocks).square()).sum((-1, -2))
+
+        is_better = error(other, other_codes) < error(head, codes)
+        head = torch.where(is_better[..., None], other, head)
+        codes = torch.where(is_better[..., None, None], other_codes, codes)
     return torch.cat((head, _pairs_q4_k(codes)), -1).flatten(2), None
 
 
@@ -274,7 +323,7 @@ GGUF = MappingProxyType(
         "q8_0": _of_blocks(4, 34, 32, _decode_q8_0, _pack_q8_0, has_integers=True),
         "q4_k": _of_blocks(
             5, 144, 256, _decode_q4_k, _pack_q4_k,
-            has_integers=True, grid=_grid_q4_k, recode=_recode_q4_k, rescale=_rescale_q4_k,
+            is_fitted=True, has_integers=True, grid=_grid_q4_k, recode=_recode_q4_k, rescale=_rescale_q4_k,
         ),
         "q6_k": _of_blocks(6, 210, 256, _decode_q6_k, _pack_q6_k),
         "q4_0": _of_blocks(8, 18, 32, _decode_q4_0, _pack_q4_0),

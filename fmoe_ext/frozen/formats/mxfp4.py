@@ -16,6 +16,7 @@ from fmoe_ext.frozen.formats.base import (
     Packed,
     Shape,
     Tensors,
+    least_error,
     nearest,
     nibbles,
     pairs,
@@ -81,12 +82,21 @@ def nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
     return nearest(values.abs(), table) | (values < 0).to(torch.uint8) << 3
 
 
-def _pack(weight: torch.Tensor) -> Tensors:
+def _pack(weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors:
     blocks = weight.unflatten(2, (-1, 32))
     largest = blocks.abs().amax(-1)
     # The exponent of the largest magnitude, less that of 4, the largest power of two in E2M1 (OCP MX 1.0).
     exponent = (torch.frexp(largest)[1] - 1 - 2).clamp(-127, 127)
     exponent = torch.where(largest > 0, exponent, -127)
+    if importance is not None:
+
+        def rounded(step: torch.Tensor) -> torch.Tensor:
+            return e2m1(step.device)[nearest_e2m1(blocks / step[..., None]).int()] * step[..., None]
+
+        # within what E8M0 has in normal numbers
+        step = torch.ldexp(torch.ones_like(largest), exponent.clamp(-100, 100))
+        step = least_error(blocks, importance.unflatten(2, (-1, 32)), step, rounded, (1.0, 0.5, 2.0))
+        exponent = torch.where(exponent.abs() < 100, torch.frexp(step)[1] - 1, exponent)
     scaled = torch.ldexp(blocks, -exponent[..., None]).clamp(-E2M1_MAX, E2M1_MAX)
     return pairs(nearest_e2m1(scaled)), (exponent + 127).to(torch.uint8)
 
@@ -99,6 +109,7 @@ MXFP4 = Format(
     check=_check,
     decode=_decode,
     pack=_pack,
+    is_fitted=True,
     of_bytes=lambda rows: rows.unflatten(2, (-1, 16)),
     grid=_grid,
     recode=_recode,

@@ -15,6 +15,7 @@ from fmoe_ext.frozen.formats.base import (
     Packed,
     Shape,
     Tensors,
+    least_error,
     nearest,
     nibbles,
     pairs,
@@ -53,12 +54,17 @@ def _decode(q: Packed) -> torch.Tensor:
     return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
 
 
-def _pack(weight: torch.Tensor) -> Tensors:
-    blocks = weight.unflatten(2, (-1, 64))
+def _pack(weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors:
+    blocks, table = weight.unflatten(2, (-1, 64)), torch.tensor(NF4_CODE, device=weight.device)
+
+    def codes(scale: torch.Tensor) -> torch.Tensor:
+        return nearest(blocks / torch.where(scale > 0, scale, 1)[..., None], table)
+
     scale = blocks.abs().amax(-1)
-    scaled = blocks / torch.where(scale > 0, scale, 1)[..., None]
-    codes = nearest(scaled, torch.tensor(NF4_CODE, device=weight.device)).flatten(2)
-    return pairs(codes, high_first=True), scale
+    if importance is not None:
+        rounded = lambda scale: table[codes(scale).int()] * scale[..., None]  # noqa: E731
+        scale = least_error(blocks, importance.unflatten(2, (-1, 64)), scale, rounded)
+    return pairs(codes(scale).flatten(2), high_first=True), scale
 
 
 def nf4_scales(
@@ -80,4 +86,5 @@ NF4 = Format(
     check=_check,
     decode=_decode,
     pack=_pack,
+    is_fitted=True,
 )

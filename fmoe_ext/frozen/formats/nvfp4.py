@@ -18,6 +18,7 @@ from fmoe_ext.frozen.formats.base import (
     Shape,
     Tensors,
     WithZero,
+    least_error,
     nibbles,
     pairs,
     require,
@@ -73,15 +74,25 @@ def _rescale(q: Packed, factor: torch.Tensor) -> Tensors:
     return q.data, scale.view(q.scale.dtype)
 
 
-def _pack(weight: torch.Tensor) -> WithZero:
+def _pack(weight: torch.Tensor, importance: torch.Tensor | None = None) -> WithZero:
     blocks = weight.unflatten(2, (-1, SCALED))
     largest = blocks.abs().amax(-1)
     factor = largest.amax((1, 2), keepdim=True) / (E2M1_MAX * E4M3_MAX)
     factor = torch.where(factor > 0, factor, 1)
-    scale = in_e4m3(largest / E2M1_MAX / factor)
-    codes = nearest_e2m1(blocks / (scale.float() * factor)[..., None]).flatten(2)
+
+    def codes(scale: torch.Tensor) -> torch.Tensor:
+        return nearest_e2m1(blocks / (in_e4m3(scale).float() * factor)[..., None])
+
+    wanted = largest / E2M1_MAX / factor
+    if importance is not None:
+
+        def rounded(scale: torch.Tensor) -> torch.Tensor:
+            return e2m1(scale.device)[codes(scale).int()] * (in_e4m3(scale).float() * factor)[..., None]
+
+        wanted = least_error(blocks, importance.unflatten(2, (-1, SCALED)), wanted, rounded)
+    scale = in_e4m3(wanted)
     factors = torch.cat((factor, torch.ones_like(factor)), -1).expand(*weight.shape[:2], 2)
-    return pairs(codes), scale, factors.contiguous()
+    return pairs(codes(wanted).flatten(2)), scale, factors.contiguous()
 
 
 NVFP4 = Format(
@@ -95,6 +106,7 @@ NVFP4 = Format(
     check=_check,
     decode=_decode,
     pack=_pack,
+    is_fitted=True,
     grid=_grid,
     recode=_recode,
     rescale=_rescale,

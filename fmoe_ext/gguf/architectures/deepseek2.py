@@ -110,6 +110,7 @@ class GlmDsa(DeepseekV3):
     keys = MappingProxyType({**DeepseekV3.keys, **_INDEXER, _TYPES: "indexer_types"})
     needs = (*DeepseekV2.needs[1:], *_INDEXER)
     defaults = DeepseekV2.defaults
+    writes_heads = True
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)

@@ -1,0 +1,221 @@
+"""`fmoe export --text`: scales of packed weights are chosen by the inputs that a text gives them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fmoe_ext
+from fmoe_ext import frozen
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.methods import kind_of
+from fmoe_ext.checkpoint.model_folder import ModelFolder
+from fmoe_ext.formats import cli
+from fmoe_ext.formats.quantized import _Packed, export_quantized
+from fmoe_ext.frozen.quantized import FITTED
+from fmoe_ext.model_files import open_model
+from tests.finetune import streamed_models as streamed
+from tests.formats.test_gguf import OSS
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"num_hidden_layers": 2, "norm_topk_prob": True, **streamed.WIDE}
+TEXT = torch.randint(3, 60, (640,), generator=torch.Generator().manual_seed(1))
+HELD_OUT = torch.randint(3, 60, (2, 64), generator=torch.Generator().manual_seed(2))
+
+
+def save_model(folder, name="Qwen3MoeForCausalLM", **options):
+    """A model whose norms let some channels through and others hardly, as trained ones do."""
+    made = streamed.make_model(name, dtype=torch.bfloat16, vocab_size=1024, **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for key, value in made.named_parameters():
+            if key.endswith("layernorm.weight"):
+                value.copy_(torch.randn(value.shape, generator=generator).exp())
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), **SIZES)
+
+
+@pytest.mark.parametrize("format", FITTED)
+def test_no_block_errs_more_by_its_importance(format):
+    weight = torch.randn(2, 8, 512, generator=torch.Generator().manual_seed(0))
+    weight[0, 0, :256] = 0
+    importance = torch.randn(2, 1, 512, generator=torch.Generator().manual_seed(1)).exp().square()
+    importance[:, :, ::7] = 0
+
+    def errors(q, by):
+        return (by * (q.dequantize() - weight).square()).unflatten(-1, (2, 256)).sum(-1)
+
+    plain, chosen = frozen.quantize(weight, format), frozen.quantize(weight, format, importance)
+    before, after = errors(plain, importance), errors(chosen, importance)
+    assert (after <= before * (1 + 1e-6)).all() and after.sum() < 0.95 * before.sum()
+    # elementwise importance of the same numbers
+    same = frozen.quantize(weight, format, importance.expand(weight.shape).contiguous())
+    assert torch.equal(same.data, chosen.data)
+    nothing = frozen.quantize(torch.zeros(1, 2, 256), format, torch.ones(1, 1, 256))
+    assert torch.equal(nothing.dequantize(), torch.zeros(1, 2, 256))
+    with pytest.raises(ValueError, match="0 or more"):
+        frozen.quantize(weight, format, -importance)
+    with pytest.raises(ValueError, match=r"must broadcast to \[2, 8, 512\], but got \[3, 1, 512\]"):
+        frozen.quantize(weight, format, torch.ones(3, 1, 512))
+
+
+def test_formats_without_a_choice_say_so():
+    with pytest.raises(ValueError, match="q8_0 leaves no choice to an importance"):
+        frozen.quantize(torch.ones(1, 1, 32), "q8_0", torch.ones(1, 1, 32))
+
+
+def measured(folder):
+    """({parameter: mean squares}, tokens in) as the export measures them."""
+    job = _Packed(open_model(folder), "nf4")
+    job.calibrate(TEXT.view(-1, 64).split(4), "auto")
+    return job
+
+
+def test_importance_is_the_mean_square_of_inputs(model):
+    found = measured(model).importance
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, experts_implementation="eager"
+    ).eval()
+    seen = {}
+    layer = plain.model.layers[1]
+    layer.self_attn.q_proj.register_forward_pre_hook(lambda _, args: seen.update(q=args[0]))
+    layer.mlp.experts.register_forward_pre_hook(lambda _, args: seen.update(x=args[0], idx=args[1]))
+    with torch.no_grad():
+        plain(input_ids=TEXT.view(-1, 64))
+    near = {"rtol": 0.02, "atol": 1e-4}
+    expected = seen["q"].flatten(0, 1).float().square().mean(0)
+    torch.testing.assert_close(found["model.layers.1.self_attn.q_proj.weight"][0], expected, **near)
+    ups, downs, counts = [], [], []
+    for e in range(6):
+        x = seen["x"][(seen["idx"] == e).any(-1)].float()
+        gate, up = (x @ layer.mlp.experts.gate_up_proj[e].float().T).chunk(2, -1)
+        ups.append(x.square().sum(0))
+        downs.append((torch.nn.functional.silu(gate) * up).square().sum(0))
+        counts.append(len(x))
+    counts = torch.tensor(counts)[:, None]
+    for leaf, sums in (("gate_up_proj", torch.stack(ups)), ("down_proj", torch.stack(downs))):
+        expected = (sums + 16 * sums.sum(0) / counts.sum()) / (counts + 16)
+        mean = found[f"model.layers.1.mlp.experts.{leaf}"][:, 0]
+        torch.testing.assert_close(mean, expected.detach(), rtol=0.03, atol=1e-4 * float(expected.max()))
+
+
+@pytest.mark.parametrize("type", ["mxfp4", "nvfp4", "nf4"])
+def test_a_folder_errs_less_where_the_text_is(type, model, tmp_path):
+    """Every other tensor, key and file is as without a text; every weight's error falls, and that of the output."""
+    export_quantized(model, tmp_path / "plain", "packed", type)
+    export_quantized(model, tmp_path / "text", "packed", type, tokens=TEXT, seq_len=64)
+    job = measured(model)
+    base, plain, chosen = (ModelFolder(folder) for folder in (model, tmp_path / "plain", tmp_path / "text"))
+    assert plain.config == chosen.config and plain.tensors.keys() == chosen.tensors.keys()
+    kind, falls = kind_of(plain), []
+    for name, tensor in base.tensors.items():
+        if name not in job.wanted:
+            assert torch.equal(chosen.tensors[name].read(), tensor.read()), name
+            continue
+        stem, by = name.removesuffix(".weight"), job.inputs(name)
+        values = [kind.matrix(f, stem).decode(f.tensors, torch.float32) for f in (plain, chosen)]
+        before, after = ((by * (v - tensor.read().float()).square()).sum() for v in values)
+        assert after <= before * 1.0001, name
+        falls.append(float(after / before))
+    assert len(falls) == 44 and sum(falls) / 44 < {"mxfp4": 0.99, "nvfp4": 0.9, "nf4": 0.9}[type]
+    for file in (tmp_path / "plain").iterdir():
+        if file.suffix != ".safetensors" and file.name != "README.md":
+            assert file.read_bytes() == (tmp_path / "text" / file.name).read_bytes(), file.name
+    card = (tmp_path / "text/README.md").read_text()
+    assert (
+        "| scales chosen by | 640 tokens of a text, SHA-256" in card and f"--type {type} --text TEXT" in card
+    )
+    assert "scales chosen by" not in (tmp_path / "plain/README.md").read_text()
+    errors = []
+    with torch.no_grad():
+        exact = fmoe_ext.stream(model, dtype=torch.float32)(input_ids=HELD_OUT).logits
+        for folder in ("plain", "text"):
+            found = fmoe_ext.stream(tmp_path / folder, dtype=torch.float32)(input_ids=HELD_OUT).logits
+            errors.append(float((found - exact).square().mean()))
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("type", ["q4_k", "mxfp4"])
+def test_a_gguf_file_errs_less(name, type, model, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    folder = model if name.startswith("Qwen") else save_model(tmp_path / "in", name, **OSS_WIDE)
+    floats = fmoe_ext.import_model(folder)
+    with pytest.warns(UserWarning, match="no vocabulary"):
+        fmoe_ext.export(floats, tmp_path / "floats", "gguf")
+    export_quantized(folder, tmp_path / "plain", "gguf", type)
+    export_quantized(folder, tmp_path / "text", "gguf", type, tokens=TEXT, seq_len=64)
+
+    def read(part):
+        tensors = gguf.GGUFReader(tmp_path / part / "model.gguf").tensors
+        return {t.name: (t.tensor_type, gguf.dequantize(t.data, t.tensor_type)) for t in tensors}
+
+    exact, plain, chosen = (read(part) for part in ("floats", "plain", "text"))
+    assert {n: t[0] for n, t in plain.items()} == {n: t[0] for n, t in chosen.items()}
+    job = measured(folder) if name.startswith("Qwen") else None
+    packed = [n for n, (kind, _) in chosen.items() if kind.name == type.upper()]
+    for name_, (_, values) in plain.items():
+        if name_ not in packed:
+            assert np.array_equal(values, chosen[name_][1]), name_
+    if job is None:  # its importance is tested by the folder's writer; here that values moved and stay near
+        assert any(not np.array_equal(plain[n][1], chosen[n][1]) for n in packed)
+        return
+    places = {"ffn_gate_exps": "mlp.experts.gate_up_proj", "ffn_up_exps": "mlp.experts.gate_up_proj"}
+    places |= {"ffn_down_exps": "mlp.experts.down_proj", "attn_output": "self_attn.o_proj.weight"}
+    places |= {f"attn_{x}": f"self_attn.{x}_proj.weight" for x in "qkv"}
+    falls = []
+    for name_ in packed:
+        _, layer, leaf, _ = name_.split(".")
+        by = job.importance[f"model.layers.{layer}.{places[leaf]}"].numpy()
+        before, after = (
+            float((by * (part[name_][1] - exact[name_][1]) ** 2).sum()) for part in (plain, chosen)
+        )
+        assert after <= before * 1.0001, name_
+        falls.append(after / before)
+    assert len(falls) == 14 and np.mean(falls) < {"q4_k": 0.9, "mxfp4": 0.99}[type]
+
+
+OSS_WIDE = {**OSS, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+
+
+def test_stacks_of_gpt_oss(tmp_path):
+    folder = save_model(tmp_path / "in", "GptOssForCausalLM", **OSS_WIDE)
+    for out, tokens in (("plain", None), ("text", TEXT)):
+        export_quantized(folder, tmp_path / out, "packed", "mxfp4", tokens=tokens, seq_len=64)
+    job = _Packed(open_model(folder), "mxfp4")
+    job.calibrate(TEXT.view(-1, 64).split(4), "auto")
+    exact = load_file(folder / "model.safetensors")
+    plain, chosen = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "text"))
+    for key, by in job.importance.items():
+        if ".experts." not in key:
+            continue
+        before, after = (
+            frozen.Quantized("mxfp4", part[f"{key}_blocks"], part[f"{key}_scales"]).dequantize().mT
+            for part in (plain, chosen)
+        )
+        errors = [(by * (part - exact[key].float()).square()).sum() for part in (before, after)]
+        assert by.shape == (exact[key].shape[0], exact[key].shape[1], 1) and errors[1] < errors[0]
+    rest = {k for k in plain if not k.endswith(("_blocks", "_scales"))}
+    assert all(torch.equal(plain[k], chosen[k]) for k in rest) and plain.keys() == chosen.keys()
+
+
+def test_the_command_takes_text_and_token_ids(model, tmp_path, capsys):
+    (tmp_path / "ids.json").write_text(json.dumps(TEXT.tolist()))
+    more = ["--tokens", str(tmp_path / "ids.json"), "--seq-len", "64"]
+    assert cli.main([str(model), "--to", "packed", "--type", "nf4", "-o", str(tmp_path / "out"), *more]) == 0
+    export_quantized(model, tmp_path / "same", "packed", "nf4", tokens=TEXT, seq_len=64)
+    one, other = (load_file(tmp_path / part / "model.safetensors") for part in ("out", "same"))
+    assert all(torch.equal(one[key], other[key]) for key in other)
+    with pytest.raises(SystemExit, match=r"--type q8_0 leaves no choice to a text.*mxfp4, nf4, nvfp4, q4_k"):
+        cli.main([str(model), "--to", "gguf", "--type", "q8_0", "-o", str(tmp_path / "no"), *more])
+    with pytest.raises(CheckpointError, match="at least 96 say something"):
+        export_quantized(model, tmp_path / "no", "packed", "nf4", tokens=TEXT[:64], seq_len=64)
+    assert not (tmp_path / "no").exists()
