@@ -203,7 +203,7 @@ def _parts(
         weighs = None
         if name in importance:  # moves as the values do; an expert at a time where these are read so
             spread = importance[name].expand(tensor.shape)
-            read, parts = lambda s=spread: s, lambda s=spread: iter(s.split(1))  # noqa: E731
+            read, parts = lambda s=spread: s, lambda s=spread: iter(s.split(1))
             weighs = StoredTensor(tensor.shape, spread.dtype, read, parts=parts)
         for i, (part, shape) in enumerate(zip(transform.parts, shapes, strict=True)):
             named[part] = (
