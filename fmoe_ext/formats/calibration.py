@@ -59,7 +59,7 @@ def measure(
             bias = getattr(experts, f"{up_of(experts)}_bias") if experts.has_bias else None
             E = weights[up].shape[0]
             squares: dict[str, list[Tensor]] = {up: [], down: []}
-            count = torch.zeros(E, 1, dtype=torch.float64)
+            count = torch.zeros(E, 1, dtype=torch.float64, device=x.device)
             for e in range(E):
                 rows = x[(topk_idx == e).any(-1)]
                 count[e] = len(rows)
@@ -91,7 +91,8 @@ def measure(
     for parameter, squares in sums.items():
         count = counts[parameter]
         if squares.dim() == 2:
-            mean = squares.sum(0) / torch.as_tensor(count).sum().clamp(min=1)
+            assert isinstance(count, Tensor)  # [E, 1] of experts
+            mean = squares.sum(0) / count.sum().clamp(min=1)
             squares, count = squares + _PRIOR_TOKENS * mean, count + _PRIOR_TOKENS
         found[parameter] = (squares / count).float()
     return found

@@ -170,7 +170,11 @@ class TrainedHeads(nn.Module):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             is_same = positions[:, k + 1 :] == positions[:, :n] + k + 1  # document
             target = labels[:, k + 1 :].masked_fill(~is_same, _IGNORED_LABEL).to(logits.device)
-            count = target.ne(_IGNORED_LABEL).sum() if items is None else torch.as_tensor(items)
+            count = (
+                target.ne(_IGNORED_LABEL).sum()
+                if items is None
+                else torch.as_tensor(items, device=logits.device)
+            )
             loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
             total = total + loss / count.clamp(min=1).to(loss.device)
         return total / len(heads.layers)

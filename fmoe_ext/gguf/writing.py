@@ -165,13 +165,8 @@ def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads:
     add[list] = writer.add_array
     fields = architecture.fields(config)
     if num_heads:
-        blocks = fields["block_count"]
-        fields |= {"block_count": blocks + num_heads, HEADS: num_heads}
-        # one item a block: which have indexers (glm-dsa), as heads do
-        lists = {
-            key: value for key, value in fields.items() if isinstance(value, list) and len(value) == blocks
-        }
-        fields |= {key: value + [True] * num_heads for key, value in lists.items()}
+        # of the lists with an item a layer, those in glm-dsa, llama.cpp wants none for heads
+        fields |= {"block_count": fields["block_count"] + num_heads, HEADS: num_heads}
     for key, value in fields.items():
         add[type(value)](f"{architecture.name}.{key}", value)
 

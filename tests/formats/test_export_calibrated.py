@@ -12,8 +12,8 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
-from fmoe_ext.formats import cli
-from fmoe_ext.formats.quantized import _Packed, export_quantized
+from fmoe_ext.formats import cli, quantized
+from fmoe_ext.formats.quantized import export_quantized
 from fmoe_ext.frozen.quantized import FITTED
 from fmoe_ext.model_files import open_model
 from tests.finetune import streamed_models as streamed
@@ -81,7 +81,7 @@ def test_formats_without_a_choice_say_so():
 
 def measured(folder):
     """({parameter: mean squares}, tokens in) as the export measures them."""
-    job = _Packed(open_model(folder), "nf4")
+    job = quantized._Packed(open_model(folder), "nf4")
     job.calibrate(TEXT.view(-1, 64).split(4), "auto")
     return job
 
@@ -205,7 +205,7 @@ def test_stacks_of_gpt_oss(tmp_path):
     folder = save_oss(tmp_path / "in")
     for out, tokens in (("plain", None), ("text", TEXT)):
         export_quantized(folder, tmp_path / out, "packed", "mxfp4", tokens=tokens, seq_len=64)
-    job = _Packed(open_model(folder), "mxfp4")
+    job = quantized._Packed(open_model(folder), "mxfp4")
     job.calibrate(TEXT.view(-1, 64).split(4), "auto")
     exact = load_file(folder / "model.safetensors")
     plain, chosen = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "text"))
