@@ -13,6 +13,8 @@ in generate(use_mtp=True), MtpModel; the forward of that class samples tokens, a
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -46,14 +48,19 @@ class TrainedHeads(nn.Module):
     def __init__(self, model: Any, tensors: Mapping[str, Tensor], weight: float) -> None:
         """tensors: {name in the files: value} that the model does not load. Raises CheckpointError without heads."""
         super().__init__()
-        from transformers.modeling_layers import MtpModel
-
         kind = type(model).__name__
         names = heads_in(tensors, model.config)
         if not names:
             raise CheckpointError(
                 f"mtp_loss={weight}: the files of this {kind} have no heads for later tokens"
             )
+        try:
+            from transformers.modeling_layers import MtpModel
+        except ImportError as error:
+            raise CheckpointError(
+                f"mtp_loss={weight} needs a Transformers with modules for heads, as 5.20 has ({error}): "
+                "pip install -U transformers, or leave mtp_loss out: the heads are then saved as they were"
+            ) from error
         count = getattr(model.config.get_text_config(), "num_mtp_layers", None)
         if not count:
             raise CheckpointError(
@@ -67,8 +74,13 @@ class TrainedHeads(nn.Module):
             raise CheckpointError(
                 f"mtp_loss={weight}: Transformers makes no heads of this {kind}: {error!r}"
             ) from error
-        for part in ("embed_tokens", "shared_head"):  # the model has them already
-            del heads._modules[part]
+        own_ways = (
+            "logits_mup_width_multiplier",
+            "unpadded_vocab_size",
+        )  # of Inkling, between heads and logits
+        if hasattr(heads.embed_tokens, "embed_norm") or any(hasattr(heads.config, name) for name in own_ways):
+            raise CheckpointError(f"mtp_loss={weight}: heads of {kind} embed tokens otherwise than the model")
+        del heads.embed_tokens, heads.shared_head  # parameters of the model, which loss() asks for them
         self.weight = weight
         self.shapes = {name: tuple(tensors[name].shape) for name in names}
         own = {name: tensors[name] for name in names if not name.endswith((_EMBEDDINGS, _OUTPUT))}
@@ -81,28 +93,30 @@ class TrainedHeads(nn.Module):
                 if parameter not in self.whole and (in_files := found.experts(parameter)) is not None:
                     self.experts[parameter] = in_files
         known = {*self.whole.values(), *(n for of in self.experts.values() for one in of.names for n in one)}
-        missing, unexpected = heads.load_state_dict(self.of_files(own, model), strict=False, assign=True)
+        # dtypes as in the model's own block, where a routing bias may stay in float32
+        dtypes = {name: value.dtype for name, value in model.get_decoder().layers[-1].state_dict().items()}
+        state = {
+            name: value.to(model.device, dtypes.get(name.partition(".mtp_block.")[2], model.dtype))
+            for name, value in self.of_files(own).items()
+        }
+        missing, unexpected = heads.load_state_dict(state, strict=False, assign=True)
         unknown = [*(own.keys() - known), *missing, *unexpected]
         unknown += [name for name, buffer in heads.named_buffers() if buffer.is_meta]
-        if unknown or any(in_files.interleaved for in_files in self.experts.values()):
+        unknown += [parameter for parameter, in_files in self.experts.items() if in_files.interleaved]
+        if unknown:
             raise CheckpointError(
                 f"mtp_loss={weight}: it is not known how the files make the heads of this {kind}: {min(unknown)}"
             )
         self.heads = (huggingface.use(heads) if self.experts else heads).train(model.training)
 
-    def of_files(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """Return {parameter or buffer of the heads: value} of tensors in the files, on the model's device."""
-        like = next(model.parameters())
+    def of_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return {parameter or buffer of the heads: value} of tensors in the files."""
         state = {parameter: tensors[name] for parameter, name in self.whole.items()}
         for parameter, in_files in self.experts.items():
             stacked = [torch.cat([tensors[name] for name in names], -2) for names in in_files.names]
             value = stacked[0] if in_files.is_stack else torch.stack(stacked)
             state[parameter] = value.mT.contiguous() if in_files.transposed else value
-        # vectors of routers that the files have in float32 stay so
-        return {
-            name: value.to(like.device, like.dtype if value.dim() > 1 else value.dtype)
-            for name, value in state.items()
-        }
+        return state
 
     def in_files(self, whole: Mapping[str, StoredTensor], model: Any) -> dict[str, StoredTensor]:
         """Return {name in the files: tensor} of the heads. whole: {name: tensor} of the model on one rank."""
@@ -136,16 +150,18 @@ class TrainedHeads(nn.Module):
         """Compute the loss without its weight.
 
         hidden [B, L, D]: what the model's output layer gets. kwargs: of the model's forward: input_ids and labels
-        [B, L], position_ids, which begin anew where another document does, and num_items_in_batch.
+        [B, L], position_ids, which begin anew where another document does, and num_items_in_batch, by which the model
+        divides its own loss, too.
         """
         ids, labels, positions = (kwargs.get(name) for name in ("input_ids", "labels", "position_ids"))
         mask = kwargs.get("attention_mask")
         is_text = all(
             value is None for name, value in kwargs.items() if name.startswith(("pixel_", "input_feat"))
         )
-        if ids is None or labels is None or not is_text:
+        if ids is None or labels is None or not is_text or kwargs.get("shift_labels") is not None:
             raise ValueError(
-                "mtp_loss needs input_ids and labels by name, of text: heads embed the tokens that follow"
+                "mtp_loss needs input_ids and labels of whole sequences of text, without shift_labels: heads embed the "
+                "tokens that follow"
             )
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
             raise ValueError(
@@ -155,18 +171,19 @@ class TrainedHeads(nn.Module):
         if positions is None:
             positions = torch.arange(L, device=ids.device)[None]
         heads, items = self.heads, kwargs.get("num_items_in_batch")
-        # the model's own as they are now, and not as modules of the heads: their parameters are the model's
-        heads.__dict__ |= {
-            "embed_tokens": model.get_input_embeddings(),
-            "shared_head": model.get_output_embeddings(),
-        }
+        embed, project = model.get_input_embeddings(), model.get_output_embeddings()
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for k in range(1, len(heads.layers) + 1):
             n = L - k - 1  # positions with a token to predict
-            if n < 1:
+            if n < 1:  # zeros as gradients, for DDP waits for those of all parameters
+                rest = heads.layers[k - 1 :].parameters()
+                total = total + sum(p.flatten()[:0].sum() for p in rest if p.requires_grad)
                 break
-            hidden = heads.forward_layer(k - 1, hidden[:, :n], positions[:, :n] + k, None, ids[:, k : k + n])
-            logits = heads._project_to_logits(hidden)
+            hidden = heads.forward_layer(
+                *(k - 1, hidden[:, :n], positions[:, :n] + k, None),
+                inputs_embeds=embed(ids[:, k : k + n]).to(hidden.device),
+            )
+            logits = project(hidden)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             is_same = positions[:, k + 1 :] == positions[:, :n] + k + 1  # document
             target = labels[:, k + 1 :].masked_fill(~is_same, _IGNORED_LABEL).to(logits.device)
@@ -183,22 +200,38 @@ class TrainedHeads(nn.Module):
 class WithHeads:
     """Hooks that add the heads' loss to what a model's forward returns; an object, to be pickled and copied."""
 
-    def __init__(self, model: Any) -> None:
-        self.hidden: Tensor | None = None
+    def __init__(self) -> None:
+        # Of the forward that runs: (hidden states, autocast). A thread of DataParallel has its own, a copy has none
+        self.kept = threading.local()
+
+    def __reduce__(self) -> Any:
+        return WithHeads, ()
+
+    def register(self, model: Any) -> None:
         model.get_decoder().register_forward_hook(self.see)
         model.register_forward_hook(self.add, with_kwargs=True)
 
     def see(self, decoder: nn.Module, args: Any, output: Any) -> None:
-        self.hidden = output[0] if decoder.training and torch.is_grad_enabled() else None
+        self.kept.last = None
+        if decoder.training and torch.is_grad_enabled():
+            hidden = output[0]
+            kind = hidden.device.type
+            # as it is here: Accelerate's ends with the model's forward, before add()
+            is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            self.kept.last = hidden, torch.autocast(kind, dtype, is_on, torch.is_autocast_cache_enabled())
 
     def add(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        hidden, self.hidden = self.hidden, None
-        if hidden is None or not model.training:
+        last = getattr(self.kept, "last", None)
+        self.kept.last = None
+        names = [*inspect.signature(type(model).forward).parameters][1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        # Trainers that compute their own loss (TRL's DPO) give no labels
+        if last is None or not model.training or kwargs.get("labels") is None:
             return None
+        hidden, autocast = last
         heads: TrainedHeads = getattr(model, HEADS)
-        if args:
-            kwargs = {"input_ids": args[0], **kwargs}
-        loss = heads.loss(model, hidden, kwargs)
+        with autocast:
+            loss = heads.loss(model, hidden, kwargs)
         heads.last_loss = loss.detach()
         if isinstance(output, tuple):
             return (output[0] + heads.weight * loss, *output[1:])

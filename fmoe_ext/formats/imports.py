@@ -191,7 +191,7 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
     unloaded = {} if folder is None else _unloaded(model, folder)
     trained = None
     if mtp_loss is not None:
-        check_weight(mtp_loss)
+        check_weight(mtp_loss, "mtp_loss")
         trained = TrainedHeads(model, unloaded, mtp_loss)
         unloaded = {name: value for name, value in unloaded.items() if name not in trained.shapes}
     setattr(model, UNLOADED, unloaded)
@@ -207,7 +207,7 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
             setattr(model.get_submodule(parent), attribute, layer)
     if trained is not None:
         setattr(model, HEADS, trained)
-        WithHeads(model)
+        WithHeads().register(model)
     heed_attention_masks(model)
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -265,7 +265,7 @@ def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     trained = {}
     if prefix == "" and heads is not None and heads.shapes.keys() <= state_dict.keys():
         values = {name: state_dict.pop(name) for name in heads.shapes}
-        trained = {f"{HEADS}.heads.{name}": v for name, v in heads.of_files(values, model).items()}
+        trained = {f"{HEADS}.heads.{name}": v for name, v in heads.of_files(values).items()}
     if prefix == "" and not state_dict.keys() <= own:
         found = as_in_modules(model, state_dict)
         if is_huggingface(found):

@@ -89,10 +89,10 @@ def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
             yield step.args[1]
 
 
-def check_weight(weight: float) -> None:
+def check_weight(weight: float, name: str = "the weight of the balance loss") -> None:
     """Raise ValueError unless it is a finite number of at least 0."""
     if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
-        raise ValueError(f"the weight of the balance loss must be a number of at least 0, but got {weight!r}")
+        raise ValueError(f"{name} must be a number of at least 0, but got {weight!r}")
 
 
 class BalanceLoss:

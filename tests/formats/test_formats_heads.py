@@ -138,7 +138,9 @@ def test_gguf_has_the_heads_of_glm(name, tmp_path):
         halves = sum(key.endswith("kv_b_proj.weight") for key in head)  # two tensors there
         assert len([name for name in found if name.startswith("blk.2.")]) == len(head) - 3 * (E - 1) + halves
         # an indexer in Q8_0 may choose another token
-        near = {"rtol": 1e-4, "atol": 1e-4} if folder == "out" else {"rtol": 0, "atol": 0.3 if is_dsa else 0.1}
+        near = (
+            {"rtol": 1e-4, "atol": 1e-4} if folder == "out" else {"rtol": 0, "atol": 0.3 if is_dsa else 0.1}
+        )
         with torch.no_grad():
             streamed = fmoe_ext.stream(file, dtype=torch.float32)(input_ids=tokens).logits[0].log_softmax(-1)
         torch.testing.assert_close(streamed, expected, **near)

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -197,12 +200,18 @@ def test_documents_padding_and_accumulation(tmp_path):
     torch.testing.assert_close(sum_of(input_ids=padded, labels=labels, attention_mask=mask), apart)
     with pytest.raises(ValueError, match="padding on the right alone"):
         sum_of(input_ids=padded, labels=labels, attention_mask=mask.flip(1))
-    with pytest.raises(ValueError, match="input_ids and labels by name"):
-        model(input_ids=ids)
+    assert model(input_ids=ids).loss is None  # as trainers call it that compute their own loss
+    with pytest.raises(ValueError, match="input_ids and labels of whole sequences"):
+        model(inputs_embeds=model.get_input_embeddings()(ids), labels=ids)
     with torch.no_grad():  # as generate() calls it
         model(input_ids=ids)
     assert model.eval()(input_ids=ids, labels=ids).loss < model.train()(input_ids=ids, labels=ids).loss
-    assert sum_of(input_ids=ids[:, :2], labels=ids[:, :2]) == 0  # too short for any head
+    model.zero_grad()
+    model(ids[:, :2], labels=ids[:, :2]).loss.backward()
+    assert model.mtp.last_loss == 0  # too short for any head
+    assert all((p.grad == 0).all() for p in model.mtp.parameters())  # which DDP waits for
+    given = model(ids, torch.ones_like(ids), None, None, None, ids).loss  # by position
+    assert torch.equal(given, model(input_ids=ids, labels=ids).loss)
 
 
 def test_a_trainer_trains_saves_and_resumes(tmp_path):
@@ -237,7 +246,54 @@ def test_a_trainer_trains_saves_and_resumes(tmp_path):
     )
 
 
-def test_heads_that_cannot_train_are_refused_by_name(tmp_path):
+def test_threads_and_copies_have_their_own_forward(tmp_path):
+    make_folder(tmp_path / "in")
+    model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float64, mtp_loss=WEIGHT).train()
+    batches = make_ids(2, 9), make_ids(3, 6)
+    expected = [model(input_ids=ids, labels=ids).loss for ids in batches]
+    barrier = threading.Barrier(2, timeout=60)
+
+    def wait(*_):  # until both threads are in a forward
+        barrier.wait()
+
+    hook = model.lm_head.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda ids: model(input_ids=ids, labels=ids).loss, batches)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    hook.remove()
+    ids = batches[0]
+    model.model(input_ids=ids)  # a part of a forward, whose hidden states have a graph
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(input_ids=ids, labels=ids).loss, expected[0])
+
+
+def test_heads_have_the_dtypes_and_the_autocast_of_the_model(tmp_path):
+    make_folder(tmp_path / "in", dtype=torch.float32)
+    model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.bfloat16, mtp_loss=WEIGHT).train()
+    dtypes = {name: value.dtype for name, value in model.mtp.state_dict().items()}
+    kept = {name for name, dtype in dtypes.items() if dtype != torch.bfloat16}
+    assert all(name.endswith("e_score_correction_bias") for name in kept) and len(dtypes) > 15
+    ids = make_ids(2, 9)
+    model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32, mtp_loss=WEIGHT).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids, labels=ids)
+    expected = model.mtp.last_loss
+    own = model.forward
+
+    def forward(*args, **kwargs):  # as Accelerate puts it around
+        with torch.autocast("cpu", torch.bfloat16):
+            return own(*args, **kwargs)
+
+    model.forward = forward
+    model(input_ids=ids, labels=ids)
+    assert torch.equal(model.mtp.last_loss, expected)
+    del model.forward
+    model(input_ids=ids, labels=ids)
+    assert not torch.equal(model.mtp.last_loss, expected)
+
+
+def test_heads_that_cannot_train_are_refused_by_name(tmp_path, monkeypatch):
     tiny_model("Qwen3MoeForCausalLM", torch.float32).save_pretrained(tmp_path / "none")
     with pytest.raises(
         CheckpointError, match=r"mtp_loss=0\.1: the files of this Qwen3MoeForCausalLM have no heads"
@@ -248,9 +304,12 @@ def test_heads_that_cannot_train_are_refused_by_name(tmp_path):
         CheckpointError, match="Transformers has no modules for the heads of Qwen3NextForCausalLM"
     ):
         fmoe_ext.import_model(tmp_path / "next", mtp_loss=0.1)
-    with pytest.raises(ValueError, match="at least 0"):
-        make_folder(tmp_path / "in")
+    make_folder(tmp_path / "in")
+    with pytest.raises(ValueError, match=r"mtp_loss must be a number of at least 0, but got -1\.0"):
         fmoe_ext.import_model(tmp_path / "in", mtp_loss=-1.0)
+    monkeypatch.delattr("transformers.modeling_layers.MtpModel")
+    with pytest.raises(CheckpointError, match="pip install -U transformers, or leave mtp_loss out"):
+        fmoe_ext.import_model(tmp_path / "in", mtp_loss=0.1)
 
 
 def test_gguf_has_the_trained_heads(tmp_path):
