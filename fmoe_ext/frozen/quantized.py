@@ -7,11 +7,11 @@ from functools import cached_property
 import torch
 
 from fmoe_ext.frozen.formats import FORMATS, Format
-from fmoe_ext.frozen.formats.base import Shape
+from fmoe_ext.frozen.formats.base import Fitted, Shape
 
 # Added to the number of a format for operators that may compute in integers, as in csrc/frozen_weight.h.
 _INTEGERS = 64
-FITTED = tuple(name for name, kind in FORMATS.items() if kind.is_fitted)
+FITTED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Fitted))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
     values = weight.detach().float()
     if importance is None:
         return Quantized(format, *kind.pack(values))
-    if not kind.is_fitted:
+    if not isinstance(kind, Fitted):
         raise ValueError(f"{format} leaves no choice to an importance: {', '.join(FITTED)} do")
     if not bool((importance >= 0).all()):
         raise ValueError("an importance must be 0 or more everywhere")
