@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from fmoe_ext.ops._autograd import cast_for_autocast, register_autograd, register_fake
+from fmoe_ext.ops._autograd import cast_for_autocast, is_transformed, register_autograd, register_fake
 from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invariant
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
@@ -111,6 +112,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return _product(a, b[:, None])[..., 0]
     if a.shape[-1] == b.shape[-2] == 1:  # a sum of one, as of rotary positions
         return a * b
+    if b.dim() == 2 and b.stride(0) == 1 and b.stride(1) >= len(b):
+        return _linear(F.linear, a, b.mT)  # weight.T, as heads in chunks multiply: the bits of the layer
     if b.dim() == 2:  # its rows are those of one product
         rows = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1])
         return _batched(rows, b[None]).view(*a.shape[:-1], b.shape[1])
@@ -295,7 +298,8 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     out = input if inplace else options.pop("out", None)
     num = _whole_vectors(input.numel())
     if num == input.numel() and input.is_contiguous():
-        y = func(input, *args, **options)
+        old = input.clone() if inplace else input  # which the gradient may need
+        y = func(old, *args, **options)
     else:
         flat = F.pad(input.reshape(-1), (0, num - input.numel()))
         y = func(flat, *args, **options)[: input.numel()].view(input.shape)
@@ -311,6 +315,14 @@ def _whole_vectors(num: int) -> int:
         if rest == 0:
             return num
         num += parts * vectors - rest
+
+
+def _in_place(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    """A method that writes into its tensor, as x.pow_(2)."""
+    if not _is_covered(input):
+        return func(input, *args, **options)
+    out_of_place = getattr(Tensor, func.__name__.removesuffix("_"))
+    return input.copy_(_OURS[out_of_place](out_of_place, input.clone(), *args, **options))
 
 
 def _rsqrt(func: Any, input: Any) -> Any:
@@ -337,13 +349,45 @@ def _refuse(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     )
 
 
+# Gradients
+
+
+def _backward(
+    func: Any, tensors: tuple[Any, ...], inputs: tuple[Any, ...] | None = None, **options: Any
+) -> tuple[Tensor | None, ...] | None:
+    """torch.autograd.backward and torch.autograd.grad, so that what checkpoints compute again is in the mode.
+
+    torch takes a mode off while it runs what it replaces, here the whole backward. Of the edges of a graph in place of
+    its tensors torch asks no mode, so that it stays on.
+    """
+    given = (*tensors, *(inputs or ()))
+    plain = [t for t in given if not isinstance(t, GradientEdge)]
+    if (
+        any(type(t) not in (Tensor, nn.Parameter) or not t.requires_grad for t in plain)
+        or is_transformed(*plain)
+        or options.get("materialize_grads")  # needs tensors
+    ):
+        return func(tensors, inputs=inputs, **options)  # type: ignore[no-any-return]
+    edges = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in given]
+    with _InOrder():
+        num = len(tensors)
+        return func(tuple(edges[:num]), inputs=tuple(edges[num:]) or None, **options)  # type: ignore[no-any-return]
+
+
+def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+    with _InOrder():
+        torch.autograd.backward(tensor, gradient, **options)
+
+
 _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.linear: _linear,
         # F.grouped_mm asks no mode, but calls this one, which does; without the name, F.grouped_mm may ask by then
         getattr(torch, "_grouped_mm", F.grouped_mm): _grouped_mm,
         **dict.fromkeys(
-            (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), _matmul
+            (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm,
+             torch.linalg.matmul),
+            _matmul,
         ),
         **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _add_product),
         F.scaled_dot_product_attention: _attention,
@@ -357,13 +401,18 @@ _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             _of_contiguous,
         ),
         **dict.fromkeys(
-            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.exp2,
-             Tensor.exp2),
+            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.sigmoid, torch.sigmoid, Tensor.sigmoid,
+             torch.exp2, Tensor.exp2),
             _of_elements,
         ),
         **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
         **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
+        **dict.fromkeys(
+            (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_), _in_place
+        ),
         **dict.fromkeys((F.conv1d, F.conv2d, torch.einsum), _refuse),
+        **dict.fromkeys((torch.autograd.backward, torch.autograd.grad), _backward),
+        Tensor.backward: _backward_of_tensor,
     }
 )  # fmt: skip
 
@@ -387,8 +436,9 @@ def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient_of_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
-    grad_a = grad @ b.mT.to(a.dtype) if ctx.needs_input_grad[0] else None
-    grad_b = (a.mT @ grad).to(b.dtype) if ctx.needs_input_grad[1] else None
+    # aten's, which the mode does not replace: a gradient needs no order
+    grad_a = torch.ops.aten.bmm(grad, b.mT.to(a.dtype)) if ctx.needs_input_grad[0] else None
+    grad_b = torch.ops.aten.bmm(a.mT, grad).to(b.dtype) if ctx.needs_input_grad[1] else None
     return grad_a, grad_b
 
 
