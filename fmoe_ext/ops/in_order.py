@@ -38,18 +38,19 @@ class _InOrder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # which cannot look into _OURS
+            if is_batch_invariant() and func in _PRODUCTS:
+                raise RuntimeError(
+                    "batch_invariant() promises that a token's result does not depend on its batch, but not with "
+                    "torch.compile around a model, whose loops have another order: compile nothing but layers of "
+                    'fmoe_ext, or run it uncompiled inside torch.compiler.set_stance("force_eager")'
+                )
+            return func(*args, **(kwargs or {}))
         ours = _OURS.get(func)
         # another thread may have ended the mode of the process, which this thread began
         if ours is None or not is_batch_invariant():
             return func(*args, **(kwargs or {}))
-        if not torch.compiler.is_compiling():
-            return ours(func, *args, **(kwargs or {}))
-        if ours in (_linear, _matmul, _attention):
-            raise RuntimeError(
-                "batch_invariant() promises that a token's result does not depend on its batch, but not with "
-                "torch.compile around a model, whose loops have another order: compile nothing but layers of fmoe_ext"
-            )
-        return func(*args, **(kwargs or {}))
+        return ours(func, *args, **(kwargs or {}))
 
 
 def _is_covered(*tensors: Any) -> bool:
@@ -379,6 +380,8 @@ def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = Non
         torch.autograd.backward(tensor, gradient, **options)
 
 
+_PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm,
+             F.scaled_dot_product_attention)  # fmt: skip
 _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.linear: _linear,

@@ -321,6 +321,17 @@ def test_backwards_inside_the_block_are_those_of_torch():
             (x * 2).backward()
 
 
+def test_compiled_model_is_refused_or_runs_uncompiled():
+    model, x = torch.nn.Sequential(torch.nn.Linear(100, 64), torch.nn.SiLU()), randn(9, 100)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with batch_invariant():
+        expected = model(x)
+        with pytest.raises(RuntimeError, match=r"torch\.compile around a model.*force_eager"):
+            compiled(x)
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(compiled(x), expected) and torch.equal(compiled(x[:1]), expected[:1])
+
+
 def test_wrong_arguments_are_refused():
     with batch_invariant(), pytest.raises(RuntimeError, match="must have one dtype"):
         randn(2, 3) @ randn(3, 2).double()
