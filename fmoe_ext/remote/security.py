@@ -15,10 +15,9 @@ from typing import Any
 
 import grpc
 
-from fmoe_ext.remote.flags import POSITIVE, flag
+from fmoe_ext.remote.flags import POSITIVE, admission_flag
 
 MAX_PEERS = 10_000  # whose rates are remembered
-ADMISSION = "who may call"
 BURST_SECONDS = 2.0  # a peer that was silent may send so many seconds' worth at once
 
 
@@ -67,29 +66,18 @@ class Credentials:
 class Security:
     """The demands of a server."""
 
-    certificate: Path | None = flag(None, "PEM file", name="tls_certificate", type=Path, group=ADMISSION)
-    key: Path | None = flag(
-        None, "PEM file", name="tls_key", type=Path, needs=("tls_certificate",), group=ADMISSION
-    )
-    client_ca: Path | None = flag(
-        None,
-        "demand client certificates that it signed",
-        name="tls_client_ca",
-        type=Path,
-        needs=("tls_certificate",),
-        group=ADMISSION,
+    certificate: Path | None = admission_flag(None, "PEM file", name="tls_certificate")
+    key: Path | None = admission_flag(None, "PEM file", name="tls_key", needs=("tls_certificate",))
+    client_ca: Path | None = admission_flag(
+        None, "demand client certificates that it signed", name="tls_client_ca", needs=("tls_certificate",)
     )
     tokens: Mapping[str, str] = field(default_factory=dict)  # {token: name}; calls without one are refused
     # of tokens, of certificates, or IP addresses
-    backward: Collection[str] | None = flag(
-        None,
-        "names that may send gradients; all, if not given",
-        name="allow_backward",
-        nargs="+",
-        group=ADMISSION,
+    backward: Collection[str] | None = admission_flag(
+        None, "names that may send gradients; all, if not given", name="allow_backward", nargs="+"
     )
-    calls_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
-    bytes_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
+    calls_per_second: float = admission_flag(float("inf"), "of each peer", type=POSITIVE)
+    bytes_per_second: float = admission_flag(float("inf"), "of each peer", type=POSITIVE)
 
     def __post_init__(self) -> None:
         if "" in self.tokens:

@@ -78,12 +78,12 @@ async def read_status(
 async def _expert(
     uid: str, found: dict[str, Entry], caller: Caller, turns: asyncio.Semaphore, timeout: float
 ) -> ExpertStatus:
-    record = keys.load_members(found[keys.members_key(uid)].value) or keys.Members()
+    record = keys.load(keys.Members, found[keys.members_key(uid)].value) or keys.Members()
     entry = found.get(keys.leader_key(uid))
-    leader = None if entry is None else keys.load_leader(entry.value)
+    leader = None if entry is None else keys.load(keys.Leader, entry.value)
     endpoints = dict(record.endpoints)
     for key, server_entry in found.items():
-        server = keys.load_server(server_entry.value) if key.startswith(keys.SERVERS) else None
+        server = keys.load(keys.ServerEntry, server_entry.value) if key.startswith(keys.SERVERS) else None
         if server is not None:
             endpoints.setdefault(key.removeprefix(keys.SERVERS), server.endpoint)
 

@@ -27,7 +27,15 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Entry
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.protocol import WINDOW_BYTES
-from fmoe_ext.remote.replication.messages import APPEND, Append, Reply, append_message, replica_handlers
+from fmoe_ext.remote.replication.messages import (
+    APPEND,
+    Append,
+    Reply,
+    append_message,
+    read_append,
+    replica_handlers,
+    reply_message,
+)
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server import fair_queue
 from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
@@ -268,11 +276,12 @@ def follower(ends):
         async def start(self, server):
             await super().start(server)
             self.intake = Intake(server.guard, ByteBudget(LARGE_ROWS * D * 4 * 3), STATE)
-            server.add_handlers(replica_handlers(self, self.intake, server.compute))
+            server.add_handlers(replica_handlers(self.answer, self.intake, server.compute))
 
-        def append(self, append):
+        async def answer(self, path, message):
+            append = read_append(message)
             self.appends.append(append)
-            return Reply(True, append.end, append.term)
+            return reply_message(Reply(True, append.end, append.term))
 
     options = Options(expert_cls="nop", hidden_dim=D, expert_uids=("expert.0",), listen_on=ports.endpoint())
     return ends(Server(options, Follower(StaticList())).start())

@@ -24,7 +24,7 @@ NOTHING = End()
 
 
 def vacancy(server="a", end=NOTHING, record=None, offers=(), alive=("a", "b"), seconds=0.0, is_able=True):
-    offered = {name: recovery.make_offer(of, 7) for name, of in dict(offers).items()}
+    offered = {name: keys.Offer.of(of, 7) for name, of in dict(offers).items()}
     return Vacancy(server, end, is_able, record, 7, alive, offered, seconds, seconds, 30.0, 2.0)
 
 
@@ -65,7 +65,7 @@ def test_lost_updates_are_counted_from_the_start_of_the_next_term():
     assert recovery.count_lost(vacancy("a", End(NEW, 34), known)) == 1
     after = recovery.next_record(vacancy("a", End(OLD, 30), known), Action.RECOVER, Term(5, "a"), "a:1")
     assert dict(after.starts) == {"3": 0}
-    assert keys.load_members(keys.dump(after)) == after
+    assert keys.load(keys.Members, keys.dump(after)) == after
 
 
 def test_term_that_was_never_noted_has_its_start_in_the_next_record():

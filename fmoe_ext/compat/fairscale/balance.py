@@ -6,9 +6,10 @@ from copy import deepcopy
 import torch
 from torch import nn
 
+from fmoe_ext.compat.fairscale.microbatch import check_values, move
 from fmoe_ext.compat.fairscale.skip import keeping
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
-from fmoe_ext.pipeline.microbatch import Values, as_tuple, check_values, move
+from fmoe_ext.pipeline.microbatch import Values, as_tuple
 from fmoe_ext.planning.layouts import balance_cost
 
 

@@ -170,7 +170,7 @@ class Replica:
         self._copying = copying = asyncio.create_task(download)
         try:
             copy = await copying
-            term = Term(copy.number("seen"), copy.meta.get("seen_leader", ""))
+            term = Term.read(copy, "seen")
             if term < ledger.seen:
                 raise NotLeader(f"the copy of {self.uid} is of a term that is over")
             if copy.meta.get("uid") != self.uid:

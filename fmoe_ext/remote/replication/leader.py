@@ -113,15 +113,12 @@ class _Members:
         # what came since then, so that few updates wait for a write to the registry.
         if since := reserved - self.record.version:
             reserved += max(LEAST_RESERVED, 2 * since)
-        record = recovery.with_end(self.record, leader.committed)
-        requests = leader.ledger.requests_at(leader.committed.version)
-        starts = recovery.with_start(record.starts, leader.term.number, leader.start)
-        return replace(
-            record,
+        return self.record.reaching(
+            leader.committed,
             endpoints=endpoints,
             successor="",
-            starts=starts,
-            requests=requests,
+            starts=recovery.with_start(self.record.starts, leader.term.number, leader.start),
+            requests=leader.ledger.requests_at(leader.committed.version),
             reserved=reserved,
             noted=time.time(),
         )
@@ -150,8 +147,7 @@ class _Members:
         if not sender:
             self._check_room(name)
             raise NotLeader(f"{name} became a replica of {self._uid} meanwhile: it may ask again")
-        meta = {"seen": str(self._leader.term.number), "seen_leader": self._leader.term.leader}
-        return Message(state.tensors, {**state.meta, **meta})
+        return Message(state.tensors, {**state.meta, **self._leader.term.meta("seen")})
 
     async def promote(self, name: str) -> None:
         """A server that has its copy becomes a member: from now on nothing is acknowledged without it."""

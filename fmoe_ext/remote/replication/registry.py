@@ -40,17 +40,19 @@ class _View:
     def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
         """Leader, and the create revision of its key; (None, 0) without one."""
         entry = self.entries.get(keys.leader_key(uid))
-        return (None, 0) if entry is None else (keys.load_leader(entry.value), entry.create_revision)
+        return (None, 0) if entry is None else (keys.load(keys.Leader, entry.value), entry.create_revision)
 
     def members(self, uid: str) -> tuple[keys.Members | None, int]:
         """The record, and the revision of that key; (None, 0) if the expert has never been."""
         entry = self.entries.get(keys.members_key(uid))
-        return (None, 0) if entry is None else (keys.load_members(entry.value), entry.mod_revision)
+        return (None, 0) if entry is None else (keys.load(keys.Members, entry.value), entry.mod_revision)
 
     def servers(self) -> dict[str, keys.ServerEntry]:
         """The servers that live."""
         found = (
-            (k, keys.load_server(e.value)) for k, e in self.entries.items() if k.startswith(keys.SERVERS)
+            (k, keys.load(keys.ServerEntry, e.value))
+            for k, e in self.entries.items()
+            if k.startswith(keys.SERVERS)
         )
         return {key.removeprefix(keys.SERVERS): server for key, server in found if server is not None}
 
@@ -58,7 +60,7 @@ class _View:
         """Offers of servers for an expert without a leader."""
         prefix = keys.candidate_key(uid, "")
         mine = (key for key in self._uids.get(uid, ()) if key.startswith(prefix))
-        found = ((key, keys.load_offer(self.entries[key].value)) for key in mine)
+        found = ((key, keys.load(keys.Offer, self.entries[key].value)) for key in mine)
         return {key.removeprefix(prefix): offer for key, offer in found if offer is not None}
 
     def uids(self) -> list[str]:

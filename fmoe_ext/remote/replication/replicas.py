@@ -24,10 +24,10 @@ from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.flags import DATE_FORMAT
-from fmoe_ext.remote.replication import recovery
+from fmoe_ext.remote.replication import messages, recovery
 from fmoe_ext.remote.replication.follower import Loss, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
-from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
+from fmoe_ext.remote.replication.messages import replica_handlers
 from fmoe_ext.remote.replication.recovery import Action, Vacancy
 from fmoe_ext.remote.replication.registry import Registry, Site
 from fmoe_ext.remote.security import Credentials
@@ -78,7 +78,7 @@ class ReplicatedExperts:
         updates = dataclasses.replace(STATE, max_message_bytes=most)
         # a follower must take what a leader may make, so there is room for one update at least
         intake = Intake(server.guard, ByteBudget(max(server.service.budget.limit, most)), updates)
-        server.add_handlers(replica_handlers(self, intake, server.compute))
+        server.add_handlers(replica_handlers(self.answer, intake, server.compute))
         server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
     async def begin(self, server: Server) -> None:
@@ -175,16 +175,25 @@ class ReplicatedExperts:
 
     # ---------------------------------------------------------------- calls of other servers
 
-    def append(self, append: Append) -> Reply:
-        if append.uid not in self.replicas:
-            raise ExpertMissing(f"{append.uid} is not hosted here")
-        return self.replicas[append.uid].receive(append)
-
-    async def admit(self, uid: str, name: str, endpoint: str) -> Message:
-        return await self._led(uid).members.admit(name, endpoint)
-
-    async def promote(self, uid: str, name: str) -> None:
-        await self._led(uid).members.promote(name)
+    async def answer(self, path: str, message: Message) -> Message:
+        """The answer to a call of another server."""
+        if path == messages.APPEND:
+            append = messages.read_append(message)
+            if append.uid not in self.replicas:
+                raise ExpertMissing(f"{append.uid} is not hosted here")
+            return messages.reply_message(self.replicas[append.uid].receive(append))
+        uid = message.text(protocol.UID)
+        if path == messages.HOST:
+            await self.host_expert(uid)
+            return Message()
+        name = message.text("server")
+        self.may_step(uid)
+        leader = self.replicas[uid].leader
+        assert leader is not None
+        if path == messages.JOIN:
+            return await leader.members.admit(name, message.text("endpoint"))
+        await leader.members.promote(name)
+        return Message()
 
     async def host_expert(self, uid: str) -> None:
         """A leader asks this server to be a replica of an expert.
@@ -216,12 +225,6 @@ class ReplicatedExperts:
             finally:
                 self._hosting.discard(uid)
         self._wake.set()
-
-    def _led(self, uid: str) -> Leader:
-        self.may_step(uid)
-        leader = self.replicas[uid].leader
-        assert leader is not None
-        return leader
 
     # ---------------------------------------------------------------- one look at everything
 
@@ -319,7 +322,7 @@ class ReplicatedExperts:
         )
         action = recovery.decide(vacancy)
         if action is Action.OFFER:
-            await self.registry.offer(replica.uid, recovery.make_offer(vacancy.end, revision))
+            await self.registry.offer(replica.uid, keys.Offer.of(vacancy.end, revision))
         elif action in (Action.LEAD, Action.RECOVER):
             await self._lead(replica, vacancy, action)
 

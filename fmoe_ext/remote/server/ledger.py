@@ -12,11 +12,14 @@ that the log does not have could be acknowledged and lost.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
+from fmoe_ext.remote.wire import Message
+
+ID_BYTES = 16  # of a request id
 MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
 
 
@@ -30,6 +33,15 @@ class Term:
 
     number: int = 0
     leader: str = ""
+
+    def meta(self, key: str) -> dict[str, str]:
+        """The term as metadata of a message."""
+        return {key: str(self.number), f"{key}_leader": self.leader}
+
+    @classmethod
+    def read(cls, message: Message, key: str) -> "Term":
+        """The term that meta(key) has put into a message; WireError if there is none."""
+        return cls(message.number(key), message.meta.get(f"{key}_leader", ""))
 
 
 @dataclass(frozen=True, order=True)
@@ -203,6 +215,20 @@ class Ledger:
                 self.applied[request.request_id] = update.version
         while len(self.applied) > MAX_REMEMBERED_IDS:
             self._forget(self.applied.popitem(last=False)[0])
+
+
+def pack_ids(ids: Iterable[str]) -> torch.Tensor:
+    """Request ids as uint8 [16 * number]; zeros for ""."""
+    data = bytearray().join(bytes.fromhex(one or "00" * ID_BYTES) for one in ids)
+    if not data:  # frombuffer takes no empty buffer
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def unpack_ids(packed: torch.Tensor) -> list[str]:
+    """The request ids of pack_ids()."""
+    data = bytes(packed.tolist())
+    return [data[n : n + ID_BYTES].hex() for n in range(0, len(data), ID_BYTES)]
 
 
 class ReplyCache:
