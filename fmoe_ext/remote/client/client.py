@@ -116,7 +116,9 @@ class Client:
         """The schema of an expert, asked for once."""
         if handle.schema is None:
             data = encode(Message({}, {protocol.UID: handle.uid}))
-            answer, endpoint = await self._call_any(handle, timeout, protocol.INFO, data)
+            answer, endpoint = await self._repeat(
+                handle, timeout, lambda deadline: self._hedge(handle, protocol.INFO, data, deadline)
+            )
             with _reading(endpoint, handle.uid):
                 handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
                 handle.expert_class = answer.meta.get(protocol.CLASS, "")
@@ -133,7 +135,9 @@ class Client:
         tensors = {str(n): x for n, x in enumerate(inputs)}
         data = encode(compress(tensors, self.settings.compression, meta))
         left = timeout - (time.monotonic() - begin)
-        answer, endpoint = await self._call_any(handle, left, protocol.FORWARD, data)
+        answer, endpoint = await self._repeat(
+            handle, left, lambda deadline: self._hedge(handle, protocol.FORWARD, data, deadline)
+        )
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             if len(outcome.tensors) != 1:
@@ -256,12 +260,6 @@ class Client:
         if handle.record is None or not handle.record.endpoints:
             raise errors.ExpertGone(f"nobody hosts {handle.uid}")
         return handle.record
-
-    async def _call_any(
-        self, handle: Handle, timeout: float, method: str, data: bytes
-    ) -> tuple[Message, str]:
-        """The answer of any replica of an expert, and its endpoint."""
-        return await self._repeat(handle, timeout, lambda end: self._hedge(handle, method, data, end))
 
     async def _hedge(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
         """The first answer of any replica: the next is asked when one fails, or is slower than usual."""

@@ -173,11 +173,8 @@ class _KMinBatch(Batch):
     choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64, device="cpu"))
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
-        return self._have_enough(succeeded, self.k_min if is_forward else self.backward_k_min)
-
-    def _have_enough(self, succeeded: Set[int], wanted: int) -> bool:
-        """True if `wanted` of each sample's experts succeeded, or all that it chose."""
-        device = self.choices.device
+        """True if k_min (backward_k_min) of each sample's experts succeeded, or all that it chose."""
+        wanted, device = self.k_min if is_forward else self.backward_k_min, self.choices.device
         arrived = torch.tensor([n in succeeded for n in range(len(self.calls))], device=device)
         num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
         return bool((num_arrived >= (self.choices >= 0).sum(1).clamp(max=wanted)).all())
@@ -188,9 +185,7 @@ class _KMinBatch(Batch):
         failed = torch.tensor([error is not None for error in self.failed], device=self.choices.device)
         self.choices = self.choices.masked_fill(failed[self.choices.clamp(min=0)], -1)
         found = super().backward(inputs, grads)
-        if not self._have_enough(
-            {n for n, tensors in enumerate(found) if tensors is not None}, self.backward_k_min
-        ):
+        if not self.is_enough({n for n, tensors in enumerate(found) if tensors is not None}, False):
             reasons = [str(error) for error in self.grad_failed if error is not None]
             raise ExpertGone(
                 f"gradients of some sample reached fewer than backward_k_min={self.backward_k_min} experts: "

@@ -84,55 +84,52 @@ class Lookup:
     def __init__(self, ask: Ask, searches: Sequence[Search], own_id: int):
         self._ask, self.searches, self._own_id = ask, searches, own_id
         self._by_key = {search.key: search for search in searches}
-        self._pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
         self.num_calls = 0
 
     async def run(self, timeout: float) -> None:
         """Until every search is finished or time is up; is_finished of each says which."""
         end = time.monotonic() + timeout
+        pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
         try:
             while (left := end - time.monotonic()) > 0:
-                self._send()
-                if not self._pending or all(search.is_finished for search in self.searches):
+                # 1. call the next nodes; one that is called for one key is asked for all keys that it is near to
+                wanted: dict[Peer, list[int]] = {}
+                nearest = [(search, search.nearest()) for search in self.searches]
+                called = {
+                    candidate.peer for search, near in nearest for candidate in search.next_to_ask(near)
+                }
+                for search, near in nearest:
+                    for candidate in near:
+                        if candidate.state is _State.NEW and candidate.peer in called:
+                            candidate.state = _State.ASKED
+                            wanted.setdefault(candidate.peer, []).append(search.key)
+                for peer, keys in wanted.items():
+                    for first in range(0, len(keys), MAX_KEYS):
+                        some = tuple(keys[first : first + MAX_KEYS])
+                        pending[asyncio.ensure_future(self._ask(peer, some))] = peer, some
+                        self.num_calls += 1
+                if not pending or all(search.is_finished for search in self.searches):
                     return
-                done, _ = await asyncio.wait(self._pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in self._pending if task in done]:
-                    self._take(task)
+                # 2. take what has come: the nodes that a node names are candidates, one hop further
+                done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in pending if task in done]:
+                    peer, asked = pending.pop(task)
+                    try:
+                        answers = task.result()
+                    except Unreachable:
+                        answers = {}
+                    for key in asked:
+                        search, found = self._by_key[key], answers.get(key)
+                        candidate = search.candidates[peer.node_id]
+                        if found is not None:
+                            candidate.state, candidate.found = _State.ANSWERED, found
+                            others = (p for p in found.peers if p.node_id != self._own_id)
+                            search.add(others, candidate.hops + 1)
+                        elif answers:  # it had no room for this key
+                            candidate.state = _State.NEW
+                        else:
+                            search.fail(peer.node_id)
         finally:
-            for task in self._pending:
+            for task in pending:
                 task.cancel()
-            await asyncio.gather(*self._pending, return_exceptions=True)
-
-    def _send(self) -> None:
-        """Calls the next nodes. A node that is called for one key is asked for all keys that it is near to."""
-        wanted: dict[Peer, list[int]] = {}
-        nearest = [(search, search.nearest()) for search in self.searches]
-        called = {candidate.peer for search, near in nearest for candidate in search.next_to_ask(near)}
-        for search, near in nearest:
-            for candidate in near:
-                if candidate.state is _State.NEW and candidate.peer in called:
-                    candidate.state = _State.ASKED
-                    wanted.setdefault(candidate.peer, []).append(search.key)
-        for peer, keys in wanted.items():
-            for first in range(0, len(keys), MAX_KEYS):
-                some = tuple(keys[first : first + MAX_KEYS])
-                self._pending[asyncio.ensure_future(self._ask(peer, some))] = peer, some
-                self.num_calls += 1
-
-    def _take(self, task: "asyncio.Task[dict[int, Found]]") -> None:
-        peer, keys = self._pending.pop(task)
-        try:
-            answers = task.result()
-        except Unreachable:
-            answers = {}
-        for key in keys:
-            search, found = self._by_key[key], answers.get(key)
-            candidate = search.candidates[peer.node_id]
-            if found is not None:
-                candidate.state, candidate.found = _State.ANSWERED, found
-                others = (p for p in found.peers if p.node_id != self._own_id)
-                search.add(others, candidate.hops + 1)
-            elif answers:  # it had no room for this key
-                candidate.state = _State.NEW
-            else:
-                search.fail(peer.node_id)
+            await asyncio.gather(*pending, return_exceptions=True)

@@ -219,33 +219,32 @@ class KademliaNode:
         endpoint = self.attachment.endpoint if self.attachment else self.announced
         return Header(self.node_id, self.clock.now(), endpoint)
 
-    def _notice(self, header: Header, host: str) -> None:
-        """Calls back a stranger who says where it listens: only who answers there is believed."""
-        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
-        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
-        if is_wanted and len(self.greeting) < MAX_GREETED:
-            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
-
-    async def _greet(self, endpoint: str) -> None:
-        # without our endpoint: two nodes would greet each other for ever
-        header = Header(self.node_id, self.clock.now())
-        try:
-            await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
-        finally:
-            self.greeting.pop(endpoint, None)
-
     # ---------------------------------------------------------------- what others ask
 
     async def handle(self, method: str, data: bytes, host: str) -> bytes:
         """The answer to one request from a host; BadMessage if it makes no sense."""
         request = messages.decode_request(data)
-        self._notice(request.header, host)
+        sender, endpoint = request.header.node_id, request.header.endpoint
+        endpoint = f"{host}{endpoint}" if endpoint.startswith(":") else endpoint
+
+        async def greet() -> None:
+            # without our endpoint: two nodes would greet each other for ever
+            header = Header(self.node_id, self.clock.now())
+            try:
+                await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
+            finally:
+                self.greeting.pop(endpoint, None)
+
+        # a stranger who says where it listens is called back: only who answers there is believed
+        is_wanted = endpoint and self.table.has_room_for(sender) and endpoint not in self.greeting
+        if is_wanted and len(self.greeting) < MAX_GREETED:
+            self.greeting[endpoint] = asyncio.create_task(greet())
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
             found: dict[int, Found] = {}
             size = 0
             for key in request.keys:
-                peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
+                peers = [p for p in self.table.closest(key) if p.node_id != sender]
                 found[key] = Found(peers, self.store.find(key, self.clock.now()))
                 size += messages.size_of(found[key])
                 # who asks sees which keys are missing, and asks for them again
@@ -266,7 +265,13 @@ class KademliaNode:
         searches = [Search(key, self.options.replicas, ALPHA) for key in dict.fromkeys(keys)]
         for search in searches:
             search.add(self.table.closest(search.key), hops=1)
-        await Lookup(self._ask_for, searches, self.node_id).run(timeout)
+
+        async def ask(peer: Peer, some: Sequence[int]) -> dict[int, Found]:
+            request = Request(self._header(), keys=some)
+            answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
+            return {key: answer.found[key] for key in some if key in answer.found}
+
+        await Lookup(ask, searches, self.node_id).run(timeout)
         near = {}
         for search in searches:
             holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
@@ -282,30 +287,25 @@ class KademliaNode:
         self, placed: Mapping[Holder, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
         """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
-        return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
-
-    async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
-        request = Request(self._header(), keys=keys)
-        answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
-        return {key: answer.found[key] for key in keys if key in answer.found}
-
-    async def _put_at(self, at: Holder, items: Sequence[Item], timeout: float) -> list[Refusal | None]:
-        if at.peer is None:
-            return [self._put(item) for item in items]
-        refused: list[Refusal | None] = []
         limit = min(timeout, self.options.call_timeout)
-        for first in range(0, len(items), messages.MAX_ITEMS):
-            some = items[first : first + messages.MAX_ITEMS]
-            request = Request(self._header(), items=some)
-            try:
-                answer = await self.call(at.peer, messages.STORE, request, limit)
-                if len(answer.refused) != len(some):
-                    text = f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
-                    raise Unreachable(text)
-                refused += answer.refused
-            except Unreachable as error:
-                return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
-        return refused
+
+        async def put_at(peer: Peer | None, items: Sequence[Item]) -> list[Refusal | None]:
+            if peer is None:
+                return [self._put(item) for item in items]
+            refused: list[Refusal | None] = []
+            for first in range(0, len(items), messages.MAX_ITEMS):
+                some = items[first : first + messages.MAX_ITEMS]
+                try:
+                    answer = await self.call(peer, messages.STORE, Request(self._header(), items=some), limit)
+                    if len(answer.refused) != len(some):
+                        text = f"{peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
+                        raise Unreachable(text)
+                    refused += answer.refused
+                except Unreachable as error:
+                    return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
+            return refused
+
+        return await asyncio.gather(*(put_at(at.peer, items) for at, items in placed.items()))
 
 
 def reachable_here(listen_on: str | None) -> str:

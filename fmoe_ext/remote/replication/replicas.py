@@ -100,7 +100,7 @@ class ReplicatedExperts:
 
         server.host.is_replicated = True
         server.host.when_committed = when_committed
-        server.host.may_step = server.service.may_step = self.may_step
+        server.host.may_step = self.may_step
         server.service.may_read = self.may_read
         await self.registry.start(self._server_entry())
         # named experts; else those with checkpoints, and as many others as are missing

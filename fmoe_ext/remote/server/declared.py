@@ -228,7 +228,7 @@ class DeclaredExperts:
 
             # no more gradients: a copy that is complete must not fall behind again
             copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
-            server.host.may_step = server.service.may_step = may_step
+            server.host.may_step = may_step
             await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
             while time.monotonic() < end:
                 if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):

@@ -85,12 +85,12 @@ class ComputeThread:
             if callable(work):
                 work()
             elif work:
-                self.num_batches += 1
-                self.num_jobs += len(work)
                 self._run_batch(work)
             del work  # or the last batch stays in memory until the next one comes
 
     def _run_batch(self, batch: list[Job]) -> None:
+        self.num_batches += 1
+        self.num_jobs += len(batch)
         try:
             self.host.run(batch)
         except Exception as error:  # whatever happens, the next batch is served
@@ -302,7 +302,6 @@ class ExpertService:
             metrics.time("call_seconds", seconds, method=name)
 
         self.intake = Intake(guard, self.budget, limits, ended)
-        self.may_step: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a gradient
         self.may_read: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a forward
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         # name: time.monotonic() of its last call, loss it reported
@@ -362,7 +361,7 @@ class ExpertService:
     async def _backward(self, call: Call) -> Message:
         message = call.message
         uid, inputs, grad = self._unpack(message, has_grad=True)
-        self.may_step(uid)
+        self.compute.host.may_step(uid)
         request_id = message.meta.get(protocol.REQUEST_ID, "")
         is_id = len(request_id) == protocol.ID_LENGTH and set(request_id) <= set("0123456789abcdef")
         if request_id and not is_id:
