@@ -5,7 +5,6 @@ printable text without dots, slashes and spaces ("my::experts2", "größe").
 """
 
 import abc
-import itertools
 import math
 import random
 import re
@@ -313,7 +312,7 @@ class Pattern:
         check_uid(self._uid(0))
 
     def __iter__(self) -> Iterator[str]:
-        return (".".join([self._prefix, *map(str, place)]) for place in itertools.product(*self._axes))
+        return map(self._uid, range(self.size))
 
     def sample(self, count: int, rng: random.Random) -> list[str]:
         """Up to count different uids in random order."""

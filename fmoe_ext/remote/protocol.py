@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-import secrets
 
 SERVICE = "fmoe.Experts"
 INFO, FORWARD = f"/{SERVICE}/Info", f"/{SERVICE}/Forward"
@@ -25,10 +24,6 @@ GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 # How the text of a FAILED_PRECONDITION begins when another server takes the gradients.
 NOT_LEADER = "not the leader"
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(ID_LENGTH // 2)
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

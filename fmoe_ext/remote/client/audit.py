@@ -77,7 +77,7 @@ class Auditor:
         for _ in range(self.attempts):
             outcome = loop.run(self.client.forward(handle, inputs, timeout), timeout + 1)
             state = loop.run(self._state(handle, outcome.endpoint, timeout), timeout + 1)
-            if _version(state) == outcome.version:
+            if state.number("version", -2) == outcome.version:
                 return self._compare(handle, inputs, outcome, state)
         raise RemoteError(f"{handle.uid} changed between answer and weights {self.attempts} times: no audit")
 
@@ -94,7 +94,7 @@ class Auditor:
             state = loop.run(self._state(handle, None, timeout), timeout + 1)
             call = self.client.backward(handle, inputs, grad, handle.version, timeout)
             outcome = loop.run(call, timeout + 1)
-            if _version(state) + 1 == outcome.version:
+            if state.number("version", -2) + 1 == outcome.version:
                 return self._compare(handle, inputs, outcome, state, grad)
         raise RemoteError(f"{handle.uid} changed before the gradient {self.attempts} times: no audit")
 
@@ -137,7 +137,7 @@ class Auditor:
     ) -> None:
         name = "audits without a result"
         try:
-            if state is not None and _version(state) + (grad is not None) == outcome.version:
+            if state is not None and state.number("version", -2) + (grad is not None) == outcome.version:
                 self._compare(handle, inputs, outcome, state, grad)
                 name = "audits"
         except (
@@ -211,11 +211,6 @@ class Auditor:
                 f"allowed ({len(chosen)} of {num_rows} rows recomputed)"
             )
         return Finding(handle.uid, outcome.endpoint, len(chosen), error)
-
-
-def _version(state: Message) -> int:
-    text = state.meta.get("version", "")
-    return int(text) if text.isdecimal() and len(text) <= 18 else -2
 
 
 class _NoAudit(RemoteError):

@@ -7,6 +7,7 @@ one request id, by which every leader knows it, so the expert makes one step how
 """
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ class Client:
                 handle, timeout, lambda deadline: self._hedge(handle, protocol.INFO, data, deadline)
             )
             with _reading(endpoint, handle.uid):
-                handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
+                handle.hidden_dim = answer.number(protocol.HIDDEN_DIM, 0)
                 handle.expert_class = answer.meta.get(protocol.CLASS, "")
                 handle.schema = Schema.from_text(answer.meta.get(protocol.SCHEMA, ""))
         assert handle.schema is not None
@@ -177,7 +178,7 @@ class Client:
             protocol.UID: handle.uid,
             protocol.COMPRESSION: self.settings.compression,
             protocol.VERSION: str(seen_version),
-            protocol.REQUEST_ID: protocol.new_request_id(),
+            protocol.REQUEST_ID: secrets.token_hex(protocol.ID_LENGTH // 2),
         }
         if self.loss:
             meta[protocol.LOSS] = self.loss

@@ -106,7 +106,7 @@ class Registry:
         self.num_returns = 0  # how often the registry went back: it was restored from a backup, or replaced
         self._revision = 0  # the largest in an answer
         self._cluster = 0
-        self._lease = 0
+        self.lease = 0  # the present one: who became leader under an earlier one leads no more
         self._lease_ends = 0.0
         self._entry = b""
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,17 +129,12 @@ class Registry:
             task.cancel()
         self._lease_ends = 0.0
         with contextlib.suppress(DiscoveryError):
-            await self.store.revoke(self._lease, timeout=2.0)
+            await self.store.revoke(self.lease, timeout=2.0)
         await self.store.close()
 
     def has_lease(self) -> bool:
         """True if etcd has this server's lease, by its own, more careful count."""
         return self._clock() < self._lease_ends
-
-    @property
-    def lease(self) -> int:
-        """The present lease: who became leader under an earlier one leads no more."""
-        return self._lease
 
     # ---------------------------------------------------------------- what is changed
 
@@ -147,7 +142,7 @@ class Registry:
         """Becomes the leader if nobody leads and the record is as at revision -> revision of the key, 0 if not."""
         leader, record = keys.leader_key(uid), keys.members_key(uid)
         as_known = [etcd.created_at(leader, 0), etcd.changed_at(record, revision)]
-        puts = [etcd.put(leader, keys.dump(me), self._lease), etcd.put(record, keys.dump(members))]
+        puts = [etcd.put(leader, keys.dump(me), self.lease), etcd.put(record, keys.dump(members))]
         answer = await self._transact(uid, as_known, puts)
         return answer.revision if answer.succeeded else 0
 
@@ -177,14 +172,14 @@ class Registry:
     async def offer(self, uid: str, offer: keys.Offer) -> None:
         """Says which state this server has."""
         key = keys.candidate_key(uid, self.server)
-        await self._transact(uid, [], [etcd.put(key, keys.dump(offer), self._lease)])
+        await self._transact(uid, [], [etcd.put(key, keys.dump(offer), self.lease)])
 
     async def announce(self, entry: keys.ServerEntry) -> None:
         """Keeps the entry of this server in etcd, also when etcd has lost it."""
         value = keys.dump(entry)
         if value != self._entry or keys.SERVERS + self.server not in self.view.entries:
             self._entry = value
-            await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self._lease)])
+            await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self.lease)])
 
     async def _transact(self, uid: str, compare: Sequence[Any], success: Sequence[Any]) -> Answer:
         """A transaction; what it was about is read with it, so that the view is never older than one's own writing."""
@@ -254,8 +249,8 @@ class Registry:
     async def _new_lease(self) -> None:
         # before the request: this server must not believe in its lease for longer than etcd does
         begin = self._clock()
-        self._lease = await self.store.grant(self.ttl)
-        await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self._lease)])
+        self.lease = await self.store.grant(self.ttl)
+        await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self.lease)])
         self._lease_ends = begin + self.ttl
 
     async def _keep_lease(self) -> None:
@@ -267,7 +262,7 @@ class Registry:
             begin = self._clock()
             try:
                 returns = self.num_returns
-                if await self.store.keep_alive(self._lease, timeout=self.ttl / 2):
+                if await self.store.keep_alive(self.lease, timeout=self.ttl / 2):
                     await self._ask(success=[etcd.read(keys.SERVERS + self.server)])
                     if not was_reached:  # the stream of changes may have stopped as well
                         was_reached = True

@@ -191,8 +191,8 @@ class ReplicatedExperts:
         leader = self.replicas[uid].leader
         assert leader is not None
         if path == messages.JOIN:
-            return await leader.members.admit(name, message.text("endpoint"))
-        await leader.members.promote(name)
+            return await leader.admit(name, message.text("endpoint"))
+        await leader.promote(name)
         return Message()
 
     async def host_expert(self, uid: str) -> None:
@@ -274,7 +274,7 @@ class ReplicatedExperts:
                 own.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)
         elif own.holds():
-            await own.members.look_after()
+            await own.look_after()
         else:
             own.end("its lease is over")
 

@@ -86,7 +86,7 @@ class WarmCopies:
         """Looks at the owner, and takes a copy if there is something new and it is time, or the owner leaves."""
         request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
-        self._seen[uid] = _number(info, protocol.VERSION), _number(info, protocol.REQUESTS)
+        self._seen[uid] = info.number(protocol.VERSION, 0), info.number(protocol.REQUESTS, 0)
         when, copy = self._copies.get(uid, (-self.period, None))
         is_old = copy is None or copy.meta["version"] != str(self._seen[uid][0])
         is_last = info.meta.get(protocol.LEAVING) == "1"
@@ -112,18 +112,13 @@ class WarmCopies:
             await self.discovery.withdraw([uid], server.endpoint)
             return
         version, requests = self._seen.get(uid, (0, 0))
-        updates = max(0, version - _number(copy, protocol.VERSION))
-        gradients = max(0, requests - _number(copy, protocol.REQUESTS))
+        updates = max(0, version - copy.number(protocol.VERSION, 0))
+        gradients = max(0, requests - copy.number(protocol.REQUESTS, 0))
         server.metrics.add("updates_lost_total", updates)
         server.metrics.add("gradients_lost_total", gradients)
         server.metrics.add("takeovers_total")
         text = "%s is owned here from version %s on; %d updates of %d gradients, or more, are lost"
         log.warning(text, uid, copy.meta["version"], updates, gradients)
-
-
-def _number(message: Message, key: str) -> int:
-    text = message.meta.get(key, "")[:18]
-    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 class DeclaredExperts:

@@ -196,7 +196,7 @@ def acknowledge_beyond_the_reservation(patch):
         pass
 
     async def confirm_and_forget(self):
-        self.members.reserve = at_once
+        self.reserve = at_once
         await confirm(self)
 
     patch.setattr(Leader, "confirm", confirm_and_forget)
