@@ -284,7 +284,6 @@ class Cached(Discovery):
 
 
 _RANGE = re.compile(r"\[(\d{1,10}):(\d{1,10})\]")
-MAX_TRIED = 1024  # candidates looked up at a time
 
 
 class Pattern:
@@ -328,23 +327,3 @@ class Pattern:
             place, index = divmod(place, len(axis))
             parts.append(str(axis[index]))
         return ".".join([self._prefix, *reversed(parts)])
-
-
-async def claim_free_uids(
-    discovery: Discovery, pattern: Pattern, count: int, endpoint: str, ttl: float, rng: random.Random
-) -> list[str]:
-    """Claims count random uids of a pattern that nobody hosts, or as many as there are."""
-    mine: list[str] = []
-    tried: set[str] = set()
-    while len(mine) < count and len(tried) < pattern.size:
-        # more candidates than are needed, or a grid that is nearly full would take a question for each free uid
-        wanted = min(pattern.size, len(tried) + min(4 * count, MAX_TRIED))
-        candidates = [uid for uid in pattern.sample(wanted, rng) if uid not in tried]
-        tried.update(candidates)
-        records = await discovery.get(candidates)
-        free = [uid for uid, record in zip(candidates, records, strict=True) if record is None]
-        while free and len(mine) < count:
-            some, free = free[: count - len(mine)], free[count - len(mine) :]
-            granted = await discovery.declare(some, endpoint, ttl)
-            mine += [uid for uid in some if uid in granted]
-    return sorted(mine, key=coordinates)

@@ -106,7 +106,7 @@ class Auditor:
         """Raises Cheated if this answer is audited and wrong."""
         if self._random.random() < self.share:
             state = await self._state_in_time(handle, outcome.endpoint, timeout)
-            self._compare_and_count(handle, inputs, outcome, state)
+            self.judge(handle, inputs, outcome, state)
 
     async def before_backward(self, handle: Handle, timeout: float) -> Message | None:
         """The weights that a gradient will be recomputed with, or None if this one is not audited."""
@@ -116,18 +116,7 @@ class Auditor:
         self.client.counts["audits without a result"] += state is None
         return state
 
-    def after_backward(
-        self,
-        handle: Handle,
-        inputs: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        outcome: Outcome,
-        state: Message,
-    ) -> None:
-        """Raises Cheated if the gradients of inputs are not those of the weights before the step."""
-        self._compare_and_count(handle, inputs, outcome, state, grad)
-
-    def _compare_and_count(
+    def judge(
         self,
         handle: Handle,
         inputs: Sequence[torch.Tensor],
@@ -135,15 +124,14 @@ class Auditor:
         state: Message | None,
         grad: torch.Tensor | None = None,
     ) -> None:
+        """Raises Cheated if an output or, with grad, a gradient of inputs is not that of the weights in state."""
         name = "audits without a result"
         try:
             if state is not None and state.number("version", -2) + (grad is not None) == outcome.version:
                 self._compare(handle, inputs, outcome, state, grad)
                 name = "audits"
-        except (
-            _NoAudit
-        ):  # weights that fit nothing end an ordinary call no more than weights that do not come
-            pass
+        except _NoAudit:
+            pass  # weights that fit nothing end an ordinary call no more than weights that do not come
         except Cheated:
             name = "audits"
             raise

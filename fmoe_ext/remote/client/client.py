@@ -121,7 +121,9 @@ class Client:
                 handle, timeout, lambda deadline: self._hedge(handle, protocol.INFO, data, deadline)
             )
             with _reading(endpoint, handle.uid):
-                handle.hidden_dim = answer.number(protocol.HIDDEN_DIM, 0)
+                handle.hidden_dim = (
+                    answer.number(protocol.HIDDEN_DIM) if protocol.HIDDEN_DIM in answer.meta else 0
+                )
                 handle.expert_class = answer.meta.get(protocol.CLASS, "")
                 handle.schema = Schema.from_text(answer.meta.get(protocol.SCHEMA, ""))
         assert handle.schema is not None
@@ -208,7 +210,7 @@ class Client:
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
             try:
-                watcher.after_backward(handle, inputs, grad, outcome, before)
+                watcher.judge(handle, inputs, outcome, before, grad)
             except errors.Cheated:
                 self._note_failure(handle)
                 raise

@@ -127,9 +127,8 @@ class RemoteMixtureOfExperts(nn.Module):
         uids = [coordinates(r.uid) for r in found.records] or [(0,) * len(scores)]
         places = torch.tensor(uids, device="cpu").to(topk_idx.device)  # [N, dimensions of the grid]
         chosen = places[topk_idx.clamp(min=0)]  # [T, K, dimensions]
-        logits = torch.stack([axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]).sum(
-            0
-        )  # [T, K]
+        parts = [axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]
+        logits = torch.stack(parts).sum(0)  # [T, K]
         if logits.dtype != torch.float64:
             logits = logits.float()
         # the lowest number instead of -inf: a sample without a living expert gets zeros, not NaN

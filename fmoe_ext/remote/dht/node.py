@@ -1,7 +1,5 @@
 """KademliaNode: one node of the DHT. It knows some others, finds the rest through them, and keeps records for all.
 
-After Maymounkov and Mazieres 2002. Nodes and keys are numbers, and a record lies at the nodes whose numbers are nearest
-to its key. A node knows many near ones and few far ones, so that every step of a search halves the distance at least.
 Only a node that has answered at its endpoint is believed to be there: what others say about it is a hint.
 """
 
@@ -16,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from fmoe_ext.remote.dht import messages
 from fmoe_ext.remote.dht.clock import NetworkClock
-from fmoe_ext.remote.dht.lookup import ALPHA, Lookup, Search
+from fmoe_ext.remote.dht.lookup import Search, look_up
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
 from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
 from fmoe_ext.remote.dht.relay import Attachment
-from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable
+from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable, size_in_answer
 from fmoe_ext.remote.dht.transport import GrpcTransport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
@@ -246,7 +244,8 @@ class KademliaNode:
             for key in request.keys:
                 peers = [p for p in self.table.closest(key) if p.node_id != sender]
                 found[key] = Found(peers, self.store.find(key, self.clock.now()))
-                size += messages.size_of(found[key])
+                size += 200 + sum(120 + len(p.endpoint) for p in peers)  # about, and the records' own bytes
+                size += sum(map(size_in_answer, found[key].records))
                 # who asks sees which keys are missing, and asks for them again
                 if size > messages.FULL_ANSWER_BYTES:
                     break
@@ -262,7 +261,7 @@ class KademliaNode:
 
     async def find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
         """The nodes nearest to each key, and the records that lie there; what is known when time is up."""
-        searches = [Search(key, self.options.replicas, ALPHA) for key in dict.fromkeys(keys)]
+        searches = [Search(key, self.options.replicas) for key in dict.fromkeys(keys)]
         for search in searches:
             search.add(self.table.closest(search.key), hops=1)
 
@@ -271,7 +270,7 @@ class KademliaNode:
             answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
             return {key: answer.found[key] for key in some if key in answer.found}
 
-        await Lookup(ask, searches, self.node_id).run(timeout)
+        await look_up(ask, searches, self.node_id, timeout)
         near = {}
         for search in searches:
             holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]

@@ -12,13 +12,13 @@ it says READY, and is a member if its log ends where the leader's does.
 import asyncio
 import enum
 import logging
-from dataclasses import dataclass
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import messages
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply
+from fmoe_ext.remote.replication.recovery import Loss
 from fmoe_ext.remote.replication.registry import Site
 from fmoe_ext.remote.server.ledger import Ledger, Logged, NotLeader, Term
 from fmoe_ext.remote.server.state import write_state
@@ -37,16 +37,6 @@ class Role(enum.Enum):
     JOINING = "joining"  # takes a copy; updates wait
     FOLLOWER = "follower"
     LEADER = "leader"
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Updates that a recovery under way would lose."""
-
-    updates: int  # that etcd knows of
-    gradients: int  # at least so many were in them
-    most: int  # updates that may have been acknowledged
-    since: float  # time.time() of the last leader at its last note
 
 
 class Replica:

@@ -44,6 +44,16 @@ class Vacancy:
     lacks: int = 0  # version in this server's damaged checkpoint
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Updates that a recovery under way would lose."""
+
+    updates: int  # that etcd knows of
+    gradients: int  # at least so many were in them
+    most: int  # updates that may have been acknowledged
+    since: float  # time.time() of the last leader at its last note
+
+
 def decide(vacancy: Vacancy) -> Action:
     """Next action of a server; it is decided again at every change and on a timer."""
     me, record = vacancy.server, vacancy.record or keys.Members()
@@ -97,11 +107,12 @@ def _version_in_common(record: keys.Members, end: End) -> int:
     return min([end.version, *later])
 
 
-def count_lost_gradients(vacancy: Vacancy) -> int:
-    """Count the gradients in the lost updates, at least: each update has one or more."""
-    known = 0 if vacancy.record is None else vacancy.record.requests
-    lost = count_lost(vacancy)
-    return max(lost, known - vacancy.requests) if lost else 0
+def loss_of(vacancy: Vacancy) -> Loss:
+    """What is lost if this server leads."""
+    record, lost = vacancy.record or keys.Members(), count_lost(vacancy)
+    # each update has one gradient or more
+    gradients = max(lost, record.requests - vacancy.requests) if lost else 0
+    return Loss(lost, gradients, count_lost_at_most(vacancy), record.noted)
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:

@@ -115,9 +115,8 @@ class Registry:
 
     async def start(self, entry: keys.ServerEntry) -> None:
         """Registers the server and begins to watch."""
-        self._clock = (
-            asyncio.get_running_loop().time
-        )  # it only counts: who sets the wall clock makes no lease longer
+        # it only counts: who sets the wall clock makes no lease longer
+        self._clock = asyncio.get_running_loop().time
         self._entry = keys.dump(entry)
         await self._new_lease()
         revision = await self._read_all()

@@ -25,7 +25,7 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.flags import DATE_FORMAT
 from fmoe_ext.remote.replication import messages, recovery
-from fmoe_ext.remote.replication.follower import Loss, Replica, Role
+from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import replica_handlers
 from fmoe_ext.remote.replication.recovery import Action, Vacancy
@@ -332,9 +332,7 @@ class ReplicatedExperts:
         term = Term(max(known, replica.ledger.seen.number) + 1, self.name)
         record = recovery.next_record(vacancy, action, term, self.server.endpoint)
         if action is Action.RECOVER:
-            lost, gradients = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
-            noted = 0.0 if vacancy.record is None else vacancy.record.noted
-            replica.loss = Loss(lost, gradients, recovery.count_lost_at_most(vacancy), noted)
+            replica.loss = recovery.loss_of(vacancy)
         me, lease = keys.Leader(self.name, self.server.endpoint), self.registry.lease
         guard = await self.registry.lead(replica.uid, me, record, vacancy.revision)
         if not guard or lease != self.registry.lease or replica.role is Role.JOINING:

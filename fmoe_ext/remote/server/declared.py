@@ -13,14 +13,7 @@ from collections.abc import Sequence
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.discovery import (
-    Discovery,
-    DiscoveryError,
-    Granted,
-    Pattern,
-    check_uid,
-    claim_free_uids,
-)
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, Granted, Pattern, check_uid
 from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.ledger import NotLeader
@@ -33,6 +26,7 @@ log = logging.getLogger("fmoe_ext.remote")
 HAND_OVER_SECONDS = 10.0  # for copies elsewhere to get the last version
 LOOK_SECONDS = 0.05  # between two looks whether they have it
 LOOKS_A_PERIOD = 5  # a look is small, and tells how many updates a takeover loses
+MAX_TRIED = 1024  # uids looked up at a time, for free ones
 COPY_SECONDS = 600.0  # for a copy to come whole: no gradient waits for it
 
 
@@ -150,12 +144,21 @@ class DeclaredExperts:
                     f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
                 )
         else:  # those with checkpoints first, then free ones
-            pattern, wanted = Pattern(options.expert_pattern), options.num_experts
+            pattern, wanted, rng = Pattern(options.expert_pattern), options.num_experts, random.Random()
             if before := server.saved_uids()[:wanted]:
                 mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
-            mine += await claim_free_uids(
-                self.discovery, pattern, wanted - len(mine), endpoint, options.ttl, random.Random()
-            )
+            tried: set[str] = set()
+            while (missing := wanted - len(mine)) > 0 and len(tried) < pattern.size:
+                # more candidates than needed, or a grid that is nearly full would take a question for each free uid
+                count = min(pattern.size, len(tried) + min(4 * missing, MAX_TRIED))
+                candidates = [uid for uid in pattern.sample(count, rng) if uid not in tried]
+                tried.update(candidates)
+                records = await self.discovery.get(candidates)
+                free = [uid for uid, record in zip(candidates, records, strict=True) if record is None]
+                while free and len(mine) < wanted:
+                    some, free = free[: wanted - len(mine)], free[wanted - len(mine) :]
+                    granted = await self.discovery.declare(some, endpoint, options.ttl)
+                    mine += [uid for uid in some if uid in granted]
             if len(mine) < wanted:
                 await self.discovery.withdraw(mine, endpoint)
                 raise ValueError(

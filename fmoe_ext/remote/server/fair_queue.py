@@ -38,9 +38,8 @@ class Job:
 
     uid: str
     inputs: tuple[torch.Tensor, ...]
-    done: Callable[
-        [object], None
-    ]  # called once, with the result or an exception, on the thread that computes
+    # called once, with the result or an exception, on the thread that computes
+    done: Callable[[object], None]
     grad: torch.Tensor | None = None  # of the output: a backward call
     request_id: str = ""
     seen_version: int | None = None  # of the expert, when the caller went forward

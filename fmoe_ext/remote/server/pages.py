@@ -26,9 +26,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: defaultdict[_Key, float] = defaultdict(float)
-        self._times: dict[
-            _Key, tuple[list[int], list[float]]
-        ] = {}  # calls in each bucket, and [their seconds]
+        # calls in each bucket, and [their seconds]
+        self._times: dict[_Key, tuple[list[int], list[float]]] = {}
         self._gauges: dict[str, Callable[[], float]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -97,9 +96,8 @@ class Pages:
         self.port = 0
 
     async def start(self, listen_on: str) -> None:
-        require(
-            "prometheus_client", "--http_on"
-        )  # now, or the first to miss it would be who looks at /metrics
+        # now, or the first to miss it would be who looks at /metrics
+        require("prometheus_client", "--http_on")
         host, _, port = listen_on.rpartition(":")
         self._http = await asyncio.start_server(
             self._serve, host.strip("[]") or None, int(port), limit=MAX_REQUEST
