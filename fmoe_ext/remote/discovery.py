@@ -247,10 +247,9 @@ class Cached(Discovery):
         return [record if record is not None and record.is_live() else None for record in records]
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
-        async def ask(missing: list[str]) -> dict[str, frozenset[int]]:
-            return await self.inner.successors(missing, timeout=timeout)
-
-        return await self._answer(self._successors, prefixes, ask)
+        return await self._answer(
+            self._successors, prefixes, lambda missing: self.inner.successors(missing, timeout=timeout)
+        )
 
     async def _answer(
         self,

@@ -160,7 +160,7 @@ def test_leader_cut_off_acknowledges_nothing(ends, cluster, client):
         raise ValueError("no way from the new leader to the old one")
 
     async def cut_off():
-        leader.placement.append = unreachable
+        leader.placement.replicas[UID].receive = unreachable
         for task in (leader.placement._task, *registry._tasks):
             task.cancel()
         registry._lease_ends = time.monotonic() + 1000  # a clock that stands still

@@ -16,7 +16,7 @@ from fmoe_ext.remote.replication.messages import Append, Reply, Sender, append_m
 from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
-from fmoe_ext.remote.server.ledger import End, Ledger, Logged, NotLeader, Request, Term, Update
+from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader, Request, Term, Update
 from fmoe_ext.remote.wire import STATE, decode, encode
 
 OLD, NEW = Term(3, "a"), Term(4, "b")
@@ -70,9 +70,9 @@ def test_lost_updates_are_counted_from_the_start_of_the_next_term():
 
 def test_term_that_was_never_noted_has_its_start_in_the_next_record():
     ledger = Ledger(is_replicated=True)
-    for term, version in ((OLD, 1), (NEW, 2), (NEW, 3)):
+    for term in (OLD, NEW, NEW):
         ledger.lead(term)
-        ledger.append(Update("e.0", version, ()))
+        ledger.append("e.0", ())
     assert (ledger.end, ledger.start) == (End(NEW, 3), 1)
     seen = dataclasses.replace(vacancy("b", ledger.end, record(End(OLD, 1), ["b"])), start=ledger.start)
     after = recovery.next_record(seen, Action.LEAD, Term(5, "b"), "b:1")
@@ -183,19 +183,19 @@ def test_update_of_2048_requests_is_one_that_followers_accept():
         Request(f"{n + 1:032x}", (torch.full((1, 4), float(n)),), torch.full((1, 4), -float(n)))
         for n in range(2048)
     )
-    logged = Logged(End(OLD, 8), End(NEW, 9), Update("expert.0", 9, requests), "ff")
-    append = Append("expert.0", NEW, 8, logged.end, logged)
+    update = Update("expert.0", End(OLD, 8), End(NEW, 9), requests, "ff")
+    append = Append("expert.0", NEW, 8, update.end, update)
     found = read_append(decode(encode(append_message(append)), STATE))
-    assert (found.term, found.committed, found.end, found.logged.previous) == (
+    assert (found.term, found.committed, found.end, found.update.previous) == (
         NEW,
         8,
         End(NEW, 9),
         End(OLD, 8),
     )
-    assert [r.request_id for r in found.logged.update.requests] == [r.request_id for r in requests]
+    assert [r.request_id for r in found.update.requests] == [r.request_id for r in requests]
     assert all(
         torch.equal(a.grad, b.grad) and torch.equal(a.inputs[0], b.inputs[0])
-        for a, b in zip(found.logged.update.requests, requests, strict=True)
+        for a, b in zip(found.update.requests, requests, strict=True)
     )
 
 
@@ -203,10 +203,10 @@ def test_tail_brings_a_shorter_log_up_and_no_other_one():
     ledger = Ledger(is_replicated=True)
     ledger.lead(OLD)
     ledger.open(OLD)
-    for version in (1, 2, 3):
-        ledger.append(Update("expert.0", version, ()))
+    for _ in range(3):
+        ledger.append("expert.0", ())
     ledger.commit(1)
-    assert [logged.end.version for logged in ledger.tail_after(End(OLD, 1))] == [2, 3]
+    assert [update.end.version for update in ledger.tail_after(End(OLD, 1))] == [2, 3]
     assert ledger.tail_after(End(OLD, 3)) == []
     assert ledger.tail_after(End(NEW, 2)) is None
     assert Reply(True, ledger.end, OLD).end == End(OLD, 3)

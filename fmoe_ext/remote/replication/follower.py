@@ -20,7 +20,7 @@ from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply
 from fmoe_ext.remote.replication.recovery import Loss
 from fmoe_ext.remote.replication.registry import Site
-from fmoe_ext.remote.server.ledger import Ledger, Logged, NotLeader, Term
+from fmoe_ext.remote.server.ledger import Ledger, NotLeader, Term, Update
 from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
@@ -83,20 +83,20 @@ class Replica:
             self.leader.end(f"term {append.term.number} has begun")
         ledger.see(append.term)
         if self.role is Role.JOINING:
-            if append.logged is None:
+            if append.update is None:
                 return self._reply("it takes a copy")
             self._early.append(append)
             return self._reply()
-        if append.logged is None:
+        if append.update is None:
             if ledger.broken or append.end != ledger.end:
                 return Reply(False, ledger.end, ledger.seen, ledger.broken)
         else:
             try:
-                is_new = ledger.receive(append.logged, append.committed)
+                is_new = ledger.receive(append.update, append.committed)
             except ValueError:
                 return self._reply(ledger.broken or f"its log ends at version {ledger.end.version}")
             if is_new:
-                self._apply(append.logged)
+                self._apply(append.update)
         self.role = Role.FOLLOWER
         ledger.commit(append.committed)
         return self._reply()
@@ -104,15 +104,15 @@ class Replica:
     def _reply(self, refusal: str = "") -> Reply:
         return Reply(not refusal, self.ledger.end, self.ledger.seen, refusal)
 
-    def _apply(self, logged: Logged) -> None:
+    def _apply(self, update: Update) -> None:
         """Has the device repeat an update; one that does not give the leader's weights breaks this replica."""
         host, ledger = self.site.server.host, self.ledger
 
         def work() -> None:
             try:
-                host.apply(logged.update)
-                if logged.digest and host.digest(self.uid) != logged.digest:
-                    raise ValueError(f"the weights differ from the leader's at version {logged.end.version}")
+                host.apply(update)
+                if update.digest and host.digest(self.uid) != update.digest:
+                    raise ValueError(f"the weights differ from the leader's at version {update.end.version}")
             except Exception as error:
                 ledger.broken = ledger.broken or f"{error}"
                 raise

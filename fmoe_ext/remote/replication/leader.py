@@ -145,19 +145,19 @@ class Leader:
             return
         self._waiting.append((version, finish, fail))
         # updates are shipped in the order of the log, by whichever call comes first; later ones wait for their own call
-        for logged in self.ledger.tail_after(self.shipped) or ():
-            if logged.end.version > version:
+        for update in self.ledger.tail_after(self.shipped) or ():
+            if update.end.version > version:
                 break
-            self.shipped = logged.end
-            append = Append(self.uid, self.term, self.ledger.committed, logged.end, logged)
+            self.shipped = update.end
+            append = Append(self.uid, self.term, self.ledger.committed, update.end, update)
             # to all at once, joining servers too, in the order of the log: each sender keeps it
             acks = [(sender, sender.put(append)) for sender in self.senders.values()]
-            if acks or logged.end.version > self.reserved:
-                task = asyncio.create_task(self._commit(logged.end, acks))
+            if acks or update.end.version > self.reserved:
+                task = asyncio.create_task(self._commit(update.end, acks))
                 self._commits.add(task)
                 task.add_done_callback(self._commits.discard)
             else:
-                self._advance(logged.end)
+                self._advance(update.end)
         if version <= self.committed.version:
             self._advance(self.committed)
 

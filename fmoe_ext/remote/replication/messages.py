@@ -16,7 +16,7 @@ import torch
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.server.ledger import ID_BYTES, End, Logged, Request, Term, Update, pack_ids, unpack_ids
+from fmoe_ext.remote.server.ledger import ID_BYTES, End, Request, Term, Update, pack_ids, unpack_ids
 from fmoe_ext.remote.server.service import SHARE_FOR_ROOM, Call, ComputeThread, Intake
 from fmoe_ext.remote.wire import Message, WireError, encode
 
@@ -33,7 +33,7 @@ class Append:
     term: Term  # of the leader who sends it
     committed: int  # version that every member has
     end: End  # of the leader's log, up to this update
-    logged: Logged | None = None  # the update
+    update: Update | None = None
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Reply:
 
 def append_message(append: Append) -> Message:
     """The message of an append; an update has one tensor an input, whatever the number of its requests."""
-    logged = append.logged
+    update = append.update
     meta = {"uid": append.uid, "committed": str(append.committed)}
     meta |= {**append.term.meta("term"), **_end("end", append.end)}
-    if logged is None:
+    if update is None:
         return Message({}, meta)
-    meta |= {**_end("previous", logged.previous), "digest": logged.digest}
-    requests = logged.update.requests
+    meta |= {**_end("previous", update.previous), "digest": update.digest}
+    requests = update.requests
     inputs = [_joined(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
     tensors = {
         "ids": pack_ids(r.request_id for r in requests),
@@ -87,9 +87,8 @@ def read_append(message: Message) -> Append:
         Request(name if name.strip("0") else "", tuple(xs), g)
         for name, g, xs in zip(unpack_ids(ids), grad.split(counts), by_request, strict=True)
     )
-    update = Update(uid, end.version, requests)
-    logged = Logged(_read_end(message, "previous"), end, update, message.meta.get("digest", ""))
-    return Append(uid, term, committed, end, logged)
+    update = Update(uid, _read_end(message, "previous"), end, requests, message.meta.get("digest", ""))
+    return Append(uid, term, committed, end, update)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -135,7 +134,7 @@ class Sender:
             append, future = await self._queue.get()
             try:
                 reply = await self._send(append)
-                if not reply.is_accepted and append.logged is not None:
+                if not reply.is_accepted and append.update is not None:
                     self._die(reply.reason or "refused")
                 settle(future, reply)
             except Exception as error:  # whatever it is: this server does not follow any more

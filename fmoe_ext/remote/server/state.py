@@ -86,9 +86,9 @@ def end_of_state(message: Message) -> End:
 def end_of_weights(ledger: Ledger) -> End:
     """The end of the log as far as the weights have it, on the thread that computes."""
     with ledger.lock:
-        for logged in ledger.tail:
-            if logged.previous.version == ledger.version:
-                return logged.previous
+        for update in ledger.tail:
+            if update.previous.version == ledger.version:
+                return update.previous
         return ledger.end
 
 

@@ -128,8 +128,8 @@ class Losses:
         """The request ids in the log of the leader, with versions; older ones than it remembers count as held."""
         ledger = self.leader.placement.replicas[self.uid].ledger
         held = dict(ledger.applied)
-        for logged in ledger.tail:
-            held.update({request.request_id: logged.end.version for request in logged.update.requests})
+        for update in ledger.tail:
+            held.update({request.request_id: update.end.version for request in update.requests})
         if len(ledger.applied) >= 1024:
             oldest = min(ledger.applied.values())
             held.update({i: version for i, version in self.answered.items() if version <= oldest})
