@@ -20,9 +20,9 @@ DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 class _Flag:
     """One flag."""
 
-    name: str  # "": that of its field
+    name: str  # "": its field's
     default: Any  # of the command
-    needs: Sequence[str]  # flags of which one must be given too
+    needs: Sequence[str]  # flags; one of them must be given too
     excludes: Sequence[str]  # flags that may not be given with it
     group: str | None  # its title in --help
     short: str  # another spelling

@@ -18,7 +18,7 @@ IN_PARTS = "InParts"  # at the end of a method's name: request and answer come i
 ROOM = "fmoe-room"  # in the first metadata of a server to a call in parts: now send it
 PART_BYTES = 1 << 20  # of a message in parts; longer messages are sent in parts where the server knows how
 # grpc reads a message to its end, and copies it twice, before a handler can say that there is no room for it. So
-# servers take no longer ones; what is longer comes in parts, each of which is read when there is room for the whole.
+# servers take no longer ones; what is longer comes in parts, which are read when there is room for the whole.
 WHOLE_BYTES = 4 << 20
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits

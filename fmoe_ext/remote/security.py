@@ -18,7 +18,7 @@ import grpc
 from fmoe_ext.remote.flags import POSITIVE, admission_flag
 
 MAX_PEERS = 10_000  # whose rates are remembered
-BURST_SECONDS = 2.0  # a peer that was silent may send so many seconds' worth at once
+BURST_SECONDS = 2.0  # a peer that was silent may send at once what it may send in this time
 
 
 class Denied(Exception):
@@ -137,7 +137,7 @@ def lock_file(path: Path, in_use: str) -> int:
 
 
 def _check_pair(certificate: Path, key: Path) -> None:
-    """ValueError for files of which grpc would say only that it cannot listen or connect."""
+    """ValueError, which names the files; grpc would say only that it cannot listen or connect."""
     check_private(key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)

@@ -42,7 +42,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class ExpertStatus:
-    """One expert. term and version: those of the record in etcd, whose version is noted every few seconds."""
+    """One expert. term and version: of the record in etcd, whose version is noted every few seconds."""
 
     uid: str
     leader: str | None  # its endpoint
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--registry", required=True, type=etcd_address, help="etcd://host:port[,host:port...]"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--timeout", type=positive_float, default=5.0, help="seconds for each answer")
     parser.add_argument("--tokens", metavar="FILE", type=Path, help="the servers' file of names and tokens")
     parser.add_argument("--own_token", metavar="NAME", help="which of them to show")

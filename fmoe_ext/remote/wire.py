@@ -53,7 +53,8 @@ class Limits:
 
 
 CALL = Limits()
-STATE = Limits(2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096)  # 2 GiB: grpc's largest
+MAX_MESSAGE_BYTES = 2**31 - 1  # grpc's largest
+STATE = Limits(MAX_MESSAGE_BYTES, max_header_bytes=1 << 20, max_tensors=4096)
 WHOLE = replace(STATE, max_message_bytes=1 << 40)  # a state in parts, or in a file
 HEADER_BYTES = 1 << 20  # kept free for the header of a message
 MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
@@ -284,7 +285,7 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
 
 
 def unpacked_bytes(message: Message) -> int:
-    """The bytes of the tensors that decompress() makes beside those of the message."""
+    """The bytes of the tensors that decompress() makes, beside the message's own."""
     return sum(
         x.numel() * DTYPES.get(message.meta[name + _DTYPE], x.dtype).itemsize
         for name, x in message.tensors.items()

@@ -58,7 +58,7 @@ def _cut(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
 
 
 def gather(outputs: list[Values]) -> Values:
-    """Join the results of all microbatches to those of one batch; of values that are no tensors, the list of them.
+    """Join the results of all microbatches to one batch's; values that are no tensors become a list.
 
     Raises TypeError if only some microbatches have a tensor in a place.
     Equivalent to: torch.cat(outputs).

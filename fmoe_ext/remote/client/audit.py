@@ -124,7 +124,7 @@ class Auditor:
         state: Message | None,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Raises Cheated if an output or, with grad, a gradient of inputs is not that of the weights in state."""
+        """Raises Cheated if the weights in state give another output or, with grad, other gradients of inputs."""
         name = "audits without a result"
         try:
             if state is not None and state.number("version", -2) + (grad is not None) == outcome.version:

@@ -1,4 +1,4 @@
-"""Caller: one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors."""
+"""Caller: one message to one endpoint, with a deadline; grpc's errors become fmoe_ext.remote.errors."""
 
 import asyncio
 import urllib.request
@@ -18,7 +18,7 @@ _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 class Caller:
     """Channels to any number of servers, made when needed; used on the shared loop.
 
-    Long messages go in parts, each of which the server reads when it has room for all of them.
+    Long messages go in parts, which the server reads when it has room for all of them.
     """
 
     def __init__(self, credentials: Credentials | None = None, limits: Limits | None = None):

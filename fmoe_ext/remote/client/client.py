@@ -23,7 +23,16 @@ from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import Cached, Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.wire import ErrorFeedback, Limits, Message, check_codec, compress, decompress, encode
+from fmoe_ext.remote.wire import (
+    MAX_MESSAGE_BYTES,
+    ErrorFeedback,
+    Limits,
+    Message,
+    check_codec,
+    compress,
+    decompress,
+    encode,
+)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone
@@ -35,9 +44,8 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
 )
 PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError  # tried again
 UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
-HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
+HEDGE_FACTOR = 3.0  # a call is slow when it takes this many times its expert's usual time
 HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy machine adds
-MAX_ANSWER_BYTES = 2**31 - 1  # grpc's largest
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Client:
         self.discovery = None if discovery is None else Cached(discovery)
         self.settings = settings or Settings()
         check_codec(self.settings.compression)
-        self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
+        self.caller = Caller(credentials, Limits(MAX_MESSAGE_BYTES))
         self.counts: Counter[str] = Counter()
         self.watcher: Any = None  # an Auditor, which looks at calls
         self.loss = ""  # shown on the pages of the servers that are called

@@ -314,7 +314,7 @@ async def open_node(
     alone: bool = False,
     **options: Any,
 ) -> KademliaDiscovery:
-    """A node that listens (listen_on None: does not) and has joined; options are those of NodeOptions.
+    """A node that listens (listen_on None: does not) and has joined; options: as NodeOptions.
 
     OSError if the port is in use, DiscoveryError if no initial peer answers. identity_path: a file with the key of
     what it declares, made if it is not there; alone: InUse if another process has it.
@@ -331,7 +331,7 @@ async def open_node(
 class DHT(Directory):
     """A node of the DHT in this process: DHT(initial_peers=["host:1338"], start=True).
 
-    listen=False: asks others but keeps nothing for them. Further options are those of NodeOptions. Raises
+    listen=False: asks others but keeps nothing for them. Further options: as NodeOptions. Raises
     DiscoveryError if none of the initial peers answers within join_timeout (5 s); without any it begins a new DHT.
     """
 

@@ -33,7 +33,7 @@ RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Options of a node; the names are those of the flags of fmoe-dht."""
+    """Options of a node, named as the flags of fmoe-dht."""
 
     initial_peers: Sequence[str] = flag((), "host:port of other nodes; none: a new DHT begins", nargs="*")
     listen_on: str | None = flag(  # None: the node asks but is not asked

@@ -61,7 +61,7 @@ class Replica:
         self.role, self.leader, self._idle_since = Role.IDLE, None, self.site.now()
 
     def is_able(self) -> bool:
-        """True if its state can be trusted to be that of a member, when the record has it as one."""
+        """True if its state can be trusted, when the record has it as a member."""
         return self.role is not Role.JOINING and not self.ledger.broken
 
     def needs_void(self, record: keys.Members | None, num_returns: int) -> bool:

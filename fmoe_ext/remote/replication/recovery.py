@@ -30,7 +30,7 @@ class Vacancy:
 
     server: str  # the one that decides
     end: End  # of its log
-    is_able: bool  # its state is that of a member, if the record has it as one
+    is_able: bool  # its state can be trusted, if the record has it as a member
     record: keys.Members | None
     revision: int  # of the record
     alive: Collection[str]  # servers with a lease
@@ -49,7 +49,7 @@ class Loss:
     """Updates that a recovery under way would lose."""
 
     updates: int  # that etcd knows of
-    gradients: int  # at least so many were in them
+    gradients: int  # in these updates, at least
     most: int  # updates that may have been acknowledged
     since: float  # time.time() of the last leader at its last note
 

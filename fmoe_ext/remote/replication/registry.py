@@ -1,10 +1,12 @@
 """Registry: a server's lease in etcd, its transactions there, and what it has seen; Site: a server and its ways out.
 
-Three things keep a server from acting on what is so no longer.
+Four rules keep a server from acting on what is no longer true.
     lease   All that it claims (its entry, a leader's key, offers) lies under one lease and vanishes with it. It counts
             the lease from before it asked for the renewal, so it stops leading before etcd lets another server lead.
     guards  A write compares the revision on which it was decided: of the leader's key, or of the record. A write of a
             former leader that comes late changes nothing.
+    lost    A transaction may have been done although no answer came. A leader whose write is not answered leads no
+            more, and a server gives back a leader's key in its name that it knows nothing of (`abandon`).
     view    An older revision of a key never replaces a newer one, whether the watch or an answer brings it, and a
             transaction reads back what it has written. A store whose revision shrinks was restored from a backup or
             replaced: `num_returns` counts that, and everything is read anew.

@@ -17,7 +17,6 @@ import random
 import secrets
 import time
 
-from fmoe_ext.memory import limits
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
@@ -31,16 +30,15 @@ from fmoe_ext.remote.replication.messages import replica_handlers
 from fmoe_ext.remote.replication.recovery import Action, Vacancy
 from fmoe_ext.remote.replication.registry import Registry, Site
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
+from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull, share_of_memory
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import Intake
-from fmoe_ext.remote.wire import STATE, Limits, Message
+from fmoe_ext.remote.wire import MAX_MESSAGE_BYTES, STATE, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
-MAX_UPDATE_BYTES = 2**31 - 1  # grpc's largest limit; --max_message_bytes is below it
 TICK = 0.5  # seconds between looks at everything, when nothing happens
 
 
@@ -59,15 +57,14 @@ class ReplicatedExperts:
         self.name = secrets.token_hex(8)  # of this process: new after a restart, which is another server
         self.registry = Registry(store or EtcdClient(replication.registry or ""), self.name, replication.ttl)
         self.registry.changed = lambda: self._wake.set()
-        self.peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
+        self.peers = peers or Caller(credentials, Limits(MAX_MESSAGE_BYTES))
         self.replicas: dict[str, Replica] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._confirming: set[asyncio.Task[None]] = set()  # terms that begin
         self._hosting: set[str] = set()  # experts that are being added
         self._stopping = False
-        sizes = [limit.num_bytes for limit in limits()]
-        self.max_hosted_bytes = min(sizes) // 2 if sizes else float("inf")  # of experts that leaders ask for
+        self.max_hosted_bytes = share_of_memory(2) or float("inf")  # of experts that leaders ask for
 
     # ---------------------------------------------------------------- the server's side
 

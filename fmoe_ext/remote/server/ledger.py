@@ -20,7 +20,7 @@ import torch
 from fmoe_ext.remote.wire import Message
 
 ID_BYTES = 16  # of a request id
-MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
+MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated after more others counts as new
 
 
 class NotLeader(Exception):
@@ -67,7 +67,7 @@ class Update:
 
     uid: str
     previous: End  # of the log before it
-    end: End  # of the log with it; its version is that of the weights to which it leads
+    end: End  # of the log with it
     requests: tuple[Request, ...]  # the same ones in the same order give the same bits
     digest: str = ""  # of the weights after it, "" if not taken
 

@@ -92,7 +92,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a server; the names are those of the flags of fmoe-server."""
+    """Options of a server, named as the flags of fmoe-server."""
 
     expert_cls: str = flag("ffn", "ffn, transformer, nop, det_dropout or a registered one")
     hidden_dim: int = flag(512, type=POSITIVE_INT)

@@ -8,7 +8,6 @@ is bounded before it is read: bytes by Intake, calls by the queue.
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import functools
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from fmoe_ext.memory import trim_heap
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.schema import SchemaError, check_finite
 from fmoe_ext.remote.security import Denied, Guard
@@ -186,8 +186,6 @@ class Intake:
         self._ended = ended  # of each call: its method's name, how it ended, and the seconds that it took
         self._ended_bytes = 0  # of calls that have ended since memory was given back
         budget.on_idle = self._trim
-        # glibc's own function; other C libraries, which have none, give memory back by themselves
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def whole(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> grpc.RpcMethodHandler:
         """A method that reads its message part by part, and answers by one."""
@@ -275,11 +273,11 @@ class Intake:
 
     def _trim(self) -> None:
         """Gives freed memory back: grpc's small pieces keep what glibc would give back from the top of its heap."""
-        if self._ended_bytes >= TRIM_BYTES and self._malloc_trim is not None:
+        if self._ended_bytes >= TRIM_BYTES:
             self._ended_bytes = 0
             # later, when the last frames of the call are gone; elsewhere, because it takes milliseconds
             loop = asyncio.get_running_loop()
-            loop.call_later(0.1, loop.run_in_executor, None, self._malloc_trim, 0)
+            loop.call_later(0.1, loop.run_in_executor, None, trim_heap)
 
 
 class ExpertService:

@@ -2,7 +2,7 @@
 
 Tensors: weight/NAME and buffer/NAME, optimizer/PLACE/NAME with the place of a parameter, and the ids of the requests
 that were applied, each with its version: who continues from here must know a gradient that comes again.
-Metadata: the end of the log that the weights have, and the kind of the expert, which must be that of the reader.
+Metadata: the end of the log that the weights have, and the kind of the expert, which must be the reader's.
 """
 
 from collections import OrderedDict
