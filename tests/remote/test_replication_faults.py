@@ -68,6 +68,23 @@ def test_lost_updates_are_counted_from_the_start_of_the_next_term():
     assert keys.load(keys.Members, keys.dump(after)) == after
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"", b"\xff", b"3", b"[]", b"{}", b'{"endpoints": 3}', b'{"endpoints": {"a": 3}}', b'{"version": "3"}',
+        b'{"version": true}', b'{"starts": {"x": 3}}', b'{"starts": {"1": "3"}}', b'{"noted": 1}',
+    ],
+)  # fmt: skip
+def test_record_of_etcd_that_cannot_be_read_counts_as_none(value):
+    assert keys.load(keys.Members, value) is None
+
+
+def test_record_of_another_release_keeps_what_is_known():
+    value = b'{"endpoints": {"a": "a:1"}, "version": 3, "of_a_later_release": 1}'
+    assert keys.load(keys.Members, value) == keys.Members({"a": "a:1"}, 3)
+    assert keys.load(keys.Leader, b'{"server": "a"}') is None  # without an endpoint it is no leader
+
+
 def test_term_that_was_never_noted_has_its_start_in_the_next_record():
     ledger = Ledger(is_replicated=True)
     for term in (OLD, NEW, NEW):

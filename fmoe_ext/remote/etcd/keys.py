@@ -119,17 +119,17 @@ def load(kind: type[T], value: bytes) -> T | None:
         given = json.loads(value)
     except ValueError:
         return None
-    known = (
-        {f.name: given[f.name] for f in fields(kind) if f.name in given} if isinstance(given, dict) else {}
-    )
-    for f in fields(kind):
-        found, wanted = known.get(f.name), get_args(f.type)  # of a mapping the types of its keys and values
-        if wanted and isinstance(found, dict):
-            fits = all(type(x) is wanted[1] for x in found.values())
-        else:
-            fits = f.name not in known or type(found) is f.type
-        if not fits or (f.name == "starts" and not all(term.isdecimal() for term in found or ())):
-            return None
+    known: dict[str, Any] = {}
+    for one in fields(kind) if isinstance(given, dict) else ():
+        if one.name in given:
+            found, inner = given[one.name], get_args(one.type)  # of a mapping: the types of keys and values
+            if inner:
+                fits = isinstance(found, dict) and all(type(x) is inner[1] for x in found.values())
+            else:
+                fits = type(found) is one.type
+            if not fits or (one.name == "starts" and not all(term.isdecimal() for term in found)):
+                return None
+            known[one.name] = found
     try:
         return kind(**known) if known else None
     except TypeError:  # a field without a default is missing
