@@ -77,14 +77,14 @@ class KademliaDiscovery(Discovery):
         keys = [key for uid in claim.uids for key in places_of(uid)]
         near = await self._ask({key: key for key in keys}, claim.timeout * SHARE_FOR_LOOKUP, _as_found)
         free = [uid for uid in claim.uids if self._may_claim(uid, near)]
-        records = [self._sign(uid, claim, near) for uid in free]
-        said = await self._put(records, near, end - time.monotonic())
+        signed = [self._sign(uid, claim, near) for uid in free]
+        said = await self._put(signed, near, end - time.monotonic())
         now = self.node.clock.now()
-        mine = Granted(r.uid for r in records if _is_granted(r, said[r.uid][uid_key(r.uid)], now))
-        mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in records if r.uid in mine}
+        mine = Granted(r.uid for r in signed if _is_granted(r, said[r.uid][uid_key(r.uid)], now))
+        mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in signed if r.uid in mine}
         self._declared = {uid: r for uid, r in self._declared.items() if uid not in claim.uids or uid in free}
-        self._declared |= {r.uid: r for r in records}
-        await self._take_back([r for r in records if r.uid not in mine], near, end - time.monotonic())
+        self._declared |= {r.uid: r for r in signed}
+        await self._take_back([r for r in signed if r.uid not in mine], near, end - time.monotonic())
         return mine
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
@@ -218,18 +218,16 @@ class KademliaDiscovery(Discovery):
         return self._sequence
 
     async def _put(
-        self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
+        self, signed: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> dict[str, dict[int, list[Refusal | None]]]:
         """Stores records under all their keys -> for each uid and key what the nodes nearest to that key said."""
-        placed: dict[Holder, list[Item]] = {}
-        by_node: dict[Peer | None, Holder] = {}  # one Holder a node, whatever it said about a key
-        for record in records:
+        placed: dict[Peer | None, list[Item]] = {}
+        for record in signed:
             for key in places_of(record.uid):
                 for at in near[key].holders:
-                    by_node.setdefault(at.peer, Holder(at.peer, ()))
-                    placed.setdefault(by_node[at.peer], []).append(Item(key, record))
+                    placed.setdefault(at.peer, []).append(Item(key, record))
         said: dict[str, dict[int, list[Refusal | None]]] = {
-            r.uid: {key: [] for key in places_of(r.uid)} for r in records
+            r.uid: {key: [] for key in places_of(r.uid)} for r in signed
         }
         answers = await self.node.put(placed, max(timeout, 0.1))
         for items, refused in zip(placed.values(), answers, strict=True):
@@ -238,13 +236,13 @@ class KademliaDiscovery(Discovery):
         return said
 
     async def _take_back(
-        self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
+        self, lost: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> None:
-        if records:
+        if lost:
             # lives as long as what it takes back
-            signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records]
+            signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in lost]
             await self._put(signed, near, timeout)
-        for record in records:
+        for record in lost:
             self._declared.pop(record.uid, None)
 
 

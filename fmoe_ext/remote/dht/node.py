@@ -283,9 +283,9 @@ class KademliaNode:
         return near
 
     async def put(
-        self, placed: Mapping[Holder, Sequence[Item]], timeout: float
+        self, placed: Mapping[Peer | None, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
-        """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
+        """Stores items at nodes (None: here) -> for each a refusal or None an item; a node that is gone refuses all."""
         limit = min(timeout, self.options.call_timeout)
 
         async def put_at(peer: Peer | None, items: Sequence[Item]) -> list[Refusal | None]:
@@ -304,7 +304,7 @@ class KademliaNode:
                     return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
             return refused
 
-        return await asyncio.gather(*(put_at(at.peer, items) for at, items in placed.items()))
+        return await asyncio.gather(*(put_at(peer, items) for peer, items in placed.items()))
 
 
 def reachable_here(listen_on: str | None) -> str:
