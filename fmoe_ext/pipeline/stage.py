@@ -9,8 +9,9 @@ stage's result on, and in the backward gives the loss beside it the gradient 1, 
 Megatron-LM have it.
 """
 
+import functools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,11 +147,10 @@ class Stage(nn.Module):
         is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
         for layer, gates, norms in zip(self.layers, self._gates, self._norms, strict=True):
             if is_checkpointed:
-                # the second forward moves no running statistics
                 values, of_layer = checkpoint_of(
                     *(_run, layer, gates, values),
                     use_reentrant=False,
-                    context_fn=lambda norms=norms: (nullcontext(), Recomputing(norms)),
+                    context_fn=functools.partial(_contexts, norms),
                 )
             else:
                 values, of_layer = _run(layer, gates, values)
@@ -194,6 +194,11 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].contiguous()
+
+
+def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Recomputing]:
+    """Make the contexts of a checkpoint's two forwards; the second moves no running statistics."""
+    return nullcontext(), Recomputing(norms)
 
 
 def _run(

@@ -191,14 +191,14 @@ class Auditor:
             for got, true in zip(outcome.tensors, truth, strict=True)
             if true.numel()
         ]
-        error = max(errors, default=0.0)
+        largest = max(errors, default=0.0)
         if not all(e <= self.tolerance for e in errors):
             self.caught[outcome.endpoint] += 1
             raise Cheated(
-                f"{outcome.endpoint} answered for {handle.uid} with an error of {error:.3g}, {self.tolerance:g} is "
+                f"{outcome.endpoint} answered for {handle.uid} with an error of {largest:.3g}, {self.tolerance:g} is "
                 f"allowed ({len(chosen)} of {num_rows} rows recomputed)"
             )
-        return Finding(handle.uid, outcome.endpoint, len(chosen), error)
+        return Finding(handle.uid, outcome.endpoint, len(chosen), largest)
 
 
 class _NoAudit(RemoteError):

@@ -45,7 +45,8 @@ from fmoe_ext.remote.discovery import (
 )
 from fmoe_ext.remote.security import Credentials
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote.dht")
 # Key of a record's metadata: when its process made its first claim, and a random number.
 INCARNATION = "incarnation"

@@ -108,7 +108,7 @@ def _version_in_common(record: keys.Members, end: End) -> int:
 
 
 def loss_of(vacancy: Vacancy) -> Loss:
-    """What is lost if this server leads."""
+    """Count what is lost if this server leads."""
     record, lost = vacancy.record or keys.Members(), count_lost(vacancy)
     # each update has one gradient or more
     gradients = max(lost, record.requests - vacancy.requests) if lost else 0
