@@ -30,7 +30,7 @@ class DiscoveryError(RemoteError):
 class Unanswered(DiscoveryError):
     """Discovery answered for some keys only. found: their answers; missing: the other keys."""
 
-    def __init__(self, text: str, found: Mapping[str, Any], missing: Sequence[str]):
+    def __init__(self, text: str, found: Mapping[Any, Any], missing: Sequence[Any]):
         super().__init__(text)
         self.found, self.missing = found, tuple(missing)
 
