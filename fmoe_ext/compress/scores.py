@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,20 @@ class Scores:
             out.write(json.dumps({"about": about, "tokens": self.tokens, **lists}).encode())
 
     @classmethod
-    def load(cls, file: Path, about: dict[str, Any]) -> Scores:
-        """Load a file of save(); CheckpointError for a damaged file, and for one about something else."""
+    def load(cls, file: Path, about: dict[str, Any], criterion: str) -> Scores | None:
+        """Load a file of save(), of a part of the text or all; None where there is none.
+
+        Raises CheckpointError for a damaged file, one about something else, and one that lacks what criterion needs.
+        """
+        if not file.exists():
+            return None
         content = read_json(file)
         if content.get("about") != about:
             raise CheckpointError(
                 f"{file} has scores of another model or text ({content.get('about')}): remove it, or name another file"
             )
         try:
-            return cls(
+            found = cls(
                 int(content["tokens"]),
                 _tensors(content["count"], torch.int64),
                 _tensors(content["mass"], torch.float64),
@@ -67,6 +72,9 @@ class Scores:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        if criterion == "reap" and not found.saliency:
+            raise CheckpointError(f"{file} lacks the norms of outputs, which reap needs: name another file")
+        return found
 
 
 def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> Scores:
@@ -91,6 +99,32 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
             found.read(batch)
     if found.tokens == 0:
         raise ValueError("the text has no token")
+    return found.scores()
+
+
+def measure_into(
+    file: Path | None,
+    about: dict[str, Any],
+    model: Any,
+    batches: Sequence[Tensor],
+    criterion: str,
+    say: Callable[[str], None],
+) -> Scores:
+    """Measure as measure() does, from where an earlier call came that wrote into the file; None: keep nothing.
+
+    about: what the scores belong to (JSON). The file is written after each batch. Raises what Scores.load() raises.
+    """
+    before = None if file is None else Scores.load(file, about, criterion)
+    done = 0 if before is None else -(-before.tokens // batches[0].numel())
+    if before is not None and done == len(batches):
+        say(f"scores of {file}")
+        return before
+    with Measurement(model, criterion, before) as found:
+        for i, batch in enumerate(batches[done:], done + 1):
+            say(f"reading part {i} of {len(batches)} of the text")
+            found.read(batch)
+            if file is not None:
+                found.scores().save(file, about)
     return found.scores()
 
 
