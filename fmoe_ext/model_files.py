@@ -66,7 +66,7 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
     else:
         raise CheckpointError(f"{path} is no folder and no GGUF file: models are read from local files")
     depth = getattr(files.config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(depth, int) and depth > files.num_tensors:  # before so many are made
+    if isinstance(depth, int) and depth > files.num_tensors:  # before a model of so many layers is made
         raise CheckpointError(
             f"{path}: config.json has {depth} layers, but there are only {files.num_tensors} tensors"
         )
@@ -139,7 +139,7 @@ class FolderModel(ModelFiles):
     def __init__(self, path: Path, folders: Sequence[Path] = ()) -> None:
         self.path = self.folder = path
         self.base = ModelFolder(path, folders)
-        self.base.check()
+        self.base.check()  # before Transformers, which follows any link, reads config.json
         self.config = self.base.make_config()
         tensors = self.base.tensors.values()
         self.dtype = usual_dtype(tensors) or torch.bfloat16

@@ -26,9 +26,8 @@ from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, PackedTensor, kin
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-Found: TypeAlias = Sequence[
-    Sequence[Matrix | Decoded | None]
-]  # of each expert's matrices; None for plain ones
+# Of each expert its matrices; None for plain ones
+Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]
 MXFP4_STACKS = ("experts.gate_up_proj", "experts.down_proj")
 _INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 

@@ -25,7 +25,7 @@ def best(scores: Tensor, number: int, groups: int = 1) -> list[int]:
 def similarities(matrices: Iterable[Tensor]) -> Tensor:
     """Compute the cosine of each two experts: [E, E] float64, 0 on the diagonal.
 
-    matrices: weights [E, n], one a projection, of which one is in memory at a time.
+    matrices: weights [E, n], one a projection; one at a time is in memory.
     """
     products: Tensor | None = None
     for matrix in matrices:

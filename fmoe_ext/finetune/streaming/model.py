@@ -82,7 +82,6 @@ def stream(
     """
     huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
-
     import transformers
 
     budget = memory_of(memory)
@@ -96,6 +95,7 @@ def stream(
     dtype = dtype or files.dtype
     skeleton = files.skeleton()
     layers, packed, state = _plan(files, skeleton, dtype)
+    # By Transformers' own loader, so that its renaming, tying and casting apply as to any other model.
     try:
         with torch.device("cpu"):  # where the buffers are, whatever the default device
             model, found = type(skeleton).from_pretrained(
@@ -115,7 +115,8 @@ def stream(
     model.name_or_path = model.config.name_or_path = str(
         files.path if isinstance(folder, ModelFiles) else Path(folder)
     )
-    replace_linear(model, packed, int8_activations)
+    replace_linear(model, packed, int8_activations)  # now: the loader knows layers of torch alone
+    # Buffers for experts get the memory that the model has left.
     expert_stream = ExpertStream(model, layers, budget, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):

@@ -469,7 +469,7 @@ class Pool:
         return cache
 
     def resident_layers(self) -> list[int]:
-        """List the layers of which a part has a buffer, or is being read into one."""
+        """List the layers that have a part in a buffer, or one that is being read."""
         return [self.parts[slot.part].layer for slot in self._slots if slot.part is not None]
 
     def contains(self, address: int) -> bool:
