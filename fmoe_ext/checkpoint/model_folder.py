@@ -264,10 +264,9 @@ class ModelFolder:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Read config.json of a folder, or one JSON file; {} for anything else, CheckpointError for half of a save."""
-    is_file = path.suffix == ".json" and not path.is_dir()
-    if is_file or (path / CONFIG).exists():
-        return read_json(path if is_file else inside(path, CONFIG))
+    """Read config.json of a folder; {} for anything else, CheckpointError for half of a save."""
+    if (path / CONFIG).exists():
+        return read_json(inside(path, CONFIG))
     check_is_whole(path)
     return {}
 
@@ -305,7 +304,8 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
     """
     import transformers
 
-    said = read_config_json(folder)
+    is_file = folder.suffix == ".json" and not folder.is_dir()
+    said = read_json(folder) if is_file else read_config_json(folder)
     if not said:
         raise CheckpointError(f"{folder} has no config.json")
     check_values(folder, said, num_tensors)
