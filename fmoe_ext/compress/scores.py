@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, read_json
+from fmoe_ext.model_files import experts_modules
 
 CRITERIA = ("reap", "mass", "frequency")
 
@@ -134,7 +135,7 @@ class Measurement:
     def __init__(self, model: Any, criterion: str, before: Scores | None = None) -> None:
         if criterion not in CRITERIA:
             raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
-        found = {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
+        found = experts_modules(model)
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no experts module that Transformers lets others compute"
