@@ -112,7 +112,7 @@ def prune(
     if batch < 1:
         raise CheckpointError(f"batch must be at least 1, but got {batch}")
     calibration, test = sequences(tokens, seq_len, held_out, size, config.vocab_size)
-    about = {  # by which scores and an unfinished job are known again
+    about: dict[str, Any] = {  # by which scores and an unfinished job are known again
         "model": str(files.path.absolute()),
         "files": [fingerprint(file) for file in files.inputs],
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
