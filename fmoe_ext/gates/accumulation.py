@@ -158,25 +158,25 @@ def _take_out(gate: Any, own: _Sums) -> None:
 
 
 class _Running(threading.local):
-    """The forward that runs on this thread. microbatch: its number, None for one of a thread outside of the block."""
+    """The forward that runs on this thread."""
 
-    microbatch: int | None = None
-    slot = 0
+    microbatch: int | None = None  # its number; None for one of a thread outside of the block
+    slot = 0  # the number of the next sum that others() is asked for
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()  # a copy of a gate runs nothing yet
 
 
 class _Sums:
-    """A gate's ranks that remember their sums: recorded[microbatch][number of the sum in a forward].
+    """A gate's ranks that remember their sums.
 
     Those of the thread that is in the block; forwards of other threads have their own sums alone.
     """
 
     def __init__(self, ranks: Any):
-        self.inner = ranks
-        self.recorded: list[list[torch.Tensor]] = []
-        self.thread = current_thread()
+        self.inner = ranks  # what the gate has outside of the block
+        self.recorded: list[list[torch.Tensor]] = []  # [microbatch][number of the sum in a forward]
+        self.thread = current_thread()  # of the block
         self._now = _Running()
 
     def __getattr__(self, name: str) -> Any:

@@ -5,9 +5,10 @@ from typing import TypeVar
 import torch
 
 from fmoe_ext import _env, ops
-from fmoe_ext.gates.base_gate import Ranks, weights_of
+from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.losses import balance_loss_of_logits
 from fmoe_ext.gates.naive_gate import GateOverRanks
+from fmoe_ext.gates.scores import weights_of
 
 Gate = TypeVar("Gate", bound="FasterGate")
 

@@ -1,13 +1,17 @@
 """Registrations of gradients, fake kernels and autocast rules that torch.library does not offer.
 
-A differentiable operator has its gradient twice. The dispatcher has it (torch.library.register_autograd), for compiled
-graphs and for those who call the operator itself. An autograd.Function has it too (call_functional), because torch.func
-cannot transform the dispatcher's. Public functions take a third way where neither is needed: an autograd.Function that
-is written by hand (_split.py, topk_gate.py), at half of the host time.
+An operator's gradient is two functions, setup(ctx, inputs, output) and backward(ctx, *grads), which register_autograd()
+makes known in two places, and as_node() in a third:
+
+* the dispatcher (torch.library.register_autograd), for compiled graphs and for those who call the operator itself;
+* an autograd.Function (call_functional), because torch.func cannot transform the dispatcher's;
+* an autograd.Function of the older kind (as_node, and by hand in _split.py), which public functions take where neither
+  is needed: it is half of the host time of the dispatcher's.
 
 Forward mode is refused everywhere: without a rule, torch takes an operator's result for a constant, and a tangent
 becomes zero without a word. Operators of backwards know no gradient in the dispatcher, which would cost each call time:
-their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for.
+their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for
+(register_second_derivative).
 """
 
 import inspect
@@ -133,6 +137,26 @@ def below(op: Callable[..., Any], *args: Any) -> Any:
         return op(*args)
     finally:
         NODE.runs = False
+
+
+def as_node(
+    op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    """Make an autograd.Function of the operator and its gradient, in half of the host time of the dispatcher's."""
+    name = op_name.removeprefix("fmoe_ext::")
+    op = getattr(torch.ops.fmoe_ext, name)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = below(op, *inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise no_forward_mode(name)
+
+    body = {"forward": forward, "backward": backward, "jvp": jvp}
+    body = {method: staticmethod(function) for method, function in body.items()}
+    return type(f"Node_{name}", (torch.autograd.Function,), body)
 
 
 def _make_functional(

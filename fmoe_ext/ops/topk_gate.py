@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.func import vjp
 
 from fmoe_ext.ops._autograd import (
+    as_node,
     below,
     call,
     call_functional,
@@ -29,7 +30,7 @@ from fmoe_ext.ops._autograd import (
     register_second_derivative,
 )
 from fmoe_ext.ops.balance_loss import SCORES, balance_loss
-from fmoe_ext.ops.count_tokens import count_tokens
+from fmoe_ext.ops.sort_tokens import count_tokens
 
 
 def topk_gate(
@@ -72,8 +73,9 @@ def topk_gate(
         return torch.ops.fmoe_ext.topk_gate(*args)
     if is_transformed(logits, bias):
         topk_idx, topk_weights = call_functional("fmoe_ext::topk_gate", *args)
-        return topk_idx, topk_weights
-    return _TopkGate.apply(logits, args[1:])
+    else:
+        topk_idx, topk_weights = _Node.apply(*args)
+    return topk_idx, topk_weights
 
 
 def topk_gate_of_linear(
@@ -212,36 +214,18 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, _, ctx.score, ctx.normalize, _, _, _, ctx.scale = inputs
     topk_idx, topk_weights = output
+    ctx.mark_non_differentiable(topk_idx)
+    ctx.set_materialize_grads(False)  # no zeros for topk_idx
     ctx.save_for_backward(logits, topk_idx, topk_weights)
 
 
-def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
+    if grad_weights is None:
+        return None, None, None, None, None, None, None, None
     logits, topk_idx, topk_weights = ctx.saved_tensors
     options = (ctx.score, ctx.normalize, ctx.scale)
     grad_logits = call("fmoe_ext::topk_gate_backward", grad_weights, logits, topk_idx, topk_weights, *options)
     return grad_logits, None, None, None, None, None, None, None
-
-
-class _TopkGate(torch.autograd.Function):
-    """The operator with its gradient, in half of the host time of torch.library's registration."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, options: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, *options)
-        ctx.mark_non_differentiable(topk_idx)
-        ctx.set_materialize_grads(False)  # no zeros for topk_idx
-        _setup(ctx, (logits, *options), (topk_idx, topk_weights))
-        return topk_idx, topk_weights
-
-    @staticmethod
-    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return None if grad_weights is None else _backward(ctx, None, grad_weights)[0], None
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        raise no_forward_mode("topk_gate")
 
 
 class _TopkGateOfLinear(torch.autograd.Function):
@@ -346,5 +330,6 @@ def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, .
 
 
 register_autograd("fmoe_ext::topk_gate", _backward, _setup, places=(0,))
+_Node = as_node("fmoe_ext::topk_gate", _backward, _setup)
 register_not_differentiable("fmoe_ext::_choose_experts", "use topk_gate, or the node of the gate")
 register_second_derivative("fmoe_ext::topk_gate_backward", _backward_backward, _backward_setup)
