@@ -41,11 +41,11 @@ def no_forward_mode(name: str) -> NotImplementedError:
     )
 
 
-class _Node(threading.local):
+class _Below(threading.local):
     runs = False  # True while this thread computes in a node of our own, which refuses tangents itself
 
 
-NODE: Final = _Node()
+_below: Final = _Below()
 
 
 class _ReverseModeOnly(Library):
@@ -59,7 +59,7 @@ class _ReverseModeOnly(Library):
         places = self._places
 
         def checked(keyset: Any, *args: Any) -> Any:
-            if not NODE.runs:
+            if not _below.runs:
                 for t in tensors_of(args):
                     if unpack_dual(t).tangent is not None:
                         refuse_tangents(op_name, t)
@@ -132,11 +132,11 @@ def call(op_name: str, *args: Any) -> Any:
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
     """Call op(*args) in a node of our own, which refuses tangents itself: to look for them twice takes host time."""
-    NODE.runs = True
+    _below.runs = True
     try:
         return op(*args)
     finally:
-        NODE.runs = False
+        _below.runs = False
 
 
 def as_node(

@@ -1,3 +1,5 @@
+"""balance_loss: E sum_e f_e p_e of a gate's logits and counts, whose gradient is computed from these alone."""
+
 from typing import Any
 
 import torch

@@ -1,7 +1,8 @@
 """topk_gate: a token's experts and their weights, from its logits.
 
 The choice has no gradient. The weights have one, which a backward computes from logits and choices alone, so no scores
-are kept. Three forms with the same bits:
+are kept. Experts are compared by logit where that orders them as their scores do: two large logits have one softmax
+after rounding, and which expert is better must not depend on that. Three forms with the same bits:
 
 * topk_gate is the operator, with its gradient as a node of autograd;
 * topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer the time of the
