@@ -253,9 +253,10 @@ class FMoE(SpreadLayer):
 
     def _call_gate(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the gate and the hook; a repeated forward reuses its recorded choices if the gate is a BaseGate."""
-        gate = self.gate
+        gate: Any = self.gate
         forward = step.forward if isinstance(gate, BaseGate) else None
         if forward is not None and forward.kept is not None and forward.selected is not None:
+            # weighs the choices of the original by the present logits, which have the gradient
             tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
             try:
                 _, topk_weights = gate(step.gate_x)
@@ -264,8 +265,8 @@ class FMoE(SpreadLayer):
             topk_idx = forward.kept.long()
         else:
             returned = gate(step.gate_x)
-            if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
-                is_several = isinstance(returned, (tuple, list))
+            is_several = isinstance(returned, (tuple, list))
+            if not is_several or len(returned) != 2:
                 what = f"{len(returned)} things" if is_several else type(returned).__name__
                 raise TypeError(
                     f"a gate returns topk_idx and topk_weights, but {type(gate).__name__} returned {what}"

@@ -192,6 +192,8 @@ class BaseGate(nn.Module):
     @property
     def _loss_of_thread(self) -> _Loss | None:
         """Return the loss that this thread reads; None for that of a compiled program."""
+        if torch.compiler.is_compiling():
+            return None
         own = self._losses.last or self._last_loss
         is_newer = self.graph_loss is not None and (own is None or own.of_graph is not self.graph_loss)
         return None if is_newer else own
@@ -199,8 +201,6 @@ class BaseGate(nn.Module):
     @property
     def loss(self) -> torch.Tensor | None:
         """Return the balance loss of this thread's last forward, None without one."""
-        if torch.compiler.is_compiling():
-            return self.graph_loss
         own = self._loss_of_thread
         return self.graph_loss if own is None else own.loss
 
@@ -211,12 +211,12 @@ class BaseGate(nn.Module):
     @property
     def loss_is_read(self) -> bool:
         """Return whether total_loss() has read it, which then takes it for an earlier forward's."""
-        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        own = self._loss_of_thread
         return self.graph_loss_is_read if own is None else own.is_read
 
     def note_read(self) -> int:
         """Make loss_is_read true -> how many forwards with gradients there were since it was."""
-        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        own = self._loss_of_thread
         if own is None:
             self.graph_loss_is_read = True
             return 0
@@ -228,15 +228,16 @@ class BaseGate(nn.Module):
 
         Raises RuntimeError, where gradients are on, for the loss of a training forward that ran without them.
         """
-        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        own = self._loss_of_thread
         loss = self.graph_loss if own is None else own.loss
         lacks_gradient = self._graph_loss_lacks_gradient if own is None else own.lacks_gradient
-        if clear and own is None:
-            self.graph_loss = None
-        elif clear and own is not None and self._losses.last is not None:
-            own.loss = None
-        elif clear:  # that of another thread, which keeps it
-            self._last_loss = None
+        if clear:
+            if own is None:
+                self.graph_loss = None
+            elif self._losses.last is None:  # that of another thread, which keeps it
+                self._last_loss = None
+            else:
+                own.loss = None
         if (
             loss is not None
             and lacks_gradient

@@ -56,8 +56,9 @@ def balance_of_sums(
     num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: int | torch.Tensor
 ) -> torch.Tensor:
     """Compute balance_loss of sum_over_ranks()'s results; num_choices [E] may count more tokens than score_sum [E]."""
-    num_choices = num_choices.detach()  # counts have no gradient
-    share = num_choices / num_choices.sum().clamp(min=1)
+    # counts have no gradient, but a sum over ranks gives them one; clamped for a forward without tokens
+    num_choices = num_choices.detach()
+    share = num_choices / num_choices.sum().clamp(min=1)  # [E], f_e
     tokens = num_tokens.detach().clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1)
     return (share * (len(score_sum) / tokens) * score_sum).sum()
 
@@ -70,6 +71,7 @@ def sum_over_ranks(
     num_choices = count_choices(topk_idx, num_experts).to(scores.dtype)
     if type(ranks) is OneRank:
         return num_choices, scores.sum(0), num_local_tokens
+    # [2 E + 1] numbers in one message
     mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_local_tokens)))
     num_choices, score_sum, num_tokens = ranks.sum(mine).split((num_experts, num_experts, 1))
     return num_choices, score_sum, num_tokens.squeeze(0)

@@ -120,7 +120,8 @@ def call(op_name: str, *args: Any) -> Any:
         if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
             return call_functional(op_name, *args)
     name = op_name.removeprefix("fmoe_ext::")
-    if unpack_dual(args[0]).tangent is not None:  # the forward has refused those of the others
+    # of the gradient alone: the forward has refused the tangents of the others
+    if unpack_dual(args[0]).tangent is not None:
         refuse_tangents(name, args[0])
     op = getattr(torch.ops.fmoe_ext, name)
     if torch.is_grad_enabled() and "_backward" in name and not torch.compiler.is_compiling():
@@ -157,6 +158,11 @@ def as_node(
     body = {"forward": forward, "backward": backward, "jvp": jvp}
     body = {method: staticmethod(function) for method, function in body.items()}
     return type(f"Node_{name}", (torch.autograd.Function,), body)
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save all inputs for the backward: the setup of an operator that takes tensors alone."""
+    ctx.save_for_backward(*inputs)
 
 
 def _make_functional(

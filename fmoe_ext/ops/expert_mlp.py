@@ -95,9 +95,12 @@ def expert_mlp(
         return y
     if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
-    if weights_learn and worthwhile(inputs, weights):
+    if weights_learn and worthwhile(
+        inputs, weights
+    ):  # a node of our own takes half of the dispatcher's host time
         x, w1, b1, w2, b2 = cast_for_autocast(x, *weights)
         return differentiate(_product(number, combine), (x, *inputs[1:]), (w1, b1, w2, b2))
+    # no gradients, those of x and topk_weights alone, or a compiled graph
     return torch.ops.fmoe_ext.expert_mlp(
         x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h
     )[0]
@@ -118,7 +121,7 @@ def expert_mlp_ref(
 ) -> torch.Tensor:
     """Compute expert_mlp in plain PyTorch: its oracle, without main gradients."""
     T, K = inverse.shape
-    rows_of_experts, begin = [], 0
+    rows_of_experts, begin = [], 0  # of each expert, [its rows, D]
     for e, end in enumerate(offs.tolist()):
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
@@ -158,6 +161,7 @@ def _(a: ExpertMlpBackward) -> tuple[torch.Tensor, ...]:
     dx, *_, dtopk_weights = _new_gradients(a, a.needs)
     R, nothing = a.row_idx.shape[0], a.x.new_empty(0)
     dh = _kept_rows(a.x, R, a.w1.shape[1]) if a.needs[1] or a.needs[2] else nothing
+    # a clone: no operator may return one tensor twice
     return dx, dtopk_weights, dh, _kept_rows(a.x, R, a.w2.shape[2]) if a.needs[3] else nothing.clone()
 
 

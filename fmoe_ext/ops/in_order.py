@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fmoe_ext.ops._autograd import cast_for_autocast, register_autograd, register_fake
+from fmoe_ext.ops._autograd import cast_for_autocast, keep_inputs, register_autograd, register_fake
 from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invariant
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
@@ -383,10 +383,6 @@ def _(x: Tensor, log: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradient_of_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     grad_a = grad @ b.mT.to(a.dtype) if ctx.needs_input_grad[0] else None
@@ -406,7 +402,7 @@ def _gradient_of_softmax(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return y * (grad - (y * grad).sum(-1, keepdim=True)), None
 
 
-register_autograd("fmoe_ext::_matmul_in_order", _gradient_of_matmul, _keep_operands, places=(0, 1))
+register_autograd("fmoe_ext::_matmul_in_order", _gradient_of_matmul, keep_inputs, places=(0, 1))
 register_autograd("fmoe_ext::_softmax_in_order", _gradient_of_softmax, _keep_result, places=(0,))
 
 cover_torch_functions(_InOrder)

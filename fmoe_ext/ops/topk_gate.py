@@ -242,15 +242,16 @@ class _TopkGateOfLinear(torch.autograd.Function):
         normalize: bool,
         num_counted: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        logits = F.linear(x, weight, bias)
-        counts = loss = None
-        if logits.is_cuda:
+        logits = F.linear(x, weight, bias)  # [T, E]
+        counts = loss = None  # [E], a scalar
+        if logits.is_cuda:  # which has no kernel that counts too
             topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
         else:
             topk_idx, topk_weights, counts, loss = below(
                 torch.ops.fmoe_ext._choose_experts, logits, top_k, normalize, num_counted
             )
-            counts, loss = (counts, loss) if num_counted else (None, None)
+            if num_counted == 0:
+                counts = loss = None
         ctx.mark_non_differentiable(topk_idx, *(() if counts is None else (counts,)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, logits, topk_idx, topk_weights, counts)
@@ -264,7 +265,7 @@ class _TopkGateOfLinear(torch.autograd.Function):
         x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
             logits = F.linear(x, weight, bias)
-        grad = None
+        grad = None  # of the logits, [T, E]
         if grad_weights is not None:
             options = (0, ctx.normalize, 1.0)
             grad = call(
@@ -291,6 +292,8 @@ class _TopkGateOfLinear(torch.autograd.Function):
 
 
 class _WeightsOfChoices(torch.autograd.Function):
+    """topk_gate_again: keeps what topk_gate keeps, since a checkpoint compares the tensors of both forwards."""
+
     @staticmethod
     def forward(
         ctx: Any,
