@@ -1,8 +1,8 @@
 """BaseGate: what every gate has besides its choices.
 
 * A balance loss, which is state of the module: the forward sets it, and a training loop that knows nothing of the
-  layers between reads it once a step. Each thread has that of its own last forward; a compiled program, which cannot
-  tell threads apart, has one for all of them.
+  layers between reads it once a step. A thread reads the loss of its own last forward; a compiled program, which
+  cannot tell threads apart, has one for all of them.
 * A tape. Where activation checkpointing repeats a forward, logits that differ in their last bit must not send a token
   to another expert, whose gradient would then lack it. So a gate asks choose(pick) for its choices: without a tape
   these are pick(), and the step that runs remembers them; the repetition gives the gate a tape (recompute.Repeat) that
@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """Ranks, of which there is one."""
+    """Ranks for a gate whose tokens are all in this process."""
 
     rank: int = 0
 
@@ -96,8 +96,8 @@ class BaseGate(nn.Module):
 
     num_local_experts and num_experts are num_expert and tot_expert in FastMoE, whose names work too.
     The loss is state of the module until the next forward or get_loss(): the last of several forwards wins, a copy
-    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. Each thread has that of its own last
-    forward; a thread that never called the gate, that of the last forward of all. torch.utils.checkpoint sets it a
+    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. Each thread reads the loss of its own
+    last forward; a thread that never called the gate reads the last one of all. torch.utils.checkpoint sets it a
     second time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and
     get_loss() raises.
 
@@ -191,7 +191,7 @@ class BaseGate(nn.Module):
 
     @property
     def _loss_of_thread(self) -> _Loss | None:
-        """Return the loss that this thread reads; None for that of a compiled program."""
+        """Return the loss that this thread reads; None where a compiled program left it."""
         if torch.compiler.is_compiling():
             return None
         own = self._losses.last or self._last_loss
@@ -234,7 +234,7 @@ class BaseGate(nn.Module):
         if clear:
             if own is None:
                 self.graph_loss = None
-            elif self._losses.last is None:  # that of another thread, which keeps it
+            elif self._losses.last is None:  # another thread's, which keeps it
                 self._last_loss = None
             else:
                 own.loss = None

@@ -175,8 +175,8 @@ def total_loss(model: nn.Module) -> torch.Tensor:
 
     -> scalar, to train with `loss + weight * total_loss(model)`. Zero before the first forward. The same value at each
     call until the next forward. Of a forward under no_grad in evaluation: the value, without a gradient.
-    Warns once, outside of compiled programs, for a model in training of which no gate balances the experts, and for a
-    layer that was called several times in training since the last call here: the loss is that of its last forward.
+    Warns once, outside of compiled programs, if no gate of a model in training balances the experts, and for a layer
+    that was called several times in training since the last call here: the loss is of its last forward alone.
     Raises ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss(clear=False) for gate in the model's gates).
 
@@ -214,7 +214,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
     losses = [gate.get_loss(clear=False) for gate in (new or gates)]
     for gate in new:
         num_calls = gate.note_read()
-        # inside all_forwards_first() the loss is that of all calls
+        # inside all_forwards_first() the loss is of all calls
         if num_calls < 2 or "calls" in gate.warned or spans_calls(gate):
             continue
         gate.warned.add("calls")

@@ -1,7 +1,7 @@
 """NaiveGate, the base of gates that are a linear layer; GateOverRanks, of those that count over ranks; ZeroGate.
 
 The linear layer, the choice and the balance loss are one node of autograd where that has the same bits: in a small
-layer the host's time is that of its nodes and operators (choose_in_one_node).
+layer each node and operator costs the host more than its work (choose_in_one_node).
 """
 
 import torch

@@ -85,7 +85,7 @@ cuda_module_missing = _load_cuda_module()
 if cuda_module_missing is not None and (torch.version.cuda or torch.version.hip):
     _refused = _refuse_tensors("CUDA", cuda_module_missing)
 
-from fmoe_ext.ops import in_order  # noqa: E402, F401  (what batch_invariant() puts in the place of torch's functions)
+from fmoe_ext.ops import in_order  # noqa: E402, F401  (torch's functions in batch_invariant())
 from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
 from fmoe_ext.ops.apply_capacity import (  # noqa: E402
     apply_capacity,

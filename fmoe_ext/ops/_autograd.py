@@ -194,7 +194,7 @@ def register_autograd(
 ) -> None:
     """Register a gradient as torch.library.register_autograd; forward mode raises, where that would give zeros.
 
-    places: of the arguments that a tangent may come with, those of a floating dtype; None: all tensors.
+    places: of the arguments with a floating dtype, which may come with a tangent; None: all tensors.
     """
     setup_context, backward = with_mode_of_forward(setup_context, backward)
     _functional[op_name] = _make_functional(op_name, backward, setup_context)

@@ -254,7 +254,7 @@ class _ExpertMlp:
         w1, b1, w2, b2 = weights
         if (
             self.once_differentiable
-        ):  # with main gradients: here, so that the gradient is that of the parameter itself
+        ):  # main gradients are of the parameters, so autograd must not see this cast
             w1, w2 = cast_for_autocast(w1, w2)
         arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
         y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)

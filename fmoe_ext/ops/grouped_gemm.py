@@ -162,7 +162,9 @@ class _GroupedGemm:
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         (x, offs), (weight, bias) = inputs, weights
-        if self.main_grad is not None:  # here, so that the gradient is that of the parameter itself
+        if (
+            self.main_grad is not None
+        ):  # a main gradient is of the parameter, so autograd must not see this cast
             assert weight is not None
             (weight,) = cast_for_autocast(weight)
         return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias), (x, weight, offs)

@@ -5,8 +5,8 @@ are kept. Experts are compared by logit where that orders them as their scores d
 after rounding, and which expert is better must not depend on that. Three forms with the same bits:
 
 * topk_gate is the operator, with its gradient as a node of autograd;
-* topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer the time of the
-  host is that of its nodes and operators;
+* topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer each node and
+  operator costs the host more than its work;
 * topk_gate_again weighs the choices of an earlier forward by present logits, for forwards that activation checkpointing
   repeats: logits that differ in their last bit must not send a token to another expert.
 """
