@@ -252,9 +252,7 @@ class _ExpertMlp:
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
-        if (
-            self.once_differentiable
-        ):  # main gradients are of the parameters, so autograd must not see this cast
+        if self.once_differentiable:  # a main gradient is of the parameter: autograd must not see this cast
             w1, w2 = cast_for_autocast(w1, w2)
         arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
         y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)
@@ -266,14 +264,16 @@ class _ExpertMlp:
         mains = self._main_grads_of(of_weights) if self.once_differentiable else (None, None)
         arguments = (grad_y, *saved, self.activation, self.combine, wanted, *mains)
         dx, *dweights, dtopk_weights = call("fmoe_ext::expert_mlp_backward", *arguments)
-        return self._of_inputs(dx, dtopk_weights, needs[0]), self._of_weights(dweights, of_weights)
+        inputs = dx if needs_x else None, dtopk_weights if needs_topk_weights else None, None, None, None
+        return inputs, self._of_weights(dweights, of_weights)
 
     def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
         (needs_x, needs_topk_weights, *_), of_weights = needs
         wanted = [needs_x, *of_weights, needs_topk_weights]
         arguments = (grad_y, *saved, self.activation, self.combine, wanted)
         dx, dtopk_weights, *kept = call("fmoe_ext::expert_mlp_backward_inputs", *arguments)
-        return self._of_inputs(dx, dtopk_weights, needs[0]), tuple(kept)
+        inputs = dx if needs_x else None, dtopk_weights if needs_topk_weights else None, None, None, None
+        return inputs, tuple(kept)
 
     def backward_weights(
         self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
@@ -289,18 +289,14 @@ class _ExpertMlp:
         mains = zip(self.main_grads, needs[::2], strict=True)  # of w1 and w2
         return tuple(main.find() if main and wanted else None for main, wanted in mains)
 
-    def _of_inputs(self, dx: torch.Tensor, dtopk_weights: torch.Tensor, needs: list[bool]) -> Tensors:
-        return dx if needs[0] else None, dtopk_weights if needs[1] else None, None, None, None
-
     def _of_weights(self, computed: list[torch.Tensor], needs: list[bool]) -> Tensors:
         grads: list[torch.Tensor | None] = [
             t if wanted else None for t, wanted in zip(computed, needs, strict=True)
         ]
-        if not self.once_differentiable:
-            return tuple(grads)
-        for i, main in zip((0, 2), self.main_grads, strict=True):
-            if main and needs[i]:
-                grads[i] = main.added()
+        if self.once_differentiable:
+            for i, main in zip((0, 2), self.main_grads, strict=True):
+                if main is not None and needs[i]:
+                    grads[i] = main.added()
         return tuple(grads)
 
 
