@@ -61,7 +61,7 @@ class GShardGate(GateOverRanks):
         return self._why_it_drops(self.capacity[0 if self.training else 1])
 
     def _why_it_drops(self, factor: float) -> str | None:
-        many = 2**20 * self.num_experts
+        many = 2**20 * self.num_experts  # tokens, of which rounding up is no share
         if self.expert_capacity(factor, many) >= many:
             return None
         return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
