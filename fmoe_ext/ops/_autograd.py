@@ -155,8 +155,8 @@ def as_node(
     def jvp(ctx: Any, *_: Any) -> None:
         raise no_forward_mode(name)
 
-    body = {"forward": forward, "backward": backward, "jvp": jvp}
-    body = {method: staticmethod(function) for method, function in body.items()}
+    methods = {"forward": forward, "backward": backward, "jvp": jvp}
+    body = {method: staticmethod(function) for method, function in methods.items()}
     return type(f"Node_{name}", (torch.autograd.Function,), body)
 
 
