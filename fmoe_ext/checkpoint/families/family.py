@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.ops.activations import GATED_ACTIVATIONS
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 Values: TypeAlias = Mapping[str, Any]
 Numbers: TypeAlias = tuple[int, ...]
@@ -25,7 +25,7 @@ CLAMPED = "clamped_swiglu"
 LIMITED = "limited_swiglu"  # experts.GatedActivation(silu, limit)
 SOFTCAPPED = "softcapped_swiglu"  # experts.SoftcappedSwiGLU
 UNCLAMPED = tuple(name for name in GATED_ACTIVATIONS if name != CLAMPED)
-UNGATED = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
+UNGATED = PLAIN_ACTIVATIONS
 
 
 @dataclass(frozen=True)
