@@ -210,7 +210,7 @@ class ModelState:
         assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
         tensor = tensor.detach()
         parallel = layer.expert_parallel
-        # rows that ranks with the same experts share: over those of all experts
+        # Ranks with the same experts share out the rows of those: a mesh [ranks of all experts, ranks that share].
         if isinstance(tensor, DTensor):
             groups = [find_group(parallel.group), tensor.device_mesh.get_group()]
             table = torch.tensor(parallel.sharing_ranks, device="cpu")

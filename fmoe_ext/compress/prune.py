@@ -30,7 +30,7 @@ from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
 from fmoe_ext.compress.choose import best, best_merged, similarities
 from fmoe_ext.compress.cut import TOP_K, Cut, GgufCut, Shares
 from fmoe_ext.compress.page import render
-from fmoe_ext.compress.scores import CRITERIA, Scores, measure_into
+from fmoe_ext.compress.scores import CRITERIA, Scores, earlier, measure_into
 from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
 from fmoe_ext.model_files import FolderModel, GgufModel, experts_modules, open_model
@@ -119,8 +119,7 @@ def prune(
         "split": [seq_len, held_out, batch],
     }
     given = None if scores is None else Path(scores)
-    if given is not None:
-        Scores.load(given, about, criterion)  # refuses those of another text before a folder is made
+    earlier(given, about, criterion)  # refuses those of another text before a folder is made
     choices = {"keep": number, "criterion": criterion, "merge": merge}
     unfinished: AbstractContextManager[Unfinished | None] = (
         nullcontext() if dry_run else continued(Path(out).absolute(), "pruning", about | choices)

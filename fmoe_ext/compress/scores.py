@@ -52,20 +52,15 @@ class Scores:
             out.write(json.dumps({"about": about, "tokens": self.tokens, **lists}).encode())
 
     @classmethod
-    def load(cls, file: Path, about: dict[str, Any], criterion: str) -> Scores | None:
-        """Load a file of save(), of a part of the text or all; None where there is none.
-
-        Raises CheckpointError for a damaged file, one about something else, and one that lacks what criterion needs.
-        """
-        if not file.exists():
-            return None
+    def load(cls, file: Path, about: dict[str, Any]) -> Scores:
+        """Load a file of save(); CheckpointError for a damaged file, and for one about something else."""
         content = read_json(file)
         if content.get("about") != about:
             raise CheckpointError(
                 f"{file} has scores of another model or text ({content.get('about')}): remove it, or name another file"
             )
         try:
-            found = cls(
+            return cls(
                 int(content["tokens"]),
                 _tensors(content["count"], torch.int64),
                 _tensors(content["mass"], torch.float64),
@@ -73,9 +68,6 @@ class Scores:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-        if criterion == "reap" and not found.saliency:
-            raise CheckpointError(f"{file} lacks the norms of outputs, which reap needs: name another file")
-        return found
 
 
 def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> Scores:
@@ -103,6 +95,19 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
     return found.scores()
 
 
+def earlier(file: Path | None, about: dict[str, Any], criterion: str) -> Scores | None:
+    """Load the scores of an earlier call, of a part of the text or all; None where there is no file.
+
+    Raises what Scores.load() raises, and CheckpointError for a file that lacks what the criterion needs.
+    """
+    if file is None or not file.exists():
+        return None
+    found = Scores.load(file, about)
+    if criterion == "reap" and not found.saliency:
+        raise CheckpointError(f"{file} lacks the norms of outputs, which reap needs: name another file")
+    return found
+
+
 def measure_into(
     file: Path | None,
     about: dict[str, Any],
@@ -113,9 +118,9 @@ def measure_into(
 ) -> Scores:
     """Measure as measure() does, from where an earlier call came that wrote into the file; None: keep nothing.
 
-    about: what the scores belong to (JSON). The file is written after each batch. Raises what Scores.load() raises.
+    about: what the scores belong to (JSON). The file is written after each batch. Raises what earlier() raises.
     """
-    before = None if file is None else Scores.load(file, about, criterion)
+    before = earlier(file, about, criterion)
     done = 0 if before is None else -(-before.tokens // batches[0].numel())
     if before is not None and done == len(batches):
         say(f"scores of {file}")

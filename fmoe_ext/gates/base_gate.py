@@ -332,7 +332,8 @@ class BaseGate(nn.Module):
         return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **_without_forwards()}
+        # a copy does not share what was warned of: each gate warns for itself
+        return {**self.__dict__, "warned": set(self.warned), **_without_forwards()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "ranks" in state:  # a pickle of an earlier version, which has no state of forwards either

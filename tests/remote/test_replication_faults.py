@@ -72,7 +72,7 @@ def test_lost_updates_are_counted_from_the_start_of_the_next_term():
     "value",
     [
         b"", b"\xff", b"3", b"[]", b"{}", b'{"endpoints": 3}', b'{"endpoints": {"a": 3}}', b'{"version": "3"}',
-        b'{"version": true}', b'{"starts": {"x": 3}}', b'{"starts": {"1": "3"}}', b'{"noted": 1}',
+        b'{"version": 3}', b'{"version": true}', b'{"starts": {"x": 3}}', b'{"starts": {"1": "3"}}', b'{"noted": 1}',
     ],
 )  # fmt: skip
 def test_record_of_etcd_that_cannot_be_read_counts_as_none(value):

@@ -113,7 +113,8 @@ class Auditor:
         if self._random.random() >= self.share:
             return None
         state = await self._state_in_time(handle, None, timeout)
-        self.client.counts["audits without a result"] += state is None
+        if state is None:
+            self.client.counts["audits without a result"] += 1
         return state
 
     def judge(

@@ -58,7 +58,7 @@ class Leader:
 class Members:
     """The record of an expert."""
 
-    endpoints: Mapping[str, str] = field(default_factory=dict)  # of the members, by server
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # of the members, by server; always written
     version: int = 0  # with the two fields *_of_end: an end that the log has reached
     successor: str = ""  # the server that should lead next
     term: int = 0  # number of the last leadership
@@ -130,6 +130,8 @@ def load(kind: type[T], value: bytes) -> T | None:
             if not fits or (one.name == "starts" and not all(term.isdecimal() for term in found)):
                 return None
             known[one.name] = found
+    if kind is Members and "endpoints" not in known:
+        return None  # a record without members would let anyone lead
     try:
         return kind(**known) if known else None
     except TypeError:  # a field without a default is missing

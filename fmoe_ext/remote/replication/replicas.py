@@ -184,11 +184,14 @@ class ReplicatedExperts:
             await self.host_expert(uid)
             return Message()
         name = message.text("server")
+        endpoint = (
+            message.text("endpoint") if path == messages.JOIN else ""
+        )  # read before anything is asked of
         self.may_step(uid)
         leader = self.replicas[uid].leader
         assert leader is not None
         if path == messages.JOIN:
-            return await leader.admit(name, message.text("endpoint"))
+            return await leader.admit(name, endpoint)
         await leader.promote(name)
         return Message()
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.discovery import Discovery, DiscoveryError, Granted, Pattern, check_uid
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, Granted, Pattern, check_uid, coordinates
 from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.ledger import NotLeader
@@ -147,10 +147,11 @@ class DeclaredExperts:
             pattern, wanted, rng = Pattern(options.expert_pattern), options.num_experts, random.Random()
             if before := server.saved_uids()[:wanted]:
                 mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
-            tried: set[str] = set()
-            while (missing := wanted - len(mine)) > 0 and len(tried) < pattern.size:
-                # more candidates than needed, or a grid that is nearly full would take a question for each free uid
-                count = min(pattern.size, len(tried) + min(4 * missing, MAX_TRIED))
+            saved, tried = len(mine), set[str]()
+            # more candidates than needed, or a grid that is nearly full would take a question for each free uid
+            at_once = min(4 * (wanted - saved), MAX_TRIED)
+            while len(mine) < wanted and len(tried) < pattern.size:
+                count = min(pattern.size, len(tried) + at_once)
                 candidates = [uid for uid in pattern.sample(count, rng) if uid not in tried]
                 tried.update(candidates)
                 records = await self.discovery.get(candidates)
@@ -159,6 +160,7 @@ class DeclaredExperts:
                     some, free = free[: wanted - len(mine)], free[wanted - len(mine) :]
                     granted = await self.discovery.declare(some, endpoint, options.ttl)
                     mine += [uid for uid in some if uid in granted]
+            mine[saved:] = sorted(mine[saved:], key=coordinates)
             if len(mine) < wanted:
                 await self.discovery.withdraw(mine, endpoint)
                 raise ValueError(

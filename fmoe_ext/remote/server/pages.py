@@ -90,7 +90,9 @@ class Pages:
 
     def __init__(self, status: Callable[[], dict[str, Any]], metrics: Metrics):
         self._status, self._metrics = status, metrics
-        self._page = Path(__file__).with_name("page.html").read_text()  # asks for /status every second
+        self._page = (
+            Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        )  # asks for /status every second
         self._http: asyncio.Server | None = None
         self._open = 0
         self.port = 0
