@@ -296,7 +296,6 @@ MAKES_IMMUTABLE = (
     "ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial",
     "Limits",  # a frozen dataclass of remote/wire.py
     "Family", "Layout", "replace",  # frozen dataclasses of checkpoint/families/family.py
-    "Format",  # of frozen/formats/base.py, frozen
     "as_node",  # a class
     "threading.Lock",  # holds nothing that a forward could read
     "ContextVar",  # whose values belong to a context, and end with it

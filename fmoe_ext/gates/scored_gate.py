@@ -47,7 +47,7 @@ BALANCE_LOSSES = ("global", "running", "sequence")
 
 
 def __getattr__(name: str) -> Any:
-    """Find gates that were here in 0.9 and earlier: their pickles name this module."""
+    """Find gates that were here before: pickles of then name this module."""
     if name in ("SoftmaxGate", "NormedGate", "UniformGate"):
         from fmoe_ext.gates import softmax_gate
 

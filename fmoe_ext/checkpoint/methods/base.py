@@ -25,7 +25,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.frozen.formats.base import nibbles
-from fmoe_ext.frozen.formats.mxfp4 import e2m1
+from fmoe_ext.frozen.formats.microscaling import e2m1
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Config: TypeAlias = Mapping[str, Any]  # quantization_config
