@@ -28,6 +28,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from fmoe_ext.gates import scored_gate
 from fmoe_ext.gates.accumulation import WholeBatch, all_forwards_first
 from fmoe_ext.gates.base_gate import BaseGate, OneRank
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
@@ -44,6 +45,10 @@ from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
 from fmoe_ext.gates.softmax_gate import NormedGate, SoftmaxGate, UniformGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
+
+# Pickles of earlier releases look for these where they were.
+for _gate in (SoftmaxGate, NormedGate, UniformGate):
+    setattr(scored_gate, _gate.__name__, _gate)
 
 # Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each. Not HashGate, which needs
 # token ids; "faster" is FasterGate of the first node.

@@ -46,15 +46,6 @@ from fmoe_ext.tokens import current_batch
 BALANCE_LOSSES = ("global", "running", "sequence")
 
 
-def __getattr__(name: str) -> Any:
-    """Find gates that were here before: pickles of then name this module."""
-    if name in ("SoftmaxGate", "NormedGate", "UniformGate"):
-        from fmoe_ext.gates import softmax_gate
-
-        return getattr(softmax_gate, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 class ScoredGate(GateOverRanks):
     """Base class of SoftmaxGate, SigmoidGate, SinkhornGate and UniformGate; subclasses name their score.
 
