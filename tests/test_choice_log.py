@@ -324,9 +324,7 @@ def test_pairs_of_a_dead_expert_have_another_colour_than_expected_ones():
     together = torch.full((4, 4), 50)
     together[3], together[:, 3] = 0, 0
     load = torch.tensor([[100, 100, 100, 0]])
-    gate = GateSummary(
-        Gate("gate", 4, 2), load, torch.zeros(1), torch.full((1,), 150), together.fill_diagonal_(0)
-    )
+    gate = GateSummary(Gate("gate", 4, 2), load, torch.zeros(1), together.fill_diagonal_(0))
     page = render(Summary([Path("log")], [0], [0], [gate], 8, False))
     pixels = colours_of(page)
     assert pixels[0, 1].tolist()[3] == 0, "a pair that is as expected has a colour"

@@ -280,6 +280,7 @@ def _check_gates(gates: list[Gate]) -> None:
 def _records(
     path: Path, begin: int, gates: list[Gate], allow_truncated: bool
 ) -> Iterator[tuple[Choice, bytes]]:
+    """Yield the records from a byte on, each with its bytes. Nothing in them is believed before it is checked."""
     step = None
     with path.open("rb") as file:
         left = file.seek(0, os.SEEK_END) - begin
@@ -295,37 +296,37 @@ def _records(
                     "(--allow-truncated) reads what is whole"
                 )
             raw = head + file.read(size)
-            record = _parse(path, raw, gates, begin)
-            step, begin, left = record.step, begin + len(raw), left - len(raw)
+            (crc,) = _CRC.unpack_from(raw)
+            _, step, number, num_tokens = _HEAD.unpack_from(raw, _CRC.size)
+            if zlib.crc32(raw[_CRC.size :]) != crc or (number >= len(gates) and number != TOKENS):
+                raise BadLog(f"{path}: the record at byte {begin} is damaged")
+            gate = None if number == TOKENS else gates[number]
+            per_token = 1 if gate is None else gate.top_k  # numbers
+            width = 4 if gate is None else _width(gate.num_experts)  # bytes of a number
+            if num_tokens * per_token > _MAX_CHOICES:
+                raise BadLog(f"{path}: the record at byte {begin} has more than {_MAX_CHOICES} choices")
+            expected = num_tokens * per_token * width
+            stream = zlib.decompressobj()
+            try:
+                body = stream.decompress(
+                    raw[_CRC.size + _HEAD.size :], expected + 1
+                )  # no more: a few KB may hold GB
+            except zlib.error as error:
+                raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
+            if len(body) != expected:
+                raise BadLog(f"{path}: the record at byte {begin} has other than {num_tokens} tokens")
+            numbers = torch.zeros(num_tokens * per_token, dtype=torch.int64, device="cpu")
+            if body:  # frombuffer() takes no empty bytes
+                places = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(width, -1)
+                for place, part in enumerate(places):
+                    numbers += part.long() << 8 * place
+            if gate is None:
+                record = Choice(step, None, numbers)
+            else:
+                topk_idx = numbers.view(num_tokens, gate.top_k)
+                record = Choice(step, gate.name, torch.where(topk_idx >= gate.num_experts, -1, topk_idx))
+            begin, left = begin + len(raw), left - len(raw)
             yield record, raw
-
-
-def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
-    (crc,) = _CRC.unpack_from(raw)
-    _, step, number, num_tokens = _HEAD.unpack_from(raw, _CRC.size)
-    if zlib.crc32(raw[_CRC.size :]) != crc or (number >= len(gates) and number != TOKENS):
-        raise BadLog(f"{path}: the record at byte {begin} is damaged")
-    gate = None if number == TOKENS else gates[number]
-    per_token = 1 if gate is None else gate.top_k  # numbers
-    width = 4 if gate is None else _width(gate.num_experts)  # bytes of a number
-    if num_tokens * per_token > _MAX_CHOICES:
-        raise BadLog(f"{path}: the record at byte {begin} has more than {_MAX_CHOICES} choices")
-    expected = num_tokens * per_token * width
-    stream = zlib.decompressobj()
-    try:
-        body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)  # no more: a few KB may hold GB
-    except zlib.error as error:
-        raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
-    if len(body) != expected:
-        raise BadLog(f"{path}: the record at byte {begin} has other than {num_tokens} tokens")
-    numbers = torch.zeros(num_tokens * per_token, dtype=torch.int64, device="cpu")
-    if body:  # frombuffer() takes no empty bytes
-        for place, part in enumerate(torch.frombuffer(bytearray(body), dtype=torch.uint8).view(width, -1)):
-            numbers += part.long() << 8 * place
-    if gate is None:
-        return Choice(step, None, numbers)
-    topk_idx = numbers.view(num_tokens, gate.top_k)
-    return Choice(step, gate.name, torch.where(topk_idx >= gate.num_experts, -1, topk_idx))
 
 
 def _width(num_experts: int) -> int:

@@ -47,23 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 raise ValueError(f"{chosen.vocabulary} must have a list of texts or {{text: id}}")
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
-        _write(chosen.out, render(summary, vocabulary))
+        page, out = render(summary, vocabulary), chosen.out
+        if out.exists() and not out.is_file():  # /dev/stdout
+            out.write_text(page, encoding="utf-8")
+        else:
+            # in place of an older page, which stays where there is no room for the new one
+            unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+            try:
+                unfinished.write_text(page, encoding="utf-8")
+                os.replace(unfinished, out)
+            except OSError as error:
+                unfinished.unlink(missing_ok=True)
+                raise OSError(error.errno, error.strerror, str(out)) from None
     except (OSError, ValueError) as error:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2
     print(f"{chosen.out}: {len(summary.steps)} steps, {len(summary.gates)} layers")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a page in place of an older one, which stays where there is no room; OSError names the path."""
-    if path.exists() and not path.is_file():  # /dev/stdout
-        path.write_text(text, encoding="utf-8")
-        return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,4 +1,18 @@
-"""The report of a run's choices as one HTML file that needs nothing else: pictures are in it, scripts are none."""
+"""The report of a run's choices as one HTML file that needs nothing else: pictures are in it, scripts are none.
+
+The page goes from the answer to its reasons, a function for each section:
+
+    in short            load of the busiest expert, dead and overloaded experts, dropped choices
+    who got what        a bar for each expert of a layer, over the mean of the layer
+    tokens              what feeds the busiest and the overloaded experts; when a dead one was last chosen
+    how even            the numbers of balance.summarize over all steps, and a curve of the busiest over the mean
+    over the steps      a picture of each layer, experts x bins of steps: where it tipped over, and whether it returned
+    together            a picture of each layer, experts x experts: which of them the same tokens choose
+    the log             its size
+
+"Now" is the last quarter of the steps: an expert that starved in the first steps and recovered is not reported dead.
+Every picture has the same colours: more than an even share, less, and grey where too little is known.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +25,34 @@ from fmoe_ext.balance.html import bars, document, figure, scale, table, tiles
 from fmoe_ext.balance.load import summarize
 from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 
-_NUM_PAIRS = 5
-_MIN_EXPECTED = 5  # tokens
+_NUM_PAIRS = 5  # of experts that are named above a picture
+_MIN_EXPECTED = 5  # tokens of a pair, below which a ratio says nothing
 _NUM_TOGETHER_PICTURES = 12
 
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
     """Write the page. vocabulary: the text of token ids."""
+    dropped = sum(float(gate.dropped.sum()) for gate in summary.gates)
+    choices = sum(int(gate.load.sum()) for gate in summary.gates) + dropped
+    bits = 8 * summary.num_bytes / max(choices, 1)
     body = "".join(
         (
-            _head(summary),
-            _shares(summary),
+            _in_short(summary, choices, dropped),
+            _who_got_what(summary),
             _tokens(summary, vocabulary or {}),
-            _evenness(summary),
+            _how_even(summary),
             _over_steps(summary),
             _together(summary),
-            _about(summary),
+            f"<h2>The log</h2><p>It has {summary.num_bytes:,} bytes: {bits:.1f} bits for each choice of an "
+            "expert by a token, with the token ids if they were logged.</p>",
         )
     )
     return document("Which expert got which tokens", body)
 
 
-def _head(summary: Summary) -> str:
+def _in_short(summary: Summary, choices: float, dropped: float) -> str:
     """Answer in short: which share the busiest expert got, and whether any got none."""
     gates = summary.gates
-    choices = sum(int(gate.load.sum()) for gate in gates)
-    dropped = sum(float(gate.dropped.sum()) for gate in gates)
     busiest = max(gates, key=lambda gate: float(_recent_share(gate).max()))
     facts = {
         "load of the busiest expert over the mean": f"{_recent_share(busiest).max():.2f}",
@@ -44,9 +60,9 @@ def _head(summary: Summary) -> str:
         f"overloaded experts, over {OVERLOAD:g} times the mean": str(
             sum(len(gate.overloaded) for gate in gates)
         ),
-        "of the choices dropped": f"{dropped / max(choices + dropped, 1):.2%}",
+        "of the choices dropped": f"{dropped / max(choices, 1):.2%}",
         "layers with experts": str(len(gates)),
-        "choices of an expert by a token": f"{choices + dropped:,.0f}",
+        "choices of an expert by a token": f"{choices:,.0f}",
     }
     names = ", ".join(html.escape(path.name) for path in summary.paths)
     return (
@@ -62,7 +78,7 @@ def _recent_share(gate: GateSummary) -> torch.Tensor:
     return recent / recent.mean().clamp(min=1e-9)
 
 
-def _shares(summary: Summary) -> str:
+def _who_got_what(summary: Summary) -> str:
     figures = []
     for gate in summary.gates:
         share = _recent_share(gate)
@@ -77,56 +93,6 @@ def _shares(summary: Summary) -> str:
         f"<h2>Who got what</h2><p>A bar for each expert: its share of the tokens in the last {1 / LAST_SHARE:.0%} of "
         "the steps, over the mean. With an even load all bars end at the dashed line.</p>"
         f'<div class="cards">{"".join(figures)}</div>'
-    )
-
-
-def _evenness(summary: Summary) -> str:
-    header = (
-        "layer",
-        "experts",
-        "busiest / mean",
-        "cv",
-        "entropy",
-        "dropped",
-        "dead",
-        "overloaded",
-        "busiest / mean over the steps",
-    )
-    rows = []
-    for gate in summary.gates:
-        numbers = summarize(gate.load.sum(0), float(gate.dropped.sum()))
-        mean = gate.load.double().mean(1).clamp(min=1e-9)
-        rows.append(
-            [
-                html.escape(gate.gate.name),
-                str(gate.gate.num_experts),
-                f"{numbers['max_over_mean']:.2f}",
-                f"{numbers['cv']:.2f}",
-                f"{numbers['entropy']:.3f}",
-                f"{numbers['dropped_share']:.2%}",
-                str(len(gate.dead)),
-                str(len(gate.overloaded)),
-                _curve((gate.load.max(1).values / mean).tolist()),
-            ]
-        )
-    return (
-        "<h2>How even</h2><p>Over all logged steps. With an even load busiest / mean is 1, cv (standard deviation "
-        "over mean) 0 and entropy 1; entropy is 0 if one expert gets all.</p>"
-        + table(header, rows, left=(0,))
-    )
-
-
-def _over_steps(summary: Summary) -> str:
-    figures = []
-    steps = [f"{step:,}" for step in summary.bins]
-    for gate in summary.gates:
-        load = gate.load.double()  # [bins, E]
-        relative = load / load.mean(1, keepdim=True).clamp(min=1e-9)
-        figures.append(figure(relative.t(), gate.gate.name, _numbers(gate.gate.num_experts), steps))
-    return (
-        "<h2>Load over the steps</h2><p>Experts on the left, steps below; the colour is the expert's load over the "
-        f"mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>"
-        f'<div class="stack">{"".join(figures)}</div>'
     )
 
 
@@ -158,6 +124,61 @@ def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     )
 
 
+def _how_even(summary: Summary) -> str:
+    counted = ("busiest / mean", "cv", "entropy", "dropped", "dead", "overloaded")
+    header = ("layer", "experts", *counted, "busiest / mean over the steps")
+    rows = []
+    for gate in summary.gates:
+        numbers = summarize(gate.load.sum(0), float(gate.dropped.sum()))
+        mean = gate.load.double().mean(1).clamp(min=1e-9)
+        rows.append(
+            [
+                html.escape(gate.gate.name),
+                str(gate.gate.num_experts),
+                f"{numbers['max_over_mean']:.2f}",
+                f"{numbers['cv']:.2f}",
+                f"{numbers['entropy']:.3f}",
+                f"{numbers['dropped_share']:.2%}",
+                str(len(gate.dead)),
+                str(len(gate.overloaded)),
+                _curve((gate.load.max(1).values / mean).tolist()),
+            ]
+        )
+    return (
+        "<h2>How even</h2><p>Over all logged steps. With an even load busiest / mean is 1, cv (standard deviation "
+        "over mean) 0 and entropy 1; entropy is 0 if one expert gets all.</p>"
+        + table(header, rows, left=(0,))
+    )
+
+
+def _curve(values: list[float]) -> str:
+    """Draw values from 1 upwards as a small line."""
+    top = max(2.0, *values)
+    last = max(len(values) - 1, 1)
+    points = " ".join(
+        f"{150 * i / last:.1f},{29 - 28 * (v - 1) / (top - 1):.1f}" for i, v in enumerate(values)
+    )
+    label = f"from {values[0]:.2f} to {values[-1]:.2f}, at most {max(values):.2f}"
+    return (
+        f'<svg width="150" height="30" role="img" aria-label="{label}"><title>{label}</title>'
+        f'<polyline points="{points}"/></svg>'
+    )
+
+
+def _over_steps(summary: Summary) -> str:
+    figures = []
+    steps = [f"{step:,}" for step in summary.bins]
+    for gate in summary.gates:
+        load = gate.load.double()  # [bins, E]
+        relative = load / load.mean(1, keepdim=True).clamp(min=1e-9)
+        figures.append(figure(relative.t(), gate.gate.name, _numbers(gate.gate.num_experts), steps))
+    return (
+        "<h2>Load over the steps</h2><p>Experts on the left, steps below; the colour is the expert's load over the "
+        f"mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>"
+        f'<div class="stack">{"".join(figures)}</div>'
+    )
+
+
 def _together(summary: Summary) -> str:
     figures = []
     for gate in summary.gates[:_NUM_TOGETHER_PICTURES]:
@@ -183,15 +204,6 @@ def _together(summary: Summary) -> str:
     )
 
 
-def _about(summary: Summary) -> str:
-    choices = sum(int(gate.load.sum()) + float(gate.dropped.sum()) for gate in summary.gates)
-    bits = 8 * summary.num_bytes / max(choices, 1)
-    return (
-        f"<h2>The log</h2><p>It has {summary.num_bytes:,} bytes: {bits:.1f} bits for each choice of an expert by a "
-        "token, with the token ids if they were logged.</p>"
-    )
-
-
 def _lift(gate: GateSummary) -> torch.Tensor:
     """Divide how often two experts share a token by what independent draws by their loads would give: [E, E].
 
@@ -209,17 +221,3 @@ def _lift(gate: GateSummary) -> torch.Tensor:
 
 def _numbers(count: int) -> list[str]:
     return [str(i) for i in range(count)]
-
-
-def _curve(values: list[float]) -> str:
-    """Draw values from 1 upwards as a small line."""
-    top = max(2.0, *values)
-    last = max(len(values) - 1, 1)
-    points = " ".join(
-        f"{150 * i / last:.1f},{29 - 28 * (v - 1) / (top - 1):.1f}" for i, v in enumerate(values)
-    )
-    label = f"from {values[0]:.2f} to {values[-1]:.2f}, at most {max(values):.2f}"
-    return (
-        f'<svg width="150" height="30" role="img" aria-label="{label}"><title>{label}</title>'
-        f'<polyline points="{points}"/></svg>'
-    )

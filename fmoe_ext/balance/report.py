@@ -34,9 +34,8 @@ class GateSummary:
     """One gate over the run."""
 
     gate: Gate
-    load: torch.Tensor  # [bins, E]
-    dropped: torch.Tensor  # [bins]
-    tokens: torch.Tensor  # [bins]
+    load: torch.Tensor  # [bins, E], choices of each expert
+    dropped: torch.Tensor  # [bins], choices
     together: torch.Tensor | None  # [E, E], tokens that chose both; None for too many experts
     # {expert: [(token id, share of its load), ...]}
     feeders: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
@@ -52,14 +51,14 @@ class GateSummary:
 
     @property
     def overloaded(self) -> list[int]:
-        """Experts with more than OVERLOAD times the mean, the heaviest first."""
+        """Return the experts with more than OVERLOAD times the mean, the heaviest first."""
         recent = self.recent.double()
         heavy = (recent > OVERLOAD * recent.mean()).nonzero().flatten()
         return heavy[recent[heavy].argsort(descending=True)].tolist()
 
     @property
     def notable(self) -> list[int]:
-        """Experts whose tokens the report names: overloaded, or else the busiest; and dead ones."""
+        """Return the experts whose tokens the report names: overloaded, or else the busiest; and dead ones."""
         busiest = self.recent.argsort(descending=True, stable=True)[:_NUM_BUSIEST].tolist()
         heavy = self.overloaded[:_MAX_NOTABLE]
         alive = [e for e in busiest if e not in heavy and e not in self.dead]
@@ -94,12 +93,15 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     for path, others_gates in zip(files[1:], others, strict=True):
         if others_gates != gates:
             raise BadLog(f"{path} is of other gates than {files[0]}: a report is of one run")
+    # 1. the steps, and their bins
     steps = sorted({record.step for record in _records(files, allow_truncated)})
     if not steps:
         raise BadLog(f"{', '.join(map(str, files))}: no step was logged")
     num_bins = min(_MAX_BINS, len(steps))
     bin_of = {step: index * num_bins // len(steps) for index, step in enumerate(steps)}
     first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
+
+    # 2. load and pairs
     small = [gate.num_experts for gate in gates if gate.num_experts <= _MAX_TOGETHER]
     # pairs take E x E numbers: counted where all gates together have few of them
     widest = _MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
@@ -107,9 +109,9 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     for gate in gates:
         experts = gate.num_experts
         load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
-        dropped, tokens = torch.zeros(2, num_bins, device="cpu")
+        dropped = torch.zeros(num_bins, device="cpu")
         pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
-        summaries[gate.name] = GateSummary(gate, load, dropped, tokens, pairs)
+        summaries[gate.name] = GateSummary(gate, load, dropped, pairs)
     for record in _records(files, allow_truncated):
         if record.gate is None:
             continue
@@ -117,7 +119,6 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
         experts = summary.gate.num_experts
         summary.load[where] += ops.count_tokens(topk_idx, experts)
         summary.dropped[where] += int((topk_idx < 0).sum())
-        summary.tokens[where] += len(topk_idx)
         if (together := summary.together) is None:
             continue
         for k in range(topk_idx.shape[1]):
@@ -126,6 +127,7 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
                 pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, later] >= 0)]
                 counts = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
                 together += counts + counts.t()
+    # 3. tokens
     has_ids = _find_feeders(summaries, files, allow_truncated)
     size = sum(path.stat().st_size for path in files)
     return Summary(files, steps, first, list(summaries.values()), size, has_ids)

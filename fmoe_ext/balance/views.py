@@ -74,7 +74,7 @@ class GateView:
             hook.remove()
 
     def remove(self) -> None:
-        """Leaves the module as it was."""
+        """Leave the module as it was."""
 
 
 class _Running(threading.local):

@@ -1,7 +1,14 @@
 """frozen_gemm, and the product with a packed weight that frozen_mlp shares.
 
-The CPU's kernels decode a packed weight in registers, tile by tile (csrc/gemm/decode.h). On CUDA one pass decodes it in
-memory, and grouped_gemm multiplies. kept.py keeps that copy for a while.
+Which path a product takes:
+
+* CPU, few rows of an expert: a kernel decodes 32 columns of a row of the weight into registers and multiplies them by
+  up to four rows at once, because reading the weight takes the time, and packed it is short (csrc/gemm/packed_rows.h).
+* CPU, more rows: panels of the weight are decoded into the cache, each once for all rows that need it, and multiplied
+  as panels of float weights are (csrc/gemm/grouped.h).
+* CPU, up to 32 rows and int8_activations: the rows are rounded to 8 bits, and the products are of integers
+  (csrc/gemm/integer_rows.h).
+* CUDA: one pass decodes the whole weight in memory, and grouped_gemm multiplies. kept.py keeps that copy for a while.
 
 The operator has the product and, with transposed=True, the product with the transposed weight. Each is the gradient of
 the other, so one rule serves for derivatives of every order.
@@ -132,22 +139,18 @@ register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 def packed_product(
     rows: torch.Tensor,
     weight: torch.Tensor,
+    packing: tuple[Any, ...],
     offs: torch.Tensor,
     bias: torch.Tensor | None,
     transposed: bool,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    number: int,
-    interleaved: bool = False,
     *,
-    keep: bool = False,
+    keep: bool,
 ) -> torch.Tensor:
     """Compute rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, where frozen_gemm has no kernel.
 
-    One pass decodes the weight in memory, to the dtype of rows.
+    One pass decodes the weight in memory, to the dtype of rows. weight, packing: rows() and packing() of a Quantized.
     keep: a backward will follow, whose product is the transposed one (kept.py).
     """
-    packing = scale, zero, number, interleaved
     decoded = kept.KEPT.decoded(weight, packing, rows.dtype, keep=keep, last=transposed)
     return grouped_gemm(rows, decoded, offs, bias, transposed)
 
@@ -167,8 +170,7 @@ def composed(
     if transposed and bias is not None:
         raise RuntimeError("bias must be None with transposed=True")
     packing = weight_scale, weight_zero, weight_format, weight_interleaved
-    ends = _offs_of(offs, x)
-    return packed_product(x, weight, ends, bias, transposed, *packing, keep=_has_backward.get())
+    return packed_product(x, weight, packing, _offs_of(offs, x), bias, transposed, keep=_has_backward.get())
 
 
 _library.impl("frozen_gemm", composed, "CUDA")

@@ -183,10 +183,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
         a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2,
     )  # fmt: skip
     ctx.activation, ctx.combine, ctx.save = a.activation, a.combine, a.save
-    ctx.formats, ctx.lora_scales = (
-        (a.w1_format, a.w1_interleaved, a.w2_format),
-        (a.lora_scale1, a.lora_scale2),
-    )
+    ctx.formats = a.w1_format, a.w1_interleaved, a.w2_format
+    ctx.lora_scales = a.lora_scale1, a.lora_scale2
 
 
 def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
@@ -242,8 +240,7 @@ class _Linear(NamedTuple):
         if self.packing[2] == 0:
             out = grouped_gemm(rows, self.weight, self.offs, bias, transposed)
         else:
-            weight = self.weight, self.offs, bias, transposed, *self.packing
-            out = packed_product(rows, *weight, keep=self.keep)
+            out = packed_product(rows, self.weight, self.packing, self.offs, bias, transposed, keep=self.keep)
         if self.a is None or self.b is None:
             return out, rows.new_empty((rows.shape[0], 0))
         first, second = (self.b, self.a) if transposed else (self.a, self.b)

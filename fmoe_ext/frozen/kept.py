@@ -58,8 +58,13 @@ class KeptWeights:
             copy = self._pop(key)
         if copy is None:
             copy = torch.ops.fmoe_ext._decode_packed(weight, *packing, dtype)
-        if keep and not last:
-            self._put(key, weight, copy)
+        # during a capture its memory would belong to the graph, whose replays write it
+        if keep and not last and not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            with self._lock:
+                if self._make_room(copy.device, copy.nbytes):
+                    drop = weakref.finalize(weight.untyped_storage(), self._pop, key)
+                    drop.atexit = False
+                    self._copies[key] = copy, drop
         return copy
 
     def set_limit(self, limit: int | None) -> None:
@@ -73,15 +78,6 @@ class KeptWeights:
         """Count the bytes of the copies on a device."""
         with self._lock:
             return sum(copy.nbytes for copy, _ in self._copies.values() if copy.device == device)
-
-    def _put(self, key: _Key, weight: torch.Tensor, copy: torch.Tensor) -> None:
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # its memory would belong to the graph, whose replays write it
-        with self._lock:
-            if self._make_room(copy.device, copy.nbytes):
-                drop = weakref.finalize(weight.untyped_storage(), self._pop, key)
-                drop.atexit = False
-                self._copies[key] = copy, drop
 
     def _make_room(self, device: torch.device, needed: int) -> bool:
         """Drop the oldest copies until `needed` bytes more fit; False if they cannot."""

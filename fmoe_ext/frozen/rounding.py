@@ -15,21 +15,20 @@ GPTQ: Frantar et al., 2022, https://arxiv.org/abs/2210.17323
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from fmoe_ext.frozen.formats import FORMATS, Format
-from fmoe_ext.frozen.formats.base import Grid
-from fmoe_ext.frozen.formats.nvfp4 import in_e4m3
+from fmoe_ext.frozen.formats import FORMATS
+from fmoe_ext.frozen.formats.base import Lattice
+from fmoe_ext.frozen.formats.microscaling import in_e4m3
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
 _COLUMNS = 64  # rounded one after the other before one product corrects the rest of a row
 _SWEEPS = 3
 _DAMPING = 0.01  # times the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
 
-ROUNDED = tuple(name for name, kind in FORMATS.items() if kind.grid is not None)
+ROUNDED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Lattice))
 
 
 def round_packed(
@@ -42,8 +41,7 @@ def round_packed(
     moments with the scales of packed), refitted (its scales fitted by least squares after that), fresh (by second
     moments with the scales of quantize). Raises ValueError for a format without a grid, and for other shapes.
     """
-    kind = packed.kind
-    if kind.grid is None or kind.recode is None:
+    if not isinstance(packed.kind, Lattice):
         raise ValueError(f"{packed.format} is not rounded by second moments: {', '.join(ROUNDED)} are")
     if tuple(target.shape) != packed.shape[1:] or packed.shape[0] != 1:
         raise ValueError(
@@ -51,13 +49,14 @@ def round_packed(
         )
     target, hessian = target.float(), hessian.float()
     descent = _Descent(target, hessian)
-    kept = _recoded(packed, descent(_grid(packed)))
+    kept = descent.rounded(packed)
     ways = {"file": packed, "kept": kept}
-    if (refitted := _refitted(kept, target, hessian)) is not None:
-        ways["refitted"] = _recoded(refitted, descent(_grid(refitted), _values(refitted)))
+    if packed.kind.can_rescale:
+        refitted = _refitted(kept, target, hessian)
+        ways["refitted"] = descent.rounded(refitted, _values(refitted))
     if (nearest := _with_fresh_scales(packed, target[None])) is not None:
         ways["nearest"] = nearest
-        ways["fresh"] = _recoded(nearest, descent(_grid(nearest)))
+        ways["fresh"] = descent.rounded(nearest)
     errors = torch.stack([error_of(_values(q) - target, hessian) for q in ways.values()])
     best = errors.argmin(0)  # [out]: the way of each row
     counts = {name: int((best == i).sum()) for i, name in enumerate(ways)}
@@ -104,11 +103,12 @@ def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
 
 def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
     """Round target [E, out, in] to the nearest values that the scales of packed allow."""
-    grid = _grid(packed)
+    kind = _lattice(packed)
+    grid = kind.grid(packed)
     width = packed.shape[2] // grid.step.shape[2]
     blocks = target.unflatten(2, (-1, width))
     index = _nearest(blocks, grid.step[..., None], grid.low[..., None], grid.values)
-    return replace(packed, data=packed.kind.recode(packed, grid.codes[index].flatten(2)))  # type: ignore[misc]
+    return replace(packed, data=kind.recode(packed, grid.codes[index].flatten(2)))
 
 
 def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | None:
@@ -117,7 +117,7 @@ def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | N
     if packed.scale is None or nearest.scale is None:
         return replace(packed, data=nearest.data)
     if packed.format == "nvfp4" and packed.zero is not None:  # whose factor of the whole matrix stays
-        scale = in_e4m3(_grid(nearest).step * packed.zero[..., 1:] / packed.zero[..., :1])
+        scale = in_e4m3(_lattice(nearest).grid(nearest).step * packed.zero[..., 1:] / packed.zero[..., :1])
         return _nearest_values(replace(packed, scale=scale.view(packed.scale.dtype)), target)
     if packed.zero is not None or nearest.scale.shape != packed.scale.shape:
         return None
@@ -169,51 +169,55 @@ class _Descent:
         self.factor = torch.linalg.cholesky(inverse, upper=True).float()
         self.hessian = damped.float()
 
-    def __call__(self, grid: Grid, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Return indices [out, in] into grid.values. start: values to improve, instead of Babai's point."""
-        width = self.target.shape[1] // grid.step.shape[2]
+    def rounded(self, packed: Quantized, start: torch.Tensor | None = None) -> Quantized:
+        """Round to values that the scales of packed [1, out, in] allow. start: values to improve, not Babai's point."""
+        kind = _lattice(packed)
+        grid = kind.grid(packed)
+        target, factor, hessian = self.target, self.factor, self.hessian
+        width = target.shape[1] // grid.step.shape[2]
         step, low = (t[0].repeat_interleave(width, -1)[:, self.order] for t in (grid.step, grid.low))
+        blocks = [
+            (begin, min(begin + _COLUMNS, target.shape[1])) for begin in range(0, target.shape[1], _COLUMNS)
+        ]
 
-        def value(values: torch.Tensor, j: int) -> torch.Tensor:
+        def best(values: torch.Tensor, j: int) -> torch.Tensor:
+            """Return the nearest values of column j."""
             index = _nearest(values, step[:, j], low[:, j], grid.values)
             return step[:, j] * grid.values[index] - low[:, j]
 
-        point = self._babai(value) if start is None else start[:, self.order].clone()
+        # 1. Babai's point
+        if start is None:
+            point = torch.empty_like(target)
+            left = target.clone()  # and the errors that are moved into it
+            for begin, end in blocks:
+                errors = torch.empty_like(left[:, begin:end])
+                for j in range(begin, end):
+                    point[:, j] = best(left[:, j], j)
+                    error = (left[:, j] - point[:, j]) / factor[j, j]
+                    left[:, j:end] -= error[:, None] * factor[j, j:end]
+                    errors[:, j - begin] = error
+                left[:, end:] -= errors @ factor[begin:end, end:]
+        else:
+            point = start[:, self.order].clone()
+
+        # 2. sweeps, _SWEEPS at most, until no column moves
         for _ in range(_SWEEPS):
-            if not self._sweep(point, value):
+            has_moved = False
+            slope = (target - point) @ hessian  # minus half the gradient
+            for begin, end in blocks:
+                # within a block each move corrects the slope of the block alone; one product corrects the rest
+                here, moves = slope[:, begin:end].clone(), torch.empty_like(slope[:, begin:end])
+                for j in range(begin, end):
+                    new = best(point[:, j] + here[:, j - begin] / hessian[j, j], j)
+                    moves[:, j - begin] = new - point[:, j]
+                    here -= moves[:, j - begin, None] * hessian[j, begin:end]
+                    point[:, j] = new
+                slope -= moves @ hessian[begin:end]
+                has_moved |= bool(moves.any())
+            if not has_moved:
                 break
-        return _nearest(point, step, low, grid.values)[:, self.back]
-
-    def _babai(self, value: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        left = self.target.clone()  # and the errors that are moved into it
-        point = torch.empty_like(self.target)
-        for begin in range(0, left.shape[1], _COLUMNS):
-            end = min(begin + _COLUMNS, left.shape[1])
-            errors = torch.empty_like(left[:, begin:end])
-            for j in range(begin, end):
-                point[:, j] = value(left[:, j], j)
-                error = (left[:, j] - point[:, j]) / self.factor[j, j]
-                left[:, j:end] -= error[:, None] * self.factor[j, j:end]
-                errors[:, j - begin] = error
-            left[:, end:] -= errors @ self.factor[begin:end, end:]
-        return point
-
-    def _sweep(self, point: torch.Tensor, value: Callable[[torch.Tensor, int], torch.Tensor]) -> bool:
-        """Move each column to its best value while the others stay, in place -> True if any moved."""
-        has_moved = False
-        slope = (self.target - point) @ self.hessian  # minus half the gradient
-        for begin in range(0, point.shape[1], _COLUMNS):
-            end = min(begin + _COLUMNS, point.shape[1])
-            # within a block each move corrects the slope of the block alone; one product corrects the rest of the row
-            here, moves = slope[:, begin:end].clone(), torch.empty_like(slope[:, begin:end])
-            for j in range(begin, end):
-                new = value(point[:, j] + here[:, j - begin] / self.hessian[j, j], j)
-                moves[:, j - begin] = new - point[:, j]
-                here -= moves[:, j - begin, None] * self.hessian[j, begin:end]
-                point[:, j] = new
-            slope -= moves @ self.hessian[begin:end]
-            has_moved |= bool(moves.any())
-        return has_moved
+        index = _nearest(point, step, low, grid.values)[:, self.back]
+        return replace(packed, data=kind.recode(packed, grid.codes[index][None]))
 
 
 def _nearest(
@@ -223,9 +227,9 @@ def _nearest(
     return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
 
 
-def _grid(packed: Quantized) -> Grid:
-    assert packed.kind.grid is not None
-    return packed.kind.grid(packed)
+def _lattice(packed: Quantized) -> Lattice:
+    assert isinstance(packed.kind, Lattice)
+    return packed.kind
 
 
 def _values(packed: Quantized) -> torch.Tensor:
@@ -233,19 +237,10 @@ def _values(packed: Quantized) -> torch.Tensor:
     return packed.kind.decode(packed)[0]
 
 
-def _recoded(packed: Quantized, index: torch.Tensor) -> Quantized:
-    kind: Format = packed.kind
-    assert kind.recode is not None
-    return replace(packed, data=kind.recode(packed, _grid(packed).codes[index][None]))
-
-
-def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) -> Quantized | None:
-    """Multiply each scale by its best factor, one block of columns after another; None for powers of two."""
-    kind = packed.kind
-    if kind.rescale is None:
-        return None
+def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) -> Quantized:
+    """Multiply each scale by its best factor, one block of columns after another."""
     values = _values(packed)
-    width = values.shape[1] // packed.scale.shape[2] if packed.scale is not None else kind.block
+    width = values.shape[1] // packed.scale.shape[2] if packed.scale is not None else packed.kind.block
     slope = (target - values) @ hessian
     factors = []
     for begin in range(0, values.shape[1], width):
@@ -257,5 +252,5 @@ def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) ->
         more = torch.where(curvature > 0, more, 0).clamp(-0.5, 0.5)
         slope = slope - more[:, None] * bent
         factors.append(1 + more)
-    data, scale = kind.rescale(packed, torch.stack(factors, -1)[None])
+    data, scale = _lattice(packed).rescale(packed, torch.stack(factors, -1)[None])
     return replace(packed, data=data, scale=scale)

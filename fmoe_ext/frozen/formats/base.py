@@ -1,9 +1,15 @@
-"""Format, the record of a format of packed weights, and helpers that the files of formats share."""
+"""Format: how a packed weight is checked, decoded and packed. Helpers that the files of formats share.
+
+A weight [E, out, in] is packed as codes of a few bits (data), scales that the columns of a block share (scale) and, in
+few formats, a third tensor (zero: zero points of int4, factors of nvfp4). A Format says which shapes these have
+(check), which values they stand for (decode) and how plain rounding finds them (pack).
+
+The kernels read the same bytes by the same formula: csrc/gemm/decode.h on the CPU, 32 columns of a row at a time,
+cuda/decode_packed.cu on a GPU. They round where decode() rounds, so all of them have the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -31,6 +37,36 @@ class Packed(Protocol):
     def device(self) -> torch.device: ...
 
 
+class Format:
+    """A format of packed weights; fmoe_ext.frozen.FORMATS has one object of each class."""
+
+    number: int  # in csrc/gemm/packed.h
+    tensors: str  # shapes of data, scale and zero, for errors
+    bits: float  # of a weight, scales included; not what a whole row has
+    block: int  # columns that quantize() packs together
+    has_integers = False  # products in integers, Quantized.int8_activations
+
+    def check(self, q: Packed) -> Shape:
+        """Return the shape of the decoded weight; ValueError for tensors that are not this format's."""
+        raise NotImplementedError
+
+    def decode(self, q: Packed) -> torch.Tensor:
+        """Decode to float32 [E, out, in], gate and up as they lie."""
+        raise NotImplementedError
+
+    def pack(self, weight: torch.Tensor) -> Tensors | WithZero:
+        """Round float32 [E, out, in] to the nearest values."""
+        raise NotImplementedError
+
+    def of_bytes(self, rows: torch.Tensor) -> torch.Tensor:
+        """View uint8 [E, out, bytes of a row] as data."""
+        return rows
+
+    def join_scale(self, scale: torch.Tensor, parts: int) -> torch.Tensor:
+        """Turn the scales of parts that were packed apart into those of the whole."""
+        return scale
+
+
 class Grid(NamedTuple):
     """The values that a packed weight can take without another scale: step * values[i] - low, for code codes[i]."""
 
@@ -40,27 +76,22 @@ class Grid(NamedTuple):
     low: torch.Tensor  # the same shape
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of packed weights, one of fmoe_ext.frozen.FORMATS."""
+class Lattice(Format):
+    """A format that rounding.py can also round to by second moments of the inputs: its values lie on a Grid."""
 
-    number: int  # in csrc/gemm/packed.h
-    tensors: str  # shapes of data, scale and zero
-    bits: float  # of a weight, scales included; not what a whole row has
-    block: int  # columns that quantize() packs together
-    check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
-    decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
-    pack: Callable[[torch.Tensor], Tensors | WithZero]  # of float32 [E, out, in]
-    # uint8 [E, out, bytes of a row] -> data
-    of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
-    # scales of parts that were packed apart -> those of the whole
-    join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: scale
-    has_integers: bool = False  # products in integers, Quantized.int8_activations
-    # For rounding by second moments (rounding.py); None where a format is only packed by plain rounding.
-    grid: Callable[[Packed], Grid] | None = None
-    recode: Callable[[Packed, torch.Tensor], torch.Tensor] | None = None  # codes uint8 [E, out, in] -> data
-    # factors [E, out, parts of a row] of all values of a part -> data and scale; None where scales are powers of two
-    rescale: Callable[[Packed, torch.Tensor], Tensors] | None = None
+    can_rescale = True  # False where scales are powers of two, and have no best factor near 1
+
+    def grid(self, q: Packed) -> Grid:
+        """Return the values that the scales of q allow."""
+        raise NotImplementedError
+
+    def recode(self, q: Packed, codes: torch.Tensor) -> torch.Tensor:
+        """Pack codes, uint8 [E, out, in], as data beside the scales of q."""
+        raise NotImplementedError
+
+    def rescale(self, q: Packed, factor: torch.Tensor) -> Tensors:
+        """Multiply all values of a part of a row by its factor [E, out, parts of a row] -> data and scale."""
+        raise NotImplementedError
 
 
 def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
@@ -111,3 +142,8 @@ def pairs(codes: torch.Tensor, high_first: bool = False) -> torch.Tensor:
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Find the uint8 index of the nearest entry of an increasing table."""
     return torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)
+
+
+def table_of(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Fill a float32 table on the device: torch.tensor would copy from the host, which CUDA graphs refuse."""
+    return torch.stack([torch.full((), value, dtype=torch.float32, device=device) for value in values])

@@ -21,6 +21,7 @@ from fmoe_ext.frozen.formats.base import (
     refuse,
     require,
     same_shape,
+    table_of,
 )
 
 # As bitsandbytes stores them.
@@ -32,33 +33,37 @@ NF4_CODE = (
 )  # fmt: skip
 
 
-def _check(q: Packed) -> Shape:
-    data, scale = require(q, "data", (torch.uint8,), 3), require(q, "scale", (torch.float32,), 3)
-    refuse(q, "zero")
-    E, out, half = data.shape
-    same_shape(q, "scale", scale, (E, out, scale.shape[2]))
-    if scale.shape[2] == 0 or 2 * half % scale.shape[2] or 2 * half // scale.shape[2] % 32:
-        raise ValueError(
-            f"a row of nf4 must be whole blocks of a multiple of 32 columns, but got {scale.shape[2]} blocks of "
-            f"{2 * half} columns"
-        )
-    return E, out, 2 * half
+class Nf4(Format):
+    """Quantiles of the normal distribution in blocks of 64, or another multiple of 32, with a scale each."""
 
+    number = 7
+    tensors = "data uint8 [E, out, in / 2], scale float32 [E, out, in / blocksize]"
+    bits = 4.5
+    block = 64
 
-def _decode(q: Packed) -> torch.Tensor:
-    assert q.scale is not None
-    # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
-    table = torch.stack([torch.full((), code, dtype=torch.float32, device=q.device) for code in NF4_CODE])
-    values = table[nibbles(q.data, high_first=True).int()]
-    return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
+    def check(self, q: Packed) -> Shape:
+        data, scale = require(q, "data", (torch.uint8,), 3), require(q, "scale", (torch.float32,), 3)
+        refuse(q, "zero")
+        E, out, half = data.shape
+        same_shape(q, "scale", scale, (E, out, scale.shape[2]))
+        if scale.shape[2] == 0 or 2 * half % scale.shape[2] or 2 * half // scale.shape[2] % 32:
+            raise ValueError(
+                f"a row of nf4 must be whole blocks of a multiple of 32 columns, but got {scale.shape[2]} blocks of "
+                f"{2 * half} columns"
+            )
+        return E, out, 2 * half
 
+    def decode(self, q: Packed) -> torch.Tensor:
+        assert q.scale is not None
+        values = table_of(NF4_CODE, q.device)[nibbles(q.data, high_first=True).int()]
+        return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
 
-def _pack(weight: torch.Tensor) -> Tensors:
-    blocks = weight.unflatten(2, (-1, 64))
-    scale = blocks.abs().amax(-1)
-    scaled = blocks / torch.where(scale > 0, scale, 1)[..., None]
-    codes = nearest(scaled, torch.tensor(NF4_CODE, device=weight.device)).flatten(2)
-    return pairs(codes, high_first=True), scale
+    def pack(self, weight: torch.Tensor) -> Tensors:
+        blocks = weight.unflatten(2, (-1, 64))
+        scale = blocks.abs().amax(-1)
+        scaled = blocks / torch.where(scale > 0, scale, 1)[..., None]
+        codes = nearest(scaled, torch.tensor(NF4_CODE, device=weight.device)).flatten(2)
+        return pairs(codes, high_first=True), scale
 
 
 def nf4_scales(
@@ -70,14 +75,3 @@ def nf4_scales(
     """
     nested = nested_absmax.repeat_interleave(256)[: absmax.numel()]
     return code[absmax.flatten().int()] * nested + offset
-
-
-NF4 = Format(
-    number=7,
-    tensors="data uint8 [E, out, in / 2], scale float32 [E, out, in / blocksize]",
-    bits=4.5,
-    block=64,
-    check=_check,
-    decode=_decode,
-    pack=_pack,
-)
