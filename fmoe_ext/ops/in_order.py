@@ -377,6 +377,10 @@ def _backward(
         or options.get("materialize_grads")  # needs tensors
     ):
         return func(tensors, inputs=inputs, **options)  # type: ignore[no-any-return]
+    if func is torch.autograd.backward:
+        for t in inputs or ():
+            if isinstance(t, Tensor):
+                t.retain_grad()  # as torch does: an input that is no leaf gets .grad, which an edge does not set
     edges = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in given]
     with _InOrder():
         num = len(tensors)
@@ -388,18 +392,15 @@ def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = Non
         torch.autograd.backward(tensor, gradient, **options)
 
 
-_PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm,
-             F.scaled_dot_product_attention)  # fmt: skip
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.bmm, Tensor.bmm, torch.mm,
+            Tensor.mm)  # fmt: skip
+_PRODUCTS = (F.linear, *_MATMULS, F.scaled_dot_product_attention)
 _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.linear: _linear,
         # F.grouped_mm asks no mode, but calls this one, which does; without the name, F.grouped_mm may ask by then
         getattr(torch, "_grouped_mm", F.grouped_mm): _grouped_mm,
-        **dict.fromkeys(
-            (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm,
-             torch.linalg.matmul),
-            _matmul,
-        ),
+        **dict.fromkeys(_MATMULS, _matmul),
         **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _add_product),
         F.scaled_dot_product_attention: _attention,
         **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, *_LOGARITHMS), _softmax),
@@ -419,7 +420,9 @@ _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
         **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
         **dict.fromkeys(
-            (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_), _in_place
+            (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_,
+             Tensor.__ipow__),  # x **= y, which torch names pow_ but which is another function
+            _in_place,
         ),
         **dict.fromkeys((F.conv1d, F.conv2d, torch.einsum), _refuse),
         **dict.fromkeys((torch.autograd.backward, torch.autograd.grad), _backward),

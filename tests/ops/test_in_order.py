@@ -1,6 +1,7 @@
 """Functions of torch under batch_invariant(): values, gradients, and the same bits at every place."""
 
 import math
+import operator
 import threading
 
 import pytest
@@ -28,6 +29,7 @@ ELEMENTWISE = {
     "rsqrt": lambda x: (x.abs() + 0.1).rsqrt(),
     "power": lambda x: (x.abs() + 0.1) ** 1.3,
     "in place": lambda x: x.clone().abs_().add_(0.1).rsqrt_().pow_(0.7).exp2_().sigmoid_(),
+    "power by operator in place": lambda x: operator.ipow((x.abs() + 0.1), 1.3),
     "inverse_root": lambda x: (x.abs() + 0.1).pow(-0.5),
     # left to torch
     "exp": torch.exp,
@@ -125,6 +127,7 @@ def test_product_by_a_transposed_weight_is_that_of_the_layer(dtype):
             x @ weight.T,
             torch.mm(x, weight[:].t(), out=torch.empty_like(y)),
             (x[None] @ weight.mT)[0],
+            torch.linalg.matmul(x, weight.T),
         ):
             assert torch.equal(got, y)
         assert torch.equal(x[3:5] @ weight[7:20].T, y[3:5, 7:20])
@@ -319,6 +322,27 @@ def test_backwards_inside_the_block_are_those_of_torch():
             randn(3).sum().backward()
         with pytest.raises(RuntimeError, match="only for scalar outputs"):
             (x * 2).backward()
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_inputs_that_are_no_leaves_get_their_gradients(reaches):
+    """As of torch: of inputs alone, added up, and None where no path leads."""
+
+    def gradients():
+        x = randn(3).requires_grad_()
+        y, other = x**2, 3 * x
+        inputs = [x, y] if reaches else [other]
+        (y**2).sum().backward(inputs=inputs, retain_graph=True)
+        torch.autograd.backward((y**3).sum(), inputs=inputs[-1], retain_graph=True)
+        (other * y).sum().backward(torch.ones(()))  # y keeps its gradient in later ones too
+        return [(t.retains_grad, t.grad) for t in (x, y, other) if t.is_leaf or t.retains_grad]
+
+    expected = gradients()
+    with batch_invariant():
+        got = gradients()
+    assert [kept for kept, _ in got] == [kept for kept, _ in expected]
+    for (_, a), (_, b) in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_compiled_model_is_refused_or_runs_uncompiled():
