@@ -376,7 +376,7 @@ def _backward(
         or is_transformed(*plain)
         or options.get("materialize_grads")  # needs tensors
     ):
-        return func(tensors, inputs=inputs, **options)  # type: ignore[no-any-return]
+        return func(tensors, inputs=inputs, **options)
     if func is torch.autograd.backward:
         for t in inputs or ():
             if isinstance(t, Tensor):
@@ -384,7 +384,7 @@ def _backward(
     edges = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in given]
     with _InOrder():
         num = len(tensors)
-        return func(tuple(edges[:num]), inputs=tuple(edges[num:]) or None, **options)  # type: ignore[no-any-return]
+        return func(tuple(edges[:num]), inputs=tuple(edges[num:]) or None, **options)
 
 
 def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
