@@ -20,7 +20,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help compress finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 test-amx cuda clean
+.PHONY: help compress finetune grpo train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 test-amx cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -63,6 +63,10 @@ finetune: build $(VENV)/.complete
 ## make compress prune, merge and heal a small model, every step checked; loss against the share of experts in out/compress/compress.png
 compress: build $(VENV)/.complete
 	$(PY) -W ignore examples/compress/compress.py $(ARGS)
+
+## make grpo     GRPO by TRL as usual and inside batch_invariant(): the KL of what was sampled to what is trained, in out/grpo  (ARGS="--dtype float32")
+grpo: build $(VENV)/.complete
+	$(PY) -W ignore examples/grpo/grpo.py $(ARGS)
 
 ## make test     the test suite, and what took longest of it                                (ARGS="-k sort -x")
 test: build $(VENV)/.complete

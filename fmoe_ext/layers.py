@@ -24,7 +24,6 @@ from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
 from fmoe_ext.gates import BaseGate, NaiveGate, find_gate
-from fmoe_ext.gates.base_gate import choices_of
 from fmoe_ext.linear import check_sizes
 from fmoe_ext.recompute import Forwards, Repeat
 from fmoe_ext.spread import SpreadLayer, drop_wrapper_prefix, mark_module_parallel_comm, take_placement
@@ -254,19 +253,27 @@ class FMoE(SpreadLayer):
 
     def _call_gate(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the gate and the hook; a repeated forward reuses its recorded choices if the gate is a BaseGate."""
-        gate, forward = self.gate, step.forward
-        if forward is None or not isinstance(gate, BaseGate):
-            topk_idx, topk_weights = choices_of(gate, gate(step.gate_x))
-        elif forward.kept is None or forward.selected is None:
-            topk_idx, topk_weights = choices_of(gate, gate(step.gate_x))
-            forward.choose(step.selected, topk_idx, gate.weighs_while_choosing, self.num_experts)
-        else:
+        gate: Any = self.gate
+        forward = step.forward if isinstance(gate, BaseGate) else None
+        if forward is not None and forward.kept is not None and forward.selected is not None:
+            # weighs the choices of the original by the present logits, which have the gradient
             tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
             try:
                 _, topk_weights = gate(step.gate_x)
             finally:
                 gate.tape = tape
             topk_idx = forward.kept.long()
+        else:
+            returned = gate(step.gate_x)
+            is_several = isinstance(returned, (tuple, list))
+            if not is_several or len(returned) != 2:
+                what = f"{len(returned)} things" if is_several else type(returned).__name__
+                raise TypeError(
+                    f"a gate returns topk_idx and topk_weights, but {type(gate).__name__} returned {what}"
+                )
+            topk_idx, topk_weights = returned
+            if forward is not None:
+                forward.choose(step.selected, topk_idx, gate.weighs_while_choosing, self.num_experts)
         if self.gate_hook is not None:
             self.gate_hook(topk_idx, topk_weights, None)
         return topk_idx, topk_weights

@@ -56,22 +56,21 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
     if isinstance(model, ModelFiles):
         return model
     path = local_path(model)
-    if path.suffix == ".gguf" and path.is_file():
+    files: ModelFiles
+    if path.is_dir():
+        files = FolderModel(path, [Path(other) for other in folders])
+    elif path.suffix == ".gguf" and path.is_file():
         if folders:
             raise CheckpointError(f"{path} is one file: folders= is for the shards of a folder")
-        files: ModelFiles = GgufModel(inside(path.parent, path.name))
-    elif path.is_dir():
-        files = FolderModel(path, [Path(other) for other in folders])
+        files = GgufModel(inside(path.parent, path.name))
     else:
         raise CheckpointError(f"{path} is no folder and no GGUF file: models are read from local files")
     depth = getattr(files.config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(depth, int) and depth > files.num_tensors:  # before so many are made
+    if isinstance(depth, int) and depth > files.num_tensors:  # before a model of so many layers is made
         raise CheckpointError(
             f"{path}: config.json has {depth} layers, but there are only {files.num_tensors} tensors"
         )
-    with errors_of_transformers(path):
-        said = getattr(files.config, "dtype", None)  # a torch.dtype, or its name
-        files.dtype = (getattr(torch, said) if isinstance(said, str) else said) or files.dtype
+    files.dtype = getattr(files.config, "dtype", None) or files.dtype
     return files
 
 
@@ -140,23 +139,22 @@ class FolderModel(ModelFiles):
     def __init__(self, path: Path, folders: Sequence[Path] = ()) -> None:
         self.path = self.folder = path
         self.base = ModelFolder(path, folders)
-        self.base.check()
+        self.base.check()  # before Transformers, which follows any link, reads config.json
         self.config = self.base.make_config()
-        kind_of(self.base)  # refuses packings that are not read before anything else is
         tensors = self.base.tensors.values()
+        self.dtype = usual_dtype(tensors) or torch.bfloat16
+        self.kind = kind_of(self.base)  # of packing; those that are not read are refused here
         self.weights = self.base.paths
         self.num_tensors = len(tensors)
         self.formats = Counter()
         for tensor in tensors:
             self.formats[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
         self.packed_by = str(self.base.quantization.get("quant_method", ""))
-        self.dtype = usual_dtype(tensors) or torch.bfloat16
 
     def names(self, model: nn.Module) -> WeightNames:
         """Return the names that the parameters of a model have in the files; of packed ones, those of a plain model."""
-        kind = kind_of(self.base)
         names: Iterable[str] = self.base.tensors
-        if kind is not None:
+        if (kind := self.kind) is not None:
             names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
         return WeightNames(self.base, model, names)
 
@@ -172,10 +170,10 @@ class FolderModel(ModelFiles):
                 if in_files[0] is None or in_files[1] is None:
                     name = up if in_files[0] is None else down
                     raise CheckpointError(f"{base.folder} has no tensors for {name}: {names.nearest(name)}")
-                found = layer_of(base, path, (in_files[0], in_files[1]))
+                found = layer_of(base, self.kind, path, (in_files[0], in_files[1]))
             layers[path] = found[0]
             used |= found[1]
-        others = lambda dtype: dict(outside_experts(base, used, dtype))  # noqa: E731
+        others = functools.partial(outside_experts, base, self.kind, used)
         return ModelWeights(layers, others, names.renamed.get, frozenset(names.unloaded))
 
     def copy_beside(self, out: Path, with_index: bool = False) -> None:

@@ -76,19 +76,13 @@ class Forward:
     generator: torch.Tensor  # the state of PyTorch's generator, to know it by
     batch: Batch
     number: int = 0  # of the layer's forwards
-    selected: torch.Tensor | None = (
-        None  # [T, K]: choices before some were dropped, in a small dtype; None: not yet
-    )
+    selected: torch.Tensor | None = None  # [T, K] of a small dtype: choices before any drop; None: not yet
     kept: torch.Tensor | None = None  # [T, K]: those that were left
-    is_fused: bool = (
-        True  # the gate chose and weighed in one operator, which keeps other tensors than two steps
-    )
+    is_fused: bool = True  # the gate chose and weighed in one operator, which keeps other tensors than two
     microbatch: int | None = None  # its number where losses span several (gates.accumulation)
     way: Any = None  # the route of its tokens between ranks
     is_done: bool = False  # a repetition has found it
-    messages: list[torch.Tensor] = field(
-        default_factory=list
-    )  # results of the exchanges between ranks, in order
+    messages: list[torch.Tensor] = field(default_factory=list)  # results of exchanges between ranks, in order
     num_replayed: int = 0  # how many of these the repetition has used
     # groups of ranks of which one had no tokens, and so cannot match its forwards
     groups_with_empty_rank: set[str] = field(default_factory=set)

@@ -72,9 +72,7 @@ class Step:
         self._mask_dict: Mapping[int, Any] | None = None
         self._block: Any = None
         self._outer: Token[Step | None] | None = None
-        self._counts: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # choices [T, K], how many of each expert [E]
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # choices [T, K], of each expert [E]
 
     @property
     def first(self) -> torch.Tensor:

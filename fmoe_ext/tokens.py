@@ -135,26 +135,21 @@ _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default
 
 
 class _Open:
-    """The batch of the block that was entered last on any thread, for compiled graphs, which cannot read _batch.
-
-    thread: that of the block, 0 for a block in the graph itself. blocks: those that are open; they end in any order.
-    """
+    """What compiled graphs see, which cannot read _batch: the block that was entered last on any thread."""
 
     def __init__(self) -> None:
         # set here: a compiled graph that first sets an attribute is compiled again at its second call
         self.num_blocks = 0
-        self.batch, self.thread = _nothing
-        self.blocks: list[_Block] = []
+        self.batch, self.thread = _nothing  # thread: of the block, 0 for a block in the graph itself
+        self.blocks: list[_Block] = []  # that are open; they end in any order
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """before: the batch and thread that graphs saw until this block was entered."""
-
     batch: Batch
     thread: int
-    token: Token[Batch]
-    before: tuple[Batch, int]
+    token: Token[Batch]  # to reset _batch by
+    before: tuple[Batch, int]  # what graphs saw until this block was entered
 
 
 _nothing = Batch(), 0

@@ -34,5 +34,5 @@ def packed_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
                     )
                     for joined in (stems[:2], stems[2:])
                 )
-                return layer_of(base, path, (next(weights), next(weights)))
+                return layer_of(base, kind, path, (next(weights), next(weights)))
     return None

@@ -277,7 +277,7 @@ MODULE_STATE = {
     "ops/chooser.py": {"_CHOOSERS"},  # gpu registers itself
     "tokens.py": {"_open"},  # the innermost open block, which torch.compile can read, unlike a ContextVar
     "ops/_autograd.py": {
-        "NODE",
+        "_below",
         "_libraries",
         "_functional",
     },  # of a thread; registrations, while they live
@@ -296,6 +296,7 @@ MAKES_IMMUTABLE = (
     "ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial",
     "Limits",  # a frozen dataclass of remote/wire.py
     "Family", "Layout", "replace",  # frozen dataclasses of checkpoint/families/family.py
+    "as_node",  # a class
     "threading.Lock",  # holds nothing that a forward could read
     "ContextVar",  # whose values belong to a context, and end with it
 )  # fmt: skip

@@ -25,6 +25,7 @@ COVERED = MappingProxyType(
         r"fmoe adapter merge adapter --base Qwen/Qwen3-30B-A3B|fmoe export merged": "tests/finetune/test_recipe.py",
         r"make finetune($| ARGS=.--limit)": "tests/finetune/test_example_finetune.py",
         r"make compress$": "tests/compress/test_example_compress.py",
+        r"make grpo": "tests/huggingface/test_example_grpo.py",
         r"make train-cpp": "tests/test_cpp.py",
         r"make train-remote": "tests/remote/test_example_remote.py",
         r"fmoe doctor examples/doctor/": "tests/doctor/test_doctor.py",

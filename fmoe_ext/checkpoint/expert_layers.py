@@ -26,9 +26,8 @@ from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, PackedTensor, kin
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-Found: TypeAlias = Sequence[
-    Sequence[Matrix | Decoded | None]
-]  # of each expert's matrices; None for plain ones
+# Of each expert its matrices; None for plain ones
+Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]
 MXFP4_STACKS = ("experts.gate_up_proj", "experts.down_proj")
 _INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 
@@ -42,13 +41,13 @@ class InFiles(NamedTuple):
     interleaved: bool = False  # rows of gate and up are in turn in the files alone
 
 
-def layer_of(base: ModelFolder, path: str, weights: tuple[InFiles, InFiles]) -> tuple[Layer, set[str]]:
+def layer_of(
+    base: ModelFolder, kind: Kind | None, path: str, weights: tuple[InFiles, InFiles]
+) -> tuple[Layer, set[str]]:
     """(the layer of experts at a path, names of its tensors). weights: up, with gate before it if it has one, and down.
 
-    Raises CheckpointError for tensors that are missing or do not fit, and for settings of quantization_config that are
-    not computed.
+    kind: kind_of(base). Raises CheckpointError for tensors that are missing or do not fit.
     """
-    kind = kind_of(base)
     found = [
         [[_matrix(base, kind, name, weight.is_stack) for name in of_expert] for of_expert in weight.names]
         for weight in weights
@@ -314,14 +313,13 @@ def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
 
 
 def outside_experts(
-    base: ModelFolder, used: Container[str], dtype: torch.dtype
-) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield (name, tensor) of what is left of a folder beside `used`; packed weights are read decoded to dtype.
+    base: ModelFolder, kind: Kind | None, used: Container[str], dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """Return {name: tensor} of what is left of a folder beside `used`; packed weights are read decoded to dtype.
 
-    Those of methods.KINDS whose rows are packed one by one are a PackedTensor. Raises CheckpointError for
-    formats that are not decoded.
+    kind: kind_of(base). Those of methods.KINDS whose rows are packed one by one are a PackedTensor. Raises
+    CheckpointError for formats that are not decoded.
     """
-    kind = kind_of(base)
     tensors = base.tensors  # of now: decode() gives the base others
 
     def read(matrix: Matrix | Decoded) -> StoredTensor:
@@ -329,21 +327,23 @@ def outside_experts(
             return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
         return StoredTensor(matrix.shape, dtype, lambda: matrix.decode(tensors, dtype))
 
+    found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if name in used:
             continue
         stem = None if kind is None else kind.stem_of(name)
         if kind is not None and stem is not None and kind.has(base, stem):
-            yield kind.plain_name(name), read(kind.matrix(base, stem))
+            found[kind.plain_name(name)] = read(kind.matrix(base, stem))
         elif kind is not None and kind.is_beside(name):
             continue
         elif tensor.dtype in FLOATS or (tensor.dtype in _INTEGERS and ".weight" not in name):
-            yield name, tensor
+            found[name] = tensor
         else:
             raise CheckpointError(
                 f"{base.folder}: {name} is {tensor.dtype}, packed in a format that is not decoded here: dequantise the "
                 "model to bfloat16 first"
             )
+    return found
 
 
 def decode(base: ModelFolder) -> None:
@@ -367,7 +367,7 @@ def decode(base: ModelFolder) -> None:
         base.packed = "mxfp4"
     kind = kind_of(base)
     if kind is not None:
-        left = dict(outside_experts(base, (), torch.bfloat16))
+        left = outside_experts(base, kind, (), torch.bfloat16)
         for names in base.files.values():
             # the scales of a weight may be in another file than the weight itself
             names[:] = [n for n in (kind.plain_name(name) for name in names) if n in left]

@@ -115,9 +115,8 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
         if different:
             raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
     merged: dict[str, StoredTensor] = {}
-    parts: dict[
-        str, dict[str, list[tuple[int, int, StoredTensor]]]
-    ] = {}  # {layer: {leaf: (rank, index, tensor)}}
+    # {layer: {leaf: (rank, index, tensor)}}
+    parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
     for name, value in models[0].items():
         match = EXPERT_NAME.fullmatch(name)
         if match is None:
@@ -240,9 +239,8 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     ]
     try:
-        mmap = zipfile.is_zipfile(
-            path
-        )  # a tensor is then read when it is used; files of torch before 1.6 are no zips
+        # a tensor is then read when it is used; files of torch before 1.6 are no zips
+        mmap = zipfile.is_zipfile(path)
         if not trust:
             with open(path, "rb") as file:
                 check_torch_file(file, path)

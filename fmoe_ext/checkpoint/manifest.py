@@ -46,9 +46,8 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)  # this rank's
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # {key: {"shape", "dtype", "chunks"}}
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"bytes", "sha256"}}
-    routing: dict[str, Any] = field(
-        default_factory=dict
-    )  # {layer: what its gate computes}, which no tensor says
+    # {layer: what its gate computes}, which no tensor says
+    routing: dict[str, Any] = field(default_factory=dict)
     torch: str = torch.__version__
     version: int = _VERSION
     extras: list[dict[str, Any]] = field(default_factory=list)  # every rank's, where they differ

@@ -76,7 +76,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
     except HFValidationError:  # "a--b/c", which no repository is called
         return path
     except LocalEntryNotFoundError as error:
-        if not hasattr(error, "snapshot_path"):  # that of IncompleteSnapshotError, which older versions lack
+        if not hasattr(error, "snapshot_path"):  # of IncompleteSnapshotError, which older versions lack
             if is_slip:
                 return path
             raise CheckpointError(

@@ -77,9 +77,8 @@ class ModelState:
         self._names: dict[int, str] = {}  # {id(tensor): its first name}; tied tensors have several
         self._buffers: dict[str, str] = {}  # {name: key in state_dict()}
         self._keys: dict[str, str] = {}  # {name: key in state_dict()}
-        self._layer_of_rows: dict[
-            str, FMoE
-        ] = {}  # {name: layer} of fused experts, of which this rank has rows
+        # {name: layer} of fused experts whose rows this rank has a part of
+        self._layer_of_rows: dict[str, FMoE] = {}
         # by group and device; one more would be a new group
         self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
         for key, value in model.state_dict(keep_vars=True).items():
@@ -211,9 +210,8 @@ class ModelState:
         assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
         tensor = tensor.detach()
         parallel = layer.expert_parallel
-        if isinstance(
-            tensor, DTensor
-        ):  # rows that ranks with the same experts share: over those of all experts
+        # Ranks with the same experts share out the rows of those: a mesh [ranks of all experts, ranks that share].
+        if isinstance(tensor, DTensor):
             groups = [find_group(parallel.group), tensor.device_mesh.get_group()]
             table = torch.tensor(parallel.sharing_ranks, device="cpu")
             mesh = DeviceMesh.from_group(groups, tensor.device.type, table, mesh_dim_names=("ep", "experts"))

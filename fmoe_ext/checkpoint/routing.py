@@ -31,6 +31,7 @@ from fmoe_ext.experts import (
     activation_name,
 )
 from fmoe_ext.layers import FMoE
+from fmoe_ext.ops.activations import KINDS
 from fmoe_ext.transformer import FMoETransformerMLP
 
 # By which a subclass computes something else
@@ -50,16 +51,24 @@ _USUAL = MappingProxyType(
 _USUAL_CONFIG = MappingProxyType(
     {"top_k": "num_experts_per_tok", "normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 )
-# {our name of an activation: config.json's}
-_HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
-_HIDDEN_ACT_UNGATED = MappingProxyType(
-    {name: name for name in ("gelu", "relu", "silu", "relu2")} | {"gelu_tanh": "gelu_pytorch_tanh"}
+# {our name of an activation: its curve's name in config.json}
+_HIDDEN_ACT = MappingProxyType(
+    {
+        kind.name: "gelu_pytorch_tanh" if kind.curve == "gelu_tanh" else kind.curve
+        for kind in KINDS
+        if kind.name != CLAMPED  # families that clamp say so in keys of their own
+    }
 )
 
 
 def hidden_acts(family: Family) -> Mapping[str, str]:
     """Return {our name of an activation: name in config.json of a family}."""
-    return _HIDDEN_ACT if family.in_modules.gated else _HIDDEN_ACT_UNGATED
+    gated = family.in_modules.gated
+    return {
+        kind.name: _HIDDEN_ACT[kind.name]
+        for kind in KINDS
+        if kind.gated == gated and kind.name in _HIDDEN_ACT
+    }
 
 
 def routing_of(layer: FMoE) -> dict[str, Any]:

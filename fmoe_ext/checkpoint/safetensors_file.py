@@ -49,10 +49,10 @@ class StoredTensor:
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],  # fetches it
         rows: Callable[[int, int], torch.Tensor] | None = None,  # fetches rows [first, end) of it
-        parts: Callable[[], Iterator[torch.Tensor]]
-        | None = None,  # pieces, first rows first; by default the whole
-        place: tuple[Path, int]
-        | None = None,  # (file, offset) of its bytes, if they are in a file as they are
+        # pieces, first rows first; by default the whole
+        parts: Callable[[], Iterator[torch.Tensor]] | None = None,
+        # (file, offset) of its bytes, if they are in a file as they are
+        place: tuple[Path, int] | None = None,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype

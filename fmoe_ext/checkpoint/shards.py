@@ -62,9 +62,8 @@ class Unfinished:
 
     place: Path  # beside `out`: the folder of the two
     folder: Path  # which is to become `out`
-    done: dict[
-        str, Any
-    ]  # notes (JSON) of which files in `folder` are whole: note() them once they are on disk
+    # notes (JSON) that say which files in `folder` are whole: note() them once they are on disk
+    done: dict[str, Any]
 
     def __init__(self, place: Path, about: Mapping[str, Any]) -> None:
         self.place, self.folder = place, place / "model"

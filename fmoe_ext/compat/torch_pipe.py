@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from fmoe_ext.compat.fairscale import pipe
+from fmoe_ext.compat.fairscale.microbatch import NoChunk
 from fmoe_ext.compat.fairscale.skip import pop, skippable, stash, verify_skippables
-from fmoe_ext.pipeline.microbatch import NoChunk, Values
+from fmoe_ext.pipeline.microbatch import Values
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A folder's tensors without some experts: bytes of the others are copied, packed ones as they are.
+"""A model's files without some experts: bytes of the others are copied, packed ones as they are.
 
-Transformers says what to cut. The model is made twice without values, once with fewer experts; parameters whose shapes
-differ depend on their number, in the one dimension that differs. Their tensors in the files are
+Of a folder (Cut), Transformers says what to cut. The model is made twice without values, once with fewer experts;
+parameters whose shapes differ depend on their number, in the one dimension that differs. Their tensors in the files are
 
     of one expert    names with its number, which are left out or numbered anew, or averaged where experts merge
     stacks           of all experts of a layer, whose first dimension is cut
@@ -9,7 +9,8 @@ differ depend on their number, in the one dimension that differs. Their tensors 
     tables           of hash routing, whose entries are numbers of experts
 
 Heads for the tokens after the next, which Transformers does not load, are cut by the same rules: their names end as
-those of a layer do. What depends on the number and is none of these is refused before anything is read.
+those of a layer do. Of a GGUF file (GgufCut) the names are few and fixed; types and metadata stay.
+What depends on the number and is none of these is refused when a cut is made, before a text is read for hours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,21 +27,33 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_layers import MXFP4_STACKS, prefixes
-from fmoe_ext.checkpoint.files import inside, read_json, write_json
+from fmoe_ext.checkpoint.files import explained, inside, path_of_unfinished, read_json, write_json
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.shards import CONFIG, MAX_SHARD_BYTES, write_model_files
 from fmoe_ext.checkpoint.weight_names import up_of
-from fmoe_ext.compress.choose import TOP_K
-from fmoe_ext.model_files import FolderModel, experts_modules
+from fmoe_ext.model_files import FolderModel, GgufModel, experts_modules
 
 Shares: TypeAlias = Mapping[int, Mapping[int, float]]  # {expert that stays: {expert: its share}}, of a layer
 
+# Keys of config.json for the experts that a token chooses, which are no number of experts
+TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+)
 _TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Entries of a router behind those of experts, in Inkling and LongCat.
 _BEHIND = ("n_shared_experts", "zero_expert_num")
 _OF_ONE = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(.+)")
 _STACK = re.compile(r"((?:.*\.)?experts)\.(?!\d+\.)(.+)")
+# Names in GGUF files
+_GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_GGUF_STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
+_GGUF_ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
 
 
 class Cut:
@@ -117,7 +131,7 @@ class Cut:
                         self._of_one |= {name.removesuffix("weight"): (path, e) for name in names}
         self.heads: set[str] = set()  # paths of the experts of heads
         self._find_heads()
-        # What is not known how to cut is found now, before a text is read for hours.
+        # A cut of the first experts: what is not known how to cut is refused now, before a text is read for hours.
         self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in (*self.layers, *self.heads)})
 
     def write(self, work: Path, kept: Mapping[str, Shares]) -> Path:
@@ -351,3 +365,77 @@ def _mixed(stored: StoredTensor, dim: int, shares: Shares, behind: Sequence[int]
 
     whole = StoredTensor(shape, stored.dtype, lambda: torch.cat([*parts()], dim))
     return whole if dim else StoredTensor(shape, stored.dtype, whole.read, parts=parts)
+
+
+class GgufCut:
+    """The tensors of a GGUF file with fewer experts in each layer.
+
+    paths: of the experts modules. Raises CheckpointError for a tensor that depends on their number and is not known.
+    """
+
+    def __init__(self, files: GgufModel, paths: Sequence[str], num_experts: int, number: int) -> None:
+        self.files, self.num_experts, self.number = files, num_experts, number
+        found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
+        layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
+        # {tensor: path of the experts that its first dimension counts}
+        self._paths: dict[str, str] = {}
+        for tensor in files.file.tensors:
+            match = _GGUF_LAYER.fullmatch(tensor.name)
+            path = layers.get(int(match[1])) if match else None
+            if match and path is None and "_exps." in match[2]:
+                raise CheckpointError(f"{files.path}: {tensor.name} has experts of no layer of the model")
+            if match is None or path is None:
+                continue
+            if not _GGUF_STACKS.fullmatch(match[2]) and match[2] not in _GGUF_ROUTER:
+                if "exps" in match[2] or "exp_" in match[2]:  # shared experts are "shexp", which stay
+                    raise CheckpointError(
+                        f"{files.path}: it is not known how to cut experts from {tensor.name}"
+                    )
+                continue
+            if int(tensor.shape[-1]) != num_experts:
+                raise CheckpointError(
+                    f"{files.path}: {tensor.name} has {int(tensor.shape[-1])} experts, but the model {num_experts}"
+                )
+            self._paths[tensor.name] = path
+
+    def write(self, work: Path, kept: Mapping[str, Iterable[int]]) -> Path:
+        """Write the smaller model into a folder, one file even of a split one, unless it is there -> the file.
+
+        kept: {path of an experts module: its experts that stay, in that order}.
+        """
+        import gguf
+
+        file, out = self.files.file, work / self.files.file.name
+        beside = self.files.folder / CONFIG
+        if beside.exists():
+            write_json(work / CONFIG, config_with(read_json(beside), self.num_experts, self.number))
+        if out.exists():
+            return out
+        num_bytes = sum(part.stat().st_size for part in self.files.weights)
+        with explained(out, num_bytes), path_of_unfinished(out) as unfinished:
+            writer = gguf.GGUFWriter(unfinished, file.architecture)
+            writer.data_alignment = file.alignment
+            try:
+                for name, field in file.fields.items():
+                    is_count = name == f"{file.architecture}.expert_count"
+                    value = self.number if is_count else field.contents()
+                    # the writer makes the first by itself, and cannot write the second
+                    if name == "general.architecture" or value == []:
+                        continue
+                    sub_type = field.types[-1] if len(field.types) > 1 else None
+                    writer.add_key_value(name, value, field.types[0], sub_type)
+                for tensor in file.tensors:
+                    shape, size = list(tensor.data.shape), int(tensor.n_bytes)
+                    if tensor.name in self._paths:
+                        shape[0], size = self.number, size // self.num_experts * self.number
+                    writer.add_tensor_info(tensor.name, shape, tensor.data.dtype, size, tensor.tensor_type)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                for tensor in file.tensors:
+                    path = self._paths.get(tensor.name)
+                    writer.write_tensor_data(tensor.data if path is None else tensor.data[list(kept[path])])
+            finally:
+                with suppress(OSError):  # of buffers that a full disk did not take
+                    writer.close()
+        return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, read_json
+from fmoe_ext.model_files import experts_modules
 
 CRITERIA = ("reap", "mass", "frequency")
 
@@ -94,13 +95,52 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
     return found.scores()
 
 
+def earlier(file: Path | None, about: dict[str, Any], criterion: str) -> Scores | None:
+    """Load the scores of an earlier call, of a part of the text or all; None where there is no file.
+
+    Raises what Scores.load() raises, and CheckpointError for a file that lacks what the criterion needs.
+    """
+    if file is None or not file.exists():
+        return None
+    found = Scores.load(file, about)
+    if criterion == "reap" and not found.saliency:
+        raise CheckpointError(f"{file} lacks the norms of outputs, which reap needs: name another file")
+    return found
+
+
+def measure_into(
+    file: Path | None,
+    about: dict[str, Any],
+    model: Any,
+    batches: Sequence[Tensor],
+    criterion: str,
+    say: Callable[[str], None],
+) -> Scores:
+    """Measure as measure() does, from where an earlier call came that wrote into the file; None: keep nothing.
+
+    about: what the scores belong to (JSON). The file is written after each batch. Raises what earlier() raises.
+    """
+    before = earlier(file, about, criterion)
+    done = 0 if before is None else -(-before.tokens // batches[0].numel())
+    if before is not None and done == len(batches):
+        say(f"scores of {file}")
+        return before
+    with Measurement(model, criterion, before) as found:
+        for i, batch in enumerate(batches[done:], done + 1):
+            say(f"reading part {i} of {len(batches)} of the text")
+            found.read(batch)
+            if file is not None:
+                found.scores().save(file, about)
+    return found.scores()
+
+
 class Measurement:
     """Counts what a model's experts do while it reads; before: what was counted earlier, to go on with."""
 
     def __init__(self, model: Any, criterion: str, before: Scores | None = None) -> None:
         if criterion not in CRITERIA:
             raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
-        found = {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
+        found = experts_modules(model)
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no experts module that Transformers lets others compute"

@@ -3,7 +3,7 @@
 Which path a product takes:
 
 * CPU, few rows of an expert: a kernel decodes 32 columns of a row of the weight into registers and multiplies them by
-  all rows at once, because then reading the weight takes the time, and packed it is short (csrc/gemm/packed_rows.h).
+  up to four rows at once, because reading the weight takes the time, and packed it is short (csrc/gemm/packed_rows.h).
 * CPU, more rows: panels of the weight are decoded into the cache, each once for all rows that need it, and multiplied
   as panels of float weights are (csrc/gemm/grouped.h).
 * CPU, up to 32 rows and int8_activations: the rows are rounded to 8 bits, and the products are of integers

@@ -200,7 +200,7 @@ class _Descent:
         else:
             point = start[:, self.order].clone()
 
-        # 2. sweeps, until no column moves
+        # 2. sweeps, _SWEEPS at most, until no column moves
         for _ in range(_SWEEPS):
             has_moved = False
             slope = (target - point) @ hessian  # minus half the gradient

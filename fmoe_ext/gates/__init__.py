@@ -20,7 +20,7 @@
 
 E is the number of experts, f_e the share of choices that are expert e, c_e that of first choices, p_e its mean
 probability (m_e in GShard's paper; losses.py). ZeroGate, for tests, takes expert 0. A gate is its own file; ScoredGate
-has what most share: groups, capacity, jitter, and the losses of BalancedGate.
+has what most share: groups, capacity, jitter, balance losses.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from fmoe_ext.gates import scored_gate
 from fmoe_ext.gates.accumulation import WholeBatch, all_forwards_first
 from fmoe_ext.gates.base_gate import BaseGate, OneRank
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
@@ -38,11 +39,16 @@ from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_los
 from fmoe_ext.gates.naive_gate import NaiveGate, ZeroGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
 from fmoe_ext.gates.quantile_gate import QuantileGate
-from fmoe_ext.gates.scored_gate import NormedGate, ScoredGate, SoftmaxGate, UniformGate
+from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.gates.sigmoid_gate import BiasedSoftmaxGate, SigmoidGate, SqrtSoftplusGate, update_biases
 from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
+from fmoe_ext.gates.softmax_gate import NormedGate, SoftmaxGate, UniformGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
+
+# Pickles of earlier releases look for these where they were.
+for _gate in (SoftmaxGate, NormedGate, UniformGate):
+    setattr(scored_gate, _gate.__name__, _gate)
 
 # Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each. Not HashGate, which needs
 # token ids; "faster" is FasterGate of the first node.

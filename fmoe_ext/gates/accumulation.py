@@ -1,4 +1,4 @@
-"""Losses of a batch that is trained in microbatches: exactly those of the whole batch.
+"""The loss of a whole batch, exactly, where it is trained in microbatches.
 
 Gates' losses are functions of sums over all tokens (choices and scores of each expert, logsumexp^2, tokens), which
 they ask of gate.ranks; here the sums of the other microbatches join. The balance loss is a product of such sums: its
@@ -26,9 +26,9 @@ from fmoe_ext.step import forward_of_layer, uncounted
 
 
 class WholeBatch:
-    """Makes the gates' loss of every microbatch that of the whole batch, in two passes.
+    """Give every microbatch the gates' loss of the whole batch, in two passes.
 
-    The gradient is such that the mean over the microbatches, which training takes, has that of the whole batch; so too
+    The mean of the gradients over the microbatches, which training takes, is the gradient of the whole batch; so too
     under data and expert parallelism. Both passes have the same microbatches in one order. Gates that draw noise draw
     anew in the second, which then counts for its own microbatch and the first for the others. The first runs without
     gradients, and neither bias updates nor load counters see it. Capacities stay those of a microbatch.
@@ -74,7 +74,7 @@ class WholeBatch:
 
 @contextmanager
 def all_forwards_first(model: nn.Module) -> Iterator[None]:
-    """Make the gates' loss that of all forwards inside the block so far; after the last one, of the whole batch.
+    """Compute the gates' loss over all forwards inside the block so far: after the last one, over the whole batch.
 
     One loss, one backward, exact in one pass: the graphs of all microbatches are alive until then.
 
@@ -158,25 +158,25 @@ def _take_out(gate: Any, own: _Sums) -> None:
 
 
 class _Running(threading.local):
-    """The forward that runs on this thread. microbatch: its number, None for one of a thread outside of the block."""
+    """The forward that runs on this thread."""
 
-    microbatch: int | None = None
-    slot = 0
+    microbatch: int | None = None  # its number; None for one of a thread outside of the block
+    slot = 0  # the number of the next sum that others() is asked for
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()  # a copy of a gate runs nothing yet
 
 
 class _Sums:
-    """A gate's ranks that remember their sums: recorded[microbatch][number of the sum in a forward].
+    """A gate's ranks that remember their sums.
 
     Those of the thread that is in the block; forwards of other threads have their own sums alone.
     """
 
     def __init__(self, ranks: Any):
-        self.inner = ranks
-        self.recorded: list[list[torch.Tensor]] = []
-        self.thread = current_thread()
+        self.inner = ranks  # what the gate has outside of the block
+        self.recorded: list[list[torch.Tensor]] = []  # [microbatch][number of the sum in a forward]
+        self.thread = current_thread()  # of the block
         self._now = _Running()
 
     def __getattr__(self, name: str) -> Any:

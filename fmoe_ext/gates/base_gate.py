@@ -1,25 +1,28 @@
-"""BaseGate: what every gate has besides its choices, and the scores that gates share.
+"""BaseGate: what every gate has besides its choices.
 
-* Its balance loss is state of the module: the forward sets it, and a training loop that knows nothing of the layers
-  between reads it once a step. Each thread has that of its own last forward; a compiled program, which cannot tell
-  threads apart, has one for all of them.
-* Its choices can be replayed: where activation checkpointing repeats a forward, logits that differ in their last bit
-  must not send a token to another expert, whose gradient would then lack it. A tape of the thread that runs the forward
-  records choices and plays them back (choose(), topk()); balance.RoutingReplay has one too.
-* Its counts, losses and capacities are over the tokens of all ranks that share its experts (Ranks).
+* A balance loss, which is state of the module: the forward sets it, and a training loop that knows nothing of the
+  layers between reads it once a step. A thread reads the loss of its own last forward; a compiled program, which
+  cannot tell threads apart, has one for all of them.
+* A tape. Where activation checkpointing repeats a forward, logits that differ in their last bit must not send a token
+  to another expert, whose gradient would then lack it. So a gate asks choose(pick) for its choices: without a tape
+  these are pick(), and the step that runs remembers them; the repetition gives the gate a tape (recompute.Repeat) that
+  plays them back instead. balance.RoutingReplay records and plays through the same place. A thread has its own tape.
+  topk() is choose() for gates that take the best logits, and weighs them in the same operator.
+* Ranks: its counts, losses and capacities are over the tokens of all ranks that share its experts.
 """
 
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext._fastmoe_names import Alias
+from fmoe_ext.gates.scores import weights_of
 from fmoe_ext.ops.outside_graphs import is_exporting
 from fmoe_ext.recompute import current_thread, is_repeated
 from fmoe_ext.step import is_counted, note_selected
@@ -40,7 +43,7 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """Ranks, of which there is one."""
+    """Ranks for a gate whose tokens are all in this process."""
 
     rank: int = 0
 
@@ -70,28 +73,22 @@ class OneRank:
         return ops.apply_capacity(topk_idx, num_experts, capacity)
 
 
+@dataclass(slots=True)
 class _Loss:
     """The balance loss of one thread's last forward of a gate."""
 
-    __slots__ = ("is_read", "lacks_gradient", "loss", "num_calls", "of_graph")
-
-    def __init__(
-        self, loss: torch.Tensor | None, lacks_gradient: bool, num_calls: int, of_graph: Any
-    ) -> None:
-        self.loss = loss
-        self.is_read = False  # by total_loss(), which then takes it for an earlier forward's
-        self.lacks_gradient = lacks_gradient  # of a training forward that ran without gradients
-        self.num_calls = num_calls  # forwards with gradients since total_loss() read a loss
-        self.of_graph = of_graph  # what the last compiled program had left in the gate by then
+    loss: torch.Tensor | None
+    lacks_gradient: bool  # a training forward that ran without gradients
+    num_calls: int  # forwards with gradients since total_loss() read a loss
+    of_graph: Any  # what the last compiled program had left in the gate by then
+    is_read: bool = False  # by total_loss(), which then takes it for an earlier forward's
 
 
 class _Losses(threading.local):
-    """last: the loss of this thread's last forward of a gate. Copies of the gate begin with none."""
-
-    last: _Loss | None = None
+    last: _Loss | None = None  # of this thread's last forward of a gate
 
     def __reduce__(self) -> tuple[type["_Losses"], tuple[()]]:
-        return _Losses, ()
+        return _Losses, ()  # a copy of the gate begins with none
 
 
 class BaseGate(nn.Module):
@@ -99,8 +96,8 @@ class BaseGate(nn.Module):
 
     num_local_experts and num_experts are num_expert and tot_expert in FastMoE, whose names work too.
     The loss is state of the module until the next forward or get_loss(): the last of several forwards wins, a copy
-    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. Each thread has that of its own last
-    forward; a thread that never called the gate, that of the last forward of all. torch.utils.checkpoint sets it a
+    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. Each thread reads the loss of its own
+    last forward; a thread that never called the gate reads the last one of all. torch.utils.checkpoint sets it a
     second time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and
     get_loss() raises.
 
@@ -148,9 +145,7 @@ class BaseGate(nn.Module):
         self.graph_loss_is_read = self._graph_loss_lacks_gradient = False
         self._losses = _Losses()
         self._last_loss: _Loss | None = None  # of all threads
-        self.is_known_to_be_called_twice = False  # total_loss() has warned of it
-        self.is_known_not_to_balance = False  # total_loss() has warned of it
-        self.is_known_to_part = False  # warn_of_copies() has warned of it
+        self.warned: set[str] = set()  # of what, once a gate: "calls", "no balance", "copies"
         self._tapes: dict[int, Any] = {}  # {thread: tape}
 
     @property
@@ -196,7 +191,9 @@ class BaseGate(nn.Module):
 
     @property
     def _loss_of_thread(self) -> _Loss | None:
-        """Return the loss that this thread reads; None for that of a compiled program."""
+        """Return the loss that this thread reads; None where a compiled program left it."""
+        if torch.compiler.is_compiling():
+            return None
         own = self._losses.last or self._last_loss
         is_newer = self.graph_loss is not None and (own is None or own.of_graph is not self.graph_loss)
         return None if is_newer else own
@@ -204,8 +201,6 @@ class BaseGate(nn.Module):
     @property
     def loss(self) -> torch.Tensor | None:
         """Return the balance loss of this thread's last forward, None without one."""
-        if torch.compiler.is_compiling():
-            return self.graph_loss
         own = self._loss_of_thread
         return self.graph_loss if own is None else own.loss
 
@@ -216,12 +211,12 @@ class BaseGate(nn.Module):
     @property
     def loss_is_read(self) -> bool:
         """Return whether total_loss() has read it, which then takes it for an earlier forward's."""
-        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        own = self._loss_of_thread
         return self.graph_loss_is_read if own is None else own.is_read
 
     def note_read(self) -> int:
         """Make loss_is_read true -> how many forwards with gradients there were since it was."""
-        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        own = self._loss_of_thread
         if own is None:
             self.graph_loss_is_read = True
             return 0
@@ -233,15 +228,16 @@ class BaseGate(nn.Module):
 
         Raises RuntimeError, where gradients are on, for the loss of a training forward that ran without them.
         """
-        own = None if torch.compiler.is_compiling() else self._loss_of_thread
+        own = self._loss_of_thread
         loss = self.graph_loss if own is None else own.loss
         lacks_gradient = self._graph_loss_lacks_gradient if own is None else own.lacks_gradient
-        if clear and own is None:
-            self.graph_loss = None
-        elif clear and own is not None and self._losses.last is not None:
-            own.loss = None
-        elif clear:  # that of another thread, which keeps it
-            self._last_loss = None
+        if clear:
+            if own is None:
+                self.graph_loss = None
+            elif self._losses.last is None:  # another thread's, which keeps it
+                self._last_loss = None
+            else:
+                own.loss = None
         if (
             loss is not None
             and lacks_gradient
@@ -274,9 +270,9 @@ class BaseGate(nn.Module):
     def warn_of_copies(self, num_copies: int, consequence: str, name: str = "gate") -> None:
         """Warn once if a bias moves by the load of fewer ranks than the num_copies that hold copies of this gate."""
         num_ranks = getattr(getattr(self, "ranks", None), "size", 1)
-        if not self.moves_bias or num_ranks >= num_copies or self.is_known_to_part:
+        if not self.moves_bias or num_ranks >= num_copies or "copies" in self.warned:
             return
-        self.is_known_to_part = True
+        self.warned.add("copies")
         warnings.warn(
             f"the bias of {name!r} ({type(self).__name__}) moves by the tokens of {num_ranks} of the {num_copies} "
             f"ranks that hold copies of it: {consequence}. Give the layer gate_group=, the group of all of them "
@@ -336,12 +332,13 @@ class BaseGate(nn.Module):
         return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **_without_forwards()}
+        # a copy does not share what was warned of: each gate warns for itself
+        return {**self.__dict__, "warned": set(self.warned), **_without_forwards()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "ranks" in state:  # a pickle of an earlier version, which has no state of forwards either
             state = {**state, "_ranks": state["ranks"]}
-        super().__setstate__({**_without_forwards(), **state})
+        super().__setstate__({"warned": set(), **_without_forwards(), **state})
 
 
 def _without_forwards() -> dict[str, Any]:
@@ -371,75 +368,6 @@ def tape_of_thread(tapes: dict[int, Any]) -> Any:
     return tape
 
 
-def choices_of(gate: object, returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check that a gate returned topk_idx and topk_weights; TypeError otherwise."""
-    if isinstance(returned, (tuple, list)) and len(returned) == 2:
-        return returned[0], returned[1]
-    what = f"{len(returned)} things" if isinstance(returned, (tuple, list)) else type(returned).__name__
-    raise TypeError(f"a gate returns topk_idx and topk_weights, but {type(gate).__name__} returned {what}")
-
-
 def gates_of(module: nn.Module) -> list[BaseGate]:
     """List the gates of a model, in the order of its modules."""
     return [m for m in module.modules() if isinstance(m, BaseGate)]
-
-
-def weights_of(
-    logits: torch.Tensor,
-    topk_idx: torch.Tensor,
-    score: str = "softmax",
-    normalize: bool = True,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """Weigh choices made elsewhere as ops.topk_gate would; 0 for dropped ones (-1).
-
-    logits [T, E], topk_idx [T, K] -> [T, K]; normalize divides by the sum over the choices that are not dropped.
-    Raises ValueError for another number of tokens.
-    """
-    if topk_idx.shape[0] != logits.shape[0]:
-        raise ValueError(f"the choices are for {topk_idx.shape[0]} tokens, but there are {logits.shape[0]}")
-    dropped = topk_idx < 0
-    chosen = topk_idx.clamp(min=0).long()
-    if not normalize:
-        return (scores_of(logits, score).gather(1, chosen) * scale).masked_fill(dropped, 0)
-    log_scores = _log_scores(logits, score)
-    log_chosen = log_scores.gather(1, chosen)
-    # not -inf: the softmax of a token whose choices are all dropped would be NaN
-    log_chosen = log_chosen.masked_fill(dropped, torch.finfo(log_chosen.dtype).min)
-    return (log_chosen.softmax(-1) * scale).masked_fill(dropped, 0)
-
-
-def _log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    if not ops.is_batch_invariant():
-        return F.logsigmoid(logits)
-    # a softmax of two, whose bits do not depend on where an element stands (ops.sigmoid)
-    return torch.stack((logits, torch.zeros_like(logits)), -1).log_softmax(-1)[..., 0]
-
-
-def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """Compute the scores [T, E] of logits [T, E]: "softmax", "sigmoid" or "sqrtsoftplus"."""
-    if score == "softmax":
-        return logits.softmax(-1)
-    return ops.sigmoid(logits) if score == "sigmoid" else _log_sqrt_softplus(logits).exp()
-
-
-def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """Divide the scores [T, E] of logits [T, E] by their sum; numbers also where all scores of a token underflow.
-
-    Equivalent to: scores_of(logits, score) / scores_of(logits, score).sum(-1, keepdim=True).
-    """
-    return (logits if score == "softmax" else _log_scores(logits, score)).softmax(-1)
-
-
-def _log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """Compute log(sqrt(softplus(logits))), finite with its gradient where softplus is too small for the dtype."""
-    low = -20.0  # below it log(softplus(x)) is x: softplus(x) = exp(x) * (1 - exp(x) / 2 + ...)
-    exact = F.softplus(logits.clamp(min=low)).log()
-    return 0.5 * torch.where(logits < low, logits, exact)
-
-
-def _log_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """Compute log(scores_of(logits, score)) [T, E]."""
-    if score == "softmax":
-        return logits.log_softmax(-1)
-    return _log_sigmoid(logits) if score == "sigmoid" else _log_sqrt_softplus(logits)

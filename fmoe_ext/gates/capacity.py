@@ -1,8 +1,13 @@
-"""Limits to the choices that one expert takes."""
+"""Capacity: how many choices an expert takes, and which ones it drops.
+
+An even share is T * K / E choices for each expert; a capacity is a factor of that, so that buffers and the slowest
+expert are bounded. What is over it is dropped: its entry of topk_idx becomes -1, no expert computes it, and the token
+keeps what its other experts give. T counts the tokens of all ranks, and a choice waits for its place behind those of
+earlier ranks: whether it is dropped depends on the order of the tokens, but not on the ranks that have them.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -10,36 +15,23 @@ from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.ops.outside_graphs import is_exporting
 
-_DROP_POLICIES = ("position", "token", "score")
+DROP_POLICIES = ("position", "token", "score")
 
 
-def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
+def expert_capacity(factor: float, num_tokens: int, top_k: int = 1, num_experts: int = 1) -> int:
     """Compute how many choices each expert takes: ceil(factor * T * K / E), an even share times factor."""
-    return ceil(factor * as_number(num_tokens) * top_k / num_experts)
-
-
-def as_number(num_tokens: int) -> Any:
-    """Return num_tokens, in torch.export as a tensor: a graph cannot save the ceil() of a number. The same bits."""
-    return torch.full((), num_tokens, dtype=torch.float64, device="cpu") if is_exporting() else num_tokens
-
-
-def ceil(x: Any) -> Any:
-    """Round up a number, or a tensor of one."""
-    return x.ceil().long() if isinstance(x, torch.Tensor) else math.ceil(x)
+    if not is_exporting():
+        return math.ceil(factor * num_tokens * top_k / num_experts)
+    # a graph cannot save the ceil() of a number; a tensor of one has the same bits
+    share = factor * torch.full((), num_tokens, dtype=torch.float64, device="cpu") * top_k / num_experts
+    capacity: int = share.ceil().long()  # type: ignore[assignment]
+    return capacity
 
 
 def check_factors(capacity: object) -> None:
     """Raise ValueError unless capacity is FastMoE's two positive factors, one for training and one for evaluation."""
     if not isinstance(capacity, Sequence) or len(capacity) != 2 or not min(capacity) > 0:
         raise ValueError(f"capacity must be two positive factors (training, evaluation), but got {capacity}")
-
-
-def check_capacity(factor: float | None, policy: str) -> None:
-    """Raise ValueError unless factor is positive, or None for no limit, and policy is one of _DROP_POLICIES."""
-    if policy not in _DROP_POLICIES:
-        raise ValueError(f"drop_policy must be one of {_DROP_POLICIES}, but got {policy!r}")
-    if factor is not None and factor <= 0:
-        raise ValueError(f"capacity_factor must be positive, or None for no limit, but got {factor}")
 
 
 def fits_drop_choices(topk_idx: torch.Tensor, ranks: Ranks) -> bool:
@@ -56,7 +48,7 @@ def drop_over_capacity(
     policy: str,
     ranks: Ranks,
 ) -> torch.Tensor:
-    """Drop choices of experts that have more than `capacity` of them: topk_idx with -1 for these.
+    """Drop choices of experts that have more than `capacity` of them: topk_idx [T, K] with -1 for these.
 
     policy "position": first choices go before second ones, then tokens in order (GShard, Switch Transformer);
     "token": the earlier token goes first, whichever of its choices it is (Megatron's "position", which however takes

@@ -5,9 +5,10 @@ from typing import TypeVar
 import torch
 
 from fmoe_ext import _env, ops
-from fmoe_ext.gates.base_gate import Ranks, weights_of
+from fmoe_ext.gates.base_gate import Ranks
 from fmoe_ext.gates.losses import balance_loss_of_logits
 from fmoe_ext.gates.naive_gate import GateOverRanks
+from fmoe_ext.gates.scores import weights_of
 
 Gate = TypeVar("Gate", bound="FasterGate")
 
@@ -91,13 +92,14 @@ class FasterGate(GateOverRanks):
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _stay_in_node(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        first = best[:, 0]
+        first = best[:, 0]  # [T], of all experts
         outgoing = ~self.is_local[first]  # [T]
         allowed = int(self.outgoing_fraction * first.shape[0])
         score = logits.gather(1, first[:, None]).squeeze(1).masked_fill(~outgoing, -torch.inf)
         # the place of each token among those that want to leave, by its score there
         place = score.argsort(descending=True, stable=True).argsort()
         leaves = outgoing & (place < allowed)
+        # [T, 2], of the experts of this node
         in_node = ops.topk_gate(logits.masked_fill(~self.is_local, -torch.inf), self.top_k)[0]
         limited = in_node.clone()
         limited[:, 0] = torch.where(leaves, first, in_node[:, 0])

@@ -4,7 +4,7 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import OneRank, Ranks
-from fmoe_ext.gates.capacity import as_number, ceil, check_factors, fits_drop_choices
+from fmoe_ext.gates.capacity import check_factors, expert_capacity, fits_drop_choices
 from fmoe_ext.gates.losses import balance_loss_of_logits
 from fmoe_ext.gates.naive_gate import GateOverRanks
 
@@ -61,7 +61,7 @@ class GShardGate(GateOverRanks):
         return self._why_it_drops(self.capacity[0 if self.training else 1])
 
     def _why_it_drops(self, factor: float) -> str | None:
-        many = 2**20 * self.num_experts
+        many = 2**20 * self.num_experts  # tokens, of which rounding up is no share
         if self.expert_capacity(factor, many) >= many:
             return None
         return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
@@ -73,23 +73,23 @@ class GShardGate(GateOverRanks):
         if found is not None:
             chosen, topk_weights = found
             return self._drop(chosen, topk_weights.detach())[0], topk_weights
-        logits = self.logits(inp)
-        chosen, topk_weights = self.topk(logits, self.top_k)
+        logits = self.logits(inp)  # [T, E]
+        chosen, topk_weights = self.topk(logits, self.top_k)  # [T, 2]
         if fits_drop_choices(chosen, self.ranks):
-            topk_idx, counts = self._drop(chosen, topk_weights.detach())
-            self.set_loss(ops.balance_loss(logits, counts[0]))
+            topk_idx, counts_2E = self._drop(chosen, topk_weights.detach())
+            self.set_loss(ops.balance_loss(logits, counts_2E[0]))
         else:
             self.set_loss(balance_loss_of_logits(logits, chosen[:, :1], ranks=self.ranks))
             topk_idx = self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
             if self.random_routing and self.training:
-                weight = topk_weights[:, 1].detach()
-                second = topk_idx[:, 1]  # written in place: topk_idx is fresh from apply_capacity
-                second.masked_fill_(2 * weight < torch.rand_like(weight), -1)
+                weight_T = topk_weights[:, 1].detach()
+                # in place: topk_idx is fresh from apply_capacity
+                topk_idx[:, 1].masked_fill_(2 * weight_T < torch.rand_like(weight_T), -1)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
         """Compute how many choices an expert takes of num_tokens tokens of all ranks."""
-        return ceil(factor * as_number(num_tokens)) * self.top_k // self.num_experts
+        return expert_capacity(factor, num_tokens) * self.top_k // self.num_experts
 
     def _capacity_of(self, chosen: torch.Tensor) -> int:
         factor = self.capacity[0 if self.training else 1]
@@ -119,4 +119,4 @@ class DCGate(GShardGate):
     """
 
     def expert_capacity(self, factor: float, num_tokens: int) -> int:
-        return ceil(factor * as_number(num_tokens) / self.world_size)
+        return expert_capacity(factor, num_tokens, num_experts=self.world_size)

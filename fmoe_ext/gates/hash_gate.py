@@ -29,7 +29,7 @@ class HashGate(ScoredGate):
         True
     """
 
-    expert_of_id: torch.Tensor
+    expert_of_id: torch.Tensor  # [vocab_size, K] int64
 
     def __init__(
         self,
@@ -80,17 +80,19 @@ class HashGate(ScoredGate):
         self.expert_of_id.copy_(table)
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_idx = self.choose(lambda: self._look_up(logits.shape[0]))
-        return topk_idx, self.weigh(logits, topk_idx)
+        def look_up() -> torch.Tensor:
+            batch = current_batch()
+            if batch.ids is None:
+                raise ValueError(
+                    "HashGate chooses by token: call the model inside fmoe_ext.token_ids(input_ids)"
+                )
+            ids: torch.Tensor = batch.take(batch.ids)  # [T]
+            if ids.shape[0] != logits.shape[0]:
+                raise ValueError(
+                    f"token_ids has {ids.shape[0]} tokens, but the gate gets {logits.shape[0]}: give the tokens of "
+                    "this rank, in the order in which the layer gets them"
+                )
+            return self.expert_of_id.index_select(0, ids.to(self.expert_of_id.device, torch.int64))
 
-    def _look_up(self, num_tokens: int) -> torch.Tensor:
-        batch = current_batch()
-        if batch.ids is None:
-            raise ValueError("HashGate chooses by token: call the model inside fmoe_ext.token_ids(input_ids)")
-        ids: torch.Tensor = batch.take(batch.ids)
-        if ids.shape[0] != num_tokens:
-            raise ValueError(
-                f"token_ids has {ids.shape[0]} tokens, but the gate gets {num_tokens}: give the tokens of this rank, "
-                "in the order in which the layer gets them"
-            )
-        return self.expert_of_id.index_select(0, ids.to(self.expert_of_id.device, torch.int64))
+        topk_idx = self.choose(look_up)
+        return topk_idx, self.weigh(logits, topk_idx)

@@ -8,7 +8,6 @@ share the experts (OneRank for one). A loss that several ranks compute is the lo
 """
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,8 @@ from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext.gates.accumulation import spans_calls
-from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of, probabilities_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, gates_of
+from fmoe_ext.gates.scores import probabilities_of
 from fmoe_ext.ops.balance_loss import SCORES
 from fmoe_ext.step import count_choices
 
@@ -56,8 +56,9 @@ def balance_of_sums(
     num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: int | torch.Tensor
 ) -> torch.Tensor:
     """Compute balance_loss of sum_over_ranks()'s results; num_choices [E] may count more tokens than score_sum [E]."""
-    num_choices = num_choices.detach()  # counts have no gradient
-    share = num_choices / num_choices.sum().clamp(min=1)
+    # counts have no gradient, but a sum over ranks gives them one; clamped for a forward without tokens
+    num_choices = num_choices.detach()
+    share = num_choices / num_choices.sum().clamp(min=1)  # [E], f_e
     tokens = num_tokens.detach().clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1)
     return (share * (len(score_sum) / tokens) * score_sum).sum()
 
@@ -70,6 +71,7 @@ def sum_over_ranks(
     num_choices = count_choices(topk_idx, num_experts).to(scores.dtype)
     if type(ranks) is OneRank:
         return num_choices, scores.sum(0), num_local_tokens
+    # [2 E + 1] numbers in one message
     mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_local_tokens)))
     num_choices, score_sum, num_tokens = ranks.sum(mine).split((num_experts, num_experts, 1))
     return num_choices, score_sum, num_tokens.squeeze(0)
@@ -108,49 +110,44 @@ def sequence_balance_loss(
         tensor(1.)
     """
     num_tokens, num_experts = scores.shape
-    if sequences is not None:
-        return _of_sequences(scores, topk_idx, sequences, ranks, parts)
-    if seq_len is None or seq_len < 1 or num_tokens % seq_len != 0:
-        raise ValueError(f"seq_len must divide the {num_tokens} tokens of the batch, but is {seq_len}")
-    if type(parts) is not OneRank:
-        sequences = torch.arange(num_tokens, device=scores.device) // seq_len
-        return _of_sequences(scores, topk_idx, sequences, ranks, parts)
-    chosen = torch.zeros_like(scores).scatter_add(
-        1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
-    )
-    num_choices = chosen.unflatten(0, (-1, seq_len)).sum(1)  # [B, E]
-    share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
-    mean_score = scores.unflatten(0, (-1, seq_len)).mean(1)  # [B, E]
-    return _mean_over_ranks(num_experts * (share * mean_score).sum(), num_tokens // seq_len, ranks)
-
-
-def _of_sequences(
-    scores: torch.Tensor, topk_idx: torch.Tensor, sequences: torch.Tensor, ranks: Ranks, parts: Ranks
-) -> torch.Tensor:
-    num_tokens, num_experts = scores.shape
-    if len(sequences) != num_tokens:
+    if sequences is None:
+        if seq_len is None or seq_len < 1 or num_tokens % seq_len != 0:
+            raise ValueError(f"seq_len must divide the {num_tokens} tokens of the batch, but is {seq_len}")
+        if type(parts) is not OneRank:
+            sequences = torch.arange(num_tokens, device=scores.device) // seq_len
+    elif len(sequences) != num_tokens:
         raise ValueError(
             f"there are {len(sequences)} tokens in sequences, but the gate has {num_tokens}: a loss of each sequence "
             'needs whole sequences on every rank, which slice_group cuts; take balance_loss="global" there'
         )
-    num_sequences = int(F.pad(sequences, (0, 1), value=-1).max()) + 1
-    if type(parts) is not OneRank:  # a part may have no real token of the last sequences
-        mine = torch.tensor([num_sequences], device=scores.device)
-        num_sequences = max(int(count) for count in parts.gather(mine))
-    weights = scores.new_zeros(num_sequences, num_experts)
-    chosen = torch.zeros_like(scores).scatter_add(
+    chosen_TE = torch.zeros_like(scores).scatter_add(
         1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
     )
-    num_choices = weights.index_add(0, sequences, chosen)  # [B, E]
-    score_sum = weights.index_add(0, sequences, scores)  # [B, E]
-    lengths = sequences.new_zeros(num_sequences).index_add(0, sequences, torch.ones_like(sequences))  # [B]
-    if type(parts) is not OneRank:
-        sums = parts.sum(torch.cat((num_choices, score_sum, lengths.to(scores.dtype)[:, None]), 1))
-        num_choices, score_sum, of_all = sums.split((num_experts, num_experts, 1), 1)
-        num_choices, lengths = num_choices.detach(), of_all.detach()[:, 0]
-    share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
-    mean_score = score_sum / lengths.clamp(min=1)[:, None]
-    return _mean_over_ranks(num_experts * (share * mean_score).sum(), (lengths > 0).sum(), ranks)
+    num_sequences: int | torch.Tensor
+    if sequences is None:  # all of one length and whole: B of them by a view
+        assert seq_len is not None
+        num_choices_BE = chosen_TE.unflatten(0, (-1, seq_len)).sum(1)
+        mean_score_BE = scores.unflatten(0, (-1, seq_len)).mean(1)
+        num_sequences = num_tokens // seq_len
+    else:
+        num_numbers = int(F.pad(sequences, (0, 1), value=-1).max()) + 1
+        if type(parts) is not OneRank:  # a part may have no real token of the last sequences
+            mine = torch.tensor([num_numbers], device=scores.device)
+            num_numbers = max(int(count) for count in parts.gather(mine))
+        zeros_BE = scores.new_zeros(num_numbers, num_experts)
+        num_choices_BE = zeros_BE.index_add(0, sequences, chosen_TE)
+        score_sum_BE = zeros_BE.index_add(0, sequences, scores)
+        lengths_B = sequences.new_zeros(num_numbers).index_add(0, sequences, torch.ones_like(sequences))
+        if type(parts) is not OneRank:
+            sums = parts.sum(
+                torch.cat((num_choices_BE, score_sum_BE, lengths_B.to(scores.dtype)[:, None]), 1)
+            )
+            num_choices_BE, score_sum_BE, lengths_B1 = sums.split((num_experts, num_experts, 1), 1)
+            num_choices_BE, lengths_B = num_choices_BE.detach(), lengths_B1.detach()[:, 0]
+        mean_score_BE = score_sum_BE / lengths_B.clamp(min=1)[:, None]
+        num_sequences = (lengths_B > 0).sum()
+    share_BE = num_choices_BE / num_choices_BE.sum(1, keepdim=True).clamp(min=1)
+    return _mean_over_ranks(num_experts * (share_BE * mean_score_BE).sum(), num_sequences, ranks)
 
 
 def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
@@ -178,8 +175,8 @@ def total_loss(model: nn.Module) -> torch.Tensor:
 
     -> scalar, to train with `loss + weight * total_loss(model)`. Zero before the first forward. The same value at each
     call until the next forward. Of a forward under no_grad in evaluation: the value, without a gradient.
-    Warns once, outside of compiled programs, for a model in training of which no gate balances the experts, and for a
-    layer that was called several times in training since the last call here: the loss is that of its last forward.
+    Warns once, outside of compiled programs, if no gate of a model in training balances the experts, and for a layer
+    that was called several times in training since the last call here: the loss is of its last forward alone.
     Raises ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss(clear=False) for gate in the model's gates).
 
@@ -198,8 +195,16 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             "Models of Transformers keep their own routers: output_router_logits=True adds "
             "router_aux_loss_coef times their loss"
         )
-    if model.training and not torch.compiler.is_compiling():
-        _warn_of_no_balance(model, gates)
+    warns = model.training and not torch.compiler.is_compiling()
+    if warns and not any(gate.balances or "no balance" in gate.warned for gate in gates):
+        for gate in gates:
+            gate.warned.add("no balance")
+        classes = ", ".join(sorted({type(gate).__name__ for gate in gates}))
+        warnings.warn(
+            f"{type(model).__name__} trains with {classes} only, which has no balance loss: total_loss() is zero, and "
+            'tokens may crowd at a few experts. A gate with a loss is gate="softmax"; "sigmoid" balances by a bias',
+            stacklevel=2,
+        )
     # losses that were read belong to an earlier forward, unless nothing is new: then the last ones are asked for again
     new = [gate for gate in gates if gate.loss is not None and not gate.loss_is_read]
     if new:
@@ -207,9 +212,20 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             if gate.loss_is_read:
                 gate.set_loss(None)  # the last forward did not reach it
     losses = [gate.get_loss(clear=False) for gate in (new or gates)]
-    num_calls = [gate.note_read() for gate in new]
-    if any(num > 1 for num in num_calls):
-        _warn_of_calls(model, new, num_calls)
+    for gate in new:
+        num_calls = gate.note_read()
+        # inside all_forwards_first() the loss is of all calls
+        if num_calls < 2 or "calls" in gate.warned or spans_calls(gate):
+            continue
+        gate.warned.add("calls")
+        name = next(name for name, module in model.named_modules() if module is gate)
+        warnings.warn(
+            f"the gate {name!r} ({type(gate).__name__}) was called {num_calls} times in training since its loss was "
+            "last read, which is the loss of its last call alone. Where one step calls a layer several times (tied "
+            "layers), add total_loss(layer) after each call, or take gates.all_forwards_first(model) for the loss of "
+            "all calls together",
+            stacklevel=2,
+        )
     like = next((p for gate in gates for p in gate.parameters()), torch.zeros((), device="cpu"))
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     zero = torch.zeros((), dtype=dtype, device=like.device)
@@ -218,31 +234,3 @@ def total_loss(model: nn.Module) -> torch.Tensor:
     if is_constant and not torch.compiler.is_compiling():  # a graph cannot return it so
         total.requires_grad_()
     return total
-
-
-def _warn_of_calls(model: nn.Module, gates: Sequence[BaseGate], num_calls: Sequence[int]) -> None:
-    names = {module: name for name, module in model.named_modules()}
-    for gate, num in zip(gates, num_calls, strict=True):
-        if num < 2 or spans_calls(gate) or gate.is_known_to_be_called_twice:
-            continue
-        gate.is_known_to_be_called_twice = True
-        warnings.warn(
-            f"the gate {names[gate]!r} ({type(gate).__name__}) was called {num} times in training since its loss was "
-            "last read, which is the loss of its last call alone. Where one step calls a layer several times (tied "
-            "layers), add total_loss(layer) after each call, or take gates.all_forwards_first(model) for the loss of "
-            "all calls together",
-            stacklevel=3,
-        )
-
-
-def _warn_of_no_balance(model: nn.Module, gates: Sequence[BaseGate]) -> None:
-    if any(gate.balances or gate.is_known_not_to_balance for gate in gates):
-        return
-    for gate in gates:
-        gate.is_known_not_to_balance = True
-    names = ", ".join(sorted({type(gate).__name__ for gate in gates}))
-    warnings.warn(
-        f"{type(model).__name__} trains with {names} only, which has no balance loss: total_loss() is zero, and tokens "
-        'may crowd at a few experts. A gate with a loss is gate="softmax"; "sigmoid" balances by a bias',
-        stacklevel=3,
-    )

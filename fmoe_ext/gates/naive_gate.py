@@ -1,7 +1,7 @@
 """NaiveGate, the base of gates that are a linear layer; GateOverRanks, of those that count over ranks; ZeroGate.
 
 The linear layer, the choice and the balance loss are one node of autograd where that has the same bits: in a small
-layer the host's time is that of its nodes and operators (choose_in_one_node).
+layer each node and operator costs the host more than its work (choose_in_one_node).
 """
 
 import torch
@@ -80,9 +80,11 @@ class NaiveGate(BaseGate):
         choices of each token the balance loss counts, 0 for none.
         """
         step = current_step()  # None while compiling
+        # a checkpoint compares the tensors that both forwards keep, a selective one their operators
         if step is None or step.forward is not None or step.is_selective or not torch.is_grad_enabled():
             return None
         linear = self.gate
+        # an adapter, a hook or a parametrization wants the layer to be called
         if type(linear) is not WideLinear or linear.must_be_called or not self.weighs_while_choosing:
             return None
         weight, bias = linear.weight, linear.bias
@@ -106,7 +108,7 @@ class NaiveGate(BaseGate):
             self.set_loss(topk_weights.new_zeros(1), constant=True)
         else:
             self.set_loss(loss)
-        if counts is not None and num_counted == self.top_k:
+        if counts is not None and num_counted == self.top_k:  # else they are of first choices alone
             step.note_counts(topk_idx, counts)
         if self._tapes:  # a tape that records alone
             return self.choose(lambda: topk_idx), topk_weights

@@ -60,7 +60,7 @@ class NoisyGate(BaseGate):
             raise ValueError(
                 f"inp must have shape [T, d_model={self.w_gate.shape[0]}], but got {list(inp.shape)}"
             )
-        clean = wide_linear(inp, self.w_gate.t())
+        clean = wide_linear(inp, self.w_gate.t())  # [T, E]
         stddev = F.softplus(wide_linear(inp, self.w_noise.t())) + _NOISE_FLOOR
         noisy = clean + torch.randn_like(clean) * stddev if self.training else clean
         topk_idx, topk_weights = self.topk(noisy, self.top_k)
@@ -74,6 +74,7 @@ class NoisyGate(BaseGate):
         self.set_loss(self.cv_squared(importance) + self.cv_squared(load))
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
 
+    # these two and cv_squared have FastMoE's names, by which its users call and override them
     def _gates_to_load(self, gates: torch.Tensor) -> torch.Tensor:
         """Count tokens with a weight above zero for each expert: gates [T, E] -> [E]."""
         return (gates > 0).sum(0)

@@ -41,9 +41,9 @@ class QuantileGate(ScoredGate):
         [0, 1]
     """
 
-    quantile_bias: torch.Tensor
-    quantile_sum: torch.Tensor
-    num_quantiles: torch.Tensor
+    quantile_bias: torch.Tensor  # [E] float32, taken off the logits for the selection only
+    quantile_sum: torch.Tensor  # [E] float32, quantiles of the forwards since the last update
+    num_quantiles: torch.Tensor  # how many forwards
 
     def __init__(
         self,
@@ -73,13 +73,7 @@ class QuantileGate(ScoredGate):
         self.register_buffer("quantile_bias", torch.zeros(self.num_experts))
         self.register_buffer("quantile_sum", torch.zeros(self.num_experts), persistent=False)
         self.register_buffer("num_quantiles", torch.zeros((), dtype=torch.int64), persistent=False)
-        if "running" not in self.balance_losses:
-            self._follow_optimizers()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "running" not in self.balance_losses:
-            self._follow_optimizers()
+        self._follow_optimizers()
 
     def reset_parameters(self) -> None:
         """Begin without a bias; after .to_empty() of a gate made on the meta device."""
@@ -149,7 +143,11 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
         return None
     # how many values are above the wanted one, among those that agree with it so far
     num_above = (num_tokens * top_k // num_experts).expand(num_experts)
-    keys = _ordered_bits(values)
+    # integers of the same order: negative floats have their bits turned; + 0 makes 0 of -0
+    bits_of = torch.int64 if values.dtype == torch.float64 else torch.int32
+    mask = torch.iinfo(bits_of).max
+    keys = (values + 0.0).view(bits_of)
+    keys = torch.where(keys < 0, keys ^ mask, keys)  # [T, E]
     fits = torch.ones_like(keys, dtype=torch.bool)
     found = torch.zeros(num_experts, dtype=keys.dtype, device=keys.device)
     first = torch.arange(num_experts, device=keys.device) << _DIGIT
@@ -165,17 +163,8 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
         digit = (above > num_above[:, None]).sum(1)
         num_above = num_above - above.gather(1, digit[:, None])[:, 0]
         fits &= digits == digit
-        top = shift == bits - _DIGIT
-        found |= ((digit ^ 2 ** (_DIGIT - 1)) if top else digit).to(keys.dtype) << shift
-    quantile = _of_ordered_bits(found, values.dtype)
+        if shift == bits - _DIGIT:
+            digit = digit ^ 2 ** (_DIGIT - 1)
+        found |= digit.to(keys.dtype) << shift
+    quantile = torch.where(found < 0, found ^ mask, found).view(values.dtype)  # back to floats
     return torch.where(num_tokens > 0, quantile, torch.nan) if torch.compiler.is_compiling() else quantile
-
-
-def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return integers of the same size that are ordered as the values are: negative floats have their bits turned."""
-    bits = (values + 0.0).view(torch.int64 if values.dtype == torch.float64 else torch.int32)  # + 0: no -0
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
-
-
-def _of_ordered_bits(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)

@@ -1,3 +1,11 @@
+"""SigmoidGate: loads kept even by a bias instead of a loss; and the same gate with two other scores.
+
+A balance loss pulls the router's weights away from what the model's own loss wants. Instead, each expert has a bias
+that is added to its score for the selection alone, so that it has no gradient. Training counts the choices of each
+expert (pending_load); after an optimizer's step every bias goes up or down by one fixed amount, by the sign of the mean
+load less its own. Sums of whole numbers over the ranks are exact, so the biases of all copies stay equal to the bit.
+"""
+
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -46,8 +54,8 @@ class SigmoidGate(ScoredGate):
     """
 
     score = "sigmoid"
-    expert_bias: torch.Tensor
-    pending_load: torch.Tensor
+    expert_bias: torch.Tensor  # [E] float32, added for the selection only
+    pending_load: torch.Tensor  # [E] int64, choices since the last update
 
     def __init__(
         self,
@@ -77,8 +85,7 @@ class SigmoidGate(ScoredGate):
         self.register_buffer("pending_load", torch.zeros(self.num_experts, dtype=torch.int64))
         self._forwards_since_update = 0
         self._counted_since_update = 0
-        if bias_update_speed > 0:
-            self._follow_optimizers()
+        self._follow_optimizers()
 
     def reset_parameters(self) -> None:
         """Begin without a bias and without counted choices; after .to_empty() of a gate made on the meta device."""
@@ -88,11 +95,6 @@ class SigmoidGate(ScoredGate):
 
     def _default_group_best(self) -> int:
         return max(1, self.top_k // self.topk_groups)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.moves_bias:
-            self._follow_optimizers()
 
     @property
     def moves_bias(self) -> bool:
@@ -110,28 +112,27 @@ class SigmoidGate(ScoredGate):
         return self.pending_load
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
+        bias = self.expert_bias.to(logits.dtype)
+        if self.biased == "scores":
+            topk_idx, topk_weights = self._select_with_bias(logits, bias)
+        else:
+            topk_idx = self.choose(lambda: ops.topk_gate(logits.detach() + bias, self.top_k)[0])
+            topk_weights = self.weigh(logits, topk_idx)
         if self.training and is_counted():
             add_counts(self.pending_load, count_choices(topk_idx, self.num_experts))
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights
 
-    def _select(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.biased == "scores" or bias is None:
-            return super()._select(logits, bias)
-        topk_idx = self.choose(lambda: ops.topk_gate(logits.detach() + bias, self.top_k)[0])
-        return topk_idx, self.weigh(logits, topk_idx)
-
     def _notice_missing_updates(self, num_choices: int) -> None:
+        """Warn if the bias should move, and no optimizer has stepped the gate for a thousand forwards."""
         self._forwards_since_update += 1
         self._counted_since_update += num_choices
         moves = self.moves_bias and any(p.requires_grad for p in self.parameters())
         if self._forwards_since_update < FORWARDS_BEFORE_WARNING or not moves:
             return
-        if (
-            int(self.pending_load.sum()) >= self._counted_since_update
-        ):  # with less, Megatron has emptied it and moves the bias
+        # with less, Megatron has emptied it and moves the bias
+        if int(self.pending_load.sum()) >= self._counted_since_update:
             warnings.warn(
                 f"the expert_bias of a SigmoidGate has not moved for {self._forwards_since_update} training forwards: "
                 "no torch.optim optimizer that has the gate's parameters has stepped. Call "

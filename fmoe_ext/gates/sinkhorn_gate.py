@@ -58,16 +58,19 @@ class SinkhornGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.training:
             return self.topk(logits, self.top_k, self.score, self.normalize, self.scale)
-        topk_idx = self.choose(lambda: ops.topk_gate(self._shares(logits.detach()), self.top_k)[0])
-        return topk_idx, self.weigh(logits, topk_idx)
 
-    def _shares(self, logits: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            return balanced_shares(logits, self.ranks.gather)
-        # A graph cannot end rounds by the numbers: there they are one operator.
-        over_ranks = getattr(self.ranks, "balanced_shares", balanced_shares_traced)
-        shares: torch.Tensor = over_ranks(logits)
-        return shares
+        def pick() -> torch.Tensor:
+            if (
+                torch.compiler.is_compiling()
+            ):  # a graph cannot end rounds by the numbers: there they are one operator
+                over_ranks = getattr(self.ranks, "balanced_shares", balanced_shares_traced)
+                shares = over_ranks(logits.detach())  # [T, E]
+            else:
+                shares = balanced_shares(logits.detach(), self.ranks.gather)
+            return ops.topk_gate(shares, self.top_k)[0]
+
+        topk_idx = self.choose(pick)
+        return topk_idx, self.weigh(logits, topk_idx)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)

@@ -1,8 +1,8 @@
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import weights_of
 from fmoe_ext.gates.naive_gate import GateOverRanks
+from fmoe_ext.gates.scores import weights_of
 
 
 class SwipeGate(GateOverRanks):

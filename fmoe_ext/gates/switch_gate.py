@@ -80,7 +80,7 @@ class SwitchGate(GateOverRanks):
         elif fits_drop_choices(chosen, self.ranks):
             if self.capacity is None:
                 topk_idx, counts_E = chosen, count_choices(chosen, self.num_experts)
-            else:  # dropping counts the choices of each column, [K, E], before it drops
+            else:  # dropping counts the choices of each column before it drops
                 topk_idx, counts_KE = ops.drop_choices(chosen, self.num_experts, self._capacity_of(chosen))
                 counts_E = counts_KE[0] if self.top_k == 1 else counts_KE.sum(0)
             self.set_loss(ops.balance_loss(logits, counts_E))

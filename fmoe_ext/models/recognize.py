@@ -21,10 +21,13 @@ from fmoe_ext import ops
 from fmoe_ext.experts import GatedActivation, SquaredReLU, activation_name
 from fmoe_ext.linear import DTYPES
 from fmoe_ext.models.target import DenseMLP
+from fmoe_ext.ops.activations import KINDS, PLAIN_ACTIVATIONS
 
-PLAIN = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
-GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
-_UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})  # of PLAIN, those not in GATED
+# the gated activation of a plain one; of others the modules that experts.GatedActivation gates
+GATED = MappingProxyType(
+    {kind.curve: kind.name for kind in KINDS if kind.gated and kind.curve in PLAIN_ACTIVATIONS}
+)
+_UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -75,7 +78,7 @@ def simplify(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
     probe = torch.linspace(-60, 60, 961, dtype=torch.float64, device="cpu")  # wide: some activations clip
     value = _value(activation, probe)
     if value is not None:
-        for name in PLAIN:
+        for name in PLAIN_ACTIVATIONS:
             if (value - ops.ACTIVATIONS[name](probe)).abs().max() <= 1e-13:
                 return name
     return activation
@@ -85,7 +88,7 @@ def read_mlp(module: nn.Module, activation: str | Callable[..., Any] | None = No
     """The Reading of a module that maps [..., d_model] to itself through two linear maps, or three if gated.
 
     The input of the last linear layer must be the activation of what the others return: an activation that the module
-    has, one of PLAIN or GATED, or the given one. A module that does anything else gets a Reading whose
+    has, one of PLAIN_ACTIVATIONS or GATED, or the given one. A module that does anything else gets a Reading whose
     dense.why_unreadable gives the reason; if that is the activation alone and one is given, dense has the sizes and
     weights all the same.
     """
@@ -322,22 +325,24 @@ def _find_activation(
     if given is not None:  # of a gated one what it applies to its gate
         plain = {gated: plain for plain, gated in GATED.items()}
         candidates.append(plain[given] if isinstance(given, str) and given in plain else simplify(given))
-    candidates += PLAIN
+    candidates += PLAIN_ACTIVATIONS
     # the best fit, not the first: GELU and its tanh form differ by less than 16 bits round
     pairs = [(act, order) for act in candidates for order in (True, False)]
     misfits = [_misfit(act, first, hidden, order) for act, order in pairs]
     best = min(range(len(pairs)), key=misfits.__getitem__)
     if not misfits[best] <= 1:
         raise _UnreadableError(
-            f"between its linear layers it computes none of {', '.join(PLAIN)}, plain or gated"
+            f"between its linear layers it computes none of {', '.join(PLAIN_ACTIVATIONS)}, plain or gated"
         )
     activation, gate_first = pairs[best]
     if len(first) == 1:
         return activation, True
     if isinstance(activation, str) and activation in GATED:
         return GATED[activation], gate_first
-    gate = _UNFUSED_GATES[activation]() if isinstance(activation, str) else activation
-    return GatedActivation(gate), gate_first
+    if isinstance(activation, str):
+        make = _UNFUSED_GATES.get(activation)
+        activation = ops.ACTIVATIONS[activation] if make is None else make()
+    return GatedActivation(activation), gate_first
 
 
 def _own(module: nn.Module) -> Iterator[str | Callable[..., Any]]:

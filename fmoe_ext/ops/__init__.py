@@ -85,7 +85,7 @@ cuda_module_missing = _load_cuda_module()
 if cuda_module_missing is not None and (torch.version.cuda or torch.version.hip):
     _refused = _refuse_tensors("CUDA", cuda_module_missing)
 
-from fmoe_ext.ops import in_order  # noqa: E402, F401  (what batch_invariant() puts in the place of torch's functions)
+from fmoe_ext.ops import in_order  # noqa: E402, F401  (torch's functions in batch_invariant())
 from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
 from fmoe_ext.ops.apply_capacity import (  # noqa: E402
     apply_capacity,
@@ -102,14 +102,19 @@ from fmoe_ext.ops.batch_invariant import (  # noqa: E402
     use_batch_invariant,
 )
 from fmoe_ext.ops.clamped_glu import clamped_glu, clamped_glu_ref  # noqa: E402
-from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import expert_mlp, expert_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.newton_schulz import newton_schulz, newton_schulz_ref  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
 from fmoe_ext.ops.processor import cpu_isa, fast_bfloat16  # noqa: E402
-from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
+from fmoe_ext.ops.sort_tokens import (  # noqa: E402
+    SortedTokens,
+    count_tokens,
+    count_tokens_ref,
+    sort_tokens,
+    sort_tokens_ref,
+)
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
 
 if cuda_module_missing is None:

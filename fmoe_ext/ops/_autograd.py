@@ -1,13 +1,17 @@
 """Registrations of gradients, fake kernels and autocast rules that torch.library does not offer.
 
-A differentiable operator has its gradient twice. The dispatcher has it (torch.library.register_autograd), for compiled
-graphs and for those who call the operator itself. An autograd.Function has it too (call_functional), because torch.func
-cannot transform the dispatcher's. Public functions take a third way where neither is needed: an autograd.Function that
-is written by hand (_split.py, topk_gate.py), at half of the host time.
+An operator's gradient is two functions, setup(ctx, inputs, output) and backward(ctx, *grads), which register_autograd()
+makes known in two places, and as_node() in a third:
+
+* the dispatcher (torch.library.register_autograd), for compiled graphs and for those who call the operator itself;
+* an autograd.Function (call_functional), because torch.func cannot transform the dispatcher's;
+* an autograd.Function of the older kind (as_node, and by hand in _split.py), which public functions take where neither
+  is needed: it is half of the host time of the dispatcher's.
 
 Forward mode is refused everywhere: without a rule, torch takes an operator's result for a constant, and a tangent
 becomes zero without a word. Operators of backwards know no gradient in the dispatcher, which would cost each call time:
-their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for.
+their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for
+(register_second_derivative).
 """
 
 import inspect
@@ -37,11 +41,11 @@ def no_forward_mode(name: str) -> NotImplementedError:
     )
 
 
-class _Node(threading.local):
+class _Below(threading.local):
     runs = False  # True while this thread computes in a node of our own, which refuses tangents itself
 
 
-NODE: Final = _Node()
+_below: Final = _Below()
 
 
 class _ReverseModeOnly(Library):
@@ -55,7 +59,7 @@ class _ReverseModeOnly(Library):
         places = self._places
 
         def checked(keyset: Any, *args: Any) -> Any:
-            if not NODE.runs:
+            if not _below.runs:
                 for t in tensors_of(args):
                     if unpack_dual(t).tangent is not None:
                         refuse_tangents(op_name, t)
@@ -116,7 +120,8 @@ def call(op_name: str, *args: Any) -> Any:
         if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
             return call_functional(op_name, *args)
     name = op_name.removeprefix("fmoe_ext::")
-    if unpack_dual(args[0]).tangent is not None:  # the forward has refused those of the others
+    # of the gradient alone: the forward has refused the tangents of the others
+    if unpack_dual(args[0]).tangent is not None:
         refuse_tangents(name, args[0])
     op = getattr(torch.ops.fmoe_ext, name)
     if torch.is_grad_enabled() and "_backward" in name and not torch.compiler.is_compiling():
@@ -128,11 +133,36 @@ def call(op_name: str, *args: Any) -> Any:
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
     """Call op(*args) in a node of our own, which refuses tangents itself: to look for them twice takes host time."""
-    NODE.runs = True
+    _below.runs = True
     try:
         return op(*args)
     finally:
-        NODE.runs = False
+        _below.runs = False
+
+
+def as_node(
+    op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    """Make an autograd.Function of the operator and its gradient, in half of the host time of the dispatcher's."""
+    name = op_name.removeprefix("fmoe_ext::")
+    op = getattr(torch.ops.fmoe_ext, name)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = below(op, *inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise no_forward_mode(name)
+
+    methods = {"forward": forward, "backward": backward, "jvp": jvp}
+    body = {method: staticmethod(function) for method, function in methods.items()}
+    return type(f"Node_{name}", (torch.autograd.Function,), body)
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save all inputs for the backward: the setup of an operator that takes tensors alone."""
+    ctx.save_for_backward(*inputs)
 
 
 def _make_functional(
@@ -164,7 +194,7 @@ def register_autograd(
 ) -> None:
     """Register a gradient as torch.library.register_autograd; forward mode raises, where that would give zeros.
 
-    places: of the arguments that a tangent may come with, those of a floating dtype; None: all tensors.
+    places: of the arguments with a floating dtype, which may come with a tangent; None: all tensors.
     """
     setup_context, backward = with_mode_of_forward(setup_context, backward)
     _functional[op_name] = _make_functional(op_name, backward, setup_context)

@@ -206,7 +206,7 @@ class _Weights(_OfProduct):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         needs = list(ctx.needs_input_grad[4:])
         left, ctx.left_for_weights = ctx.left_for_weights, None
-        # A graph of the gradients (create_graph) is that of the whole: it raises when it is differentiated.
+        # with create_graph the whole backward runs again: its graph raises when it is differentiated
         if left is not None and left[0] is grad_y and not torch.is_grad_enabled():
             grads = ctx.product.backward_weights(ctx.saved_tensors, grad_y, left[1], needs)
         else:

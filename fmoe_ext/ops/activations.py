@@ -1,5 +1,8 @@
 """The activations of expert_mlp: the one list from which every other in Python is made.
 
+An activation is a curve, a function of one number, and whether it is gated. A new one is an entry of KINDS, and of
+CURVES if its curve is new; the lists of plain and of gated ones, and their names in a config.json, follow from these.
+
 tests/ops/test_activations.py compares it with csrc/activation.h and fmoe_ext/include/fmoe/ops.h.
 """
 
@@ -20,10 +23,6 @@ class _Curve(NamedTuple):
 
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
-
-
-def _gelu_tanh(h: Tensor) -> Tensor:
-    return F.gelu(h, approximate="tanh")
 
 
 def clamp_above(x: Tensor, limit: float) -> Tensor:
@@ -51,7 +50,10 @@ def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
 CURVES: Mapping[str, _Curve] = MappingProxyType(
     {
         "gelu": _Curve(F.gelu, aten.gelu_backward),
-        "gelu_tanh": _Curve(_gelu_tanh, lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh")),
+        "gelu_tanh": _Curve(
+            lambda h: F.gelu(h, approximate="tanh"),
+            lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
+        ),
         "relu": _Curve(F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
         "silu": _Curve(F.silu, aten.silu_backward),
         "relu2": _Curve(lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h))),
@@ -61,14 +63,14 @@ CURVES: Mapping[str, _Curve] = MappingProxyType(
 
 
 class _Kind(NamedTuple):
-    """An activation of its curve; gated: h is [gate, up], and the result curve(gate) * up."""
+    """An activation."""
 
     name: str
-    curve: str
-    gated: bool
+    curve: str  # of CURVES; a plain activation has its curve's name
+    gated: bool  # h is [gate, up], and the result curve(gate) * up
 
 
-# An operator takes an activation by its place here.
+# The list that every other follows. An operator takes an activation by its place here.
 KINDS = (
     _Kind("gelu", "gelu", gated=False),
     _Kind("gelu_tanh", "gelu_tanh", gated=False),
@@ -94,6 +96,7 @@ def _function(kind: _Kind) -> Callable[..., Tensor]:
 def _clamped_swiglu(h: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
     gate = clamp_above(gate, 7.0)
+    # another order of products than _clamped_silu(gate) * (up + 1), which has other bits
     return (clamp_both(up, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
@@ -102,6 +105,7 @@ ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {kind.name: function for kind, function in zip(KINDS, FUNCTIONS, strict=True)}
 )
 GATED_ACTIVATIONS = tuple(kind.name for kind in KINDS if kind.gated)
+PLAIN_ACTIVATIONS = tuple(kind.name for kind in KINDS if not kind.gated)
 _NAMES = tuple(ACTIVATIONS)  # torch.compile breaks the graph at a mapping proxy
 
 

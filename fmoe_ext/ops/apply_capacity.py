@@ -1,8 +1,16 @@
+"""Capacity and dropping: an expert takes its first choices and drops what comes when it is full.
+
+The queue of an expert has all first choices in the order of tokens, then all second ones, and so on: a token loses its
+second expert before another loses its first. A choice over the capacity becomes -1. apply_capacity drops on one rank,
+with a capacity for each expert; over several ranks it is what earlier ones leave (ep/ranks.py). drop_choices does the
+same in a pass that also has GShard's random routing and the counts that a balance loss needs.
+"""
+
 import torch
 
 from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_fake
-from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref
+from fmoe_ext.ops.sort_tokens import count_tokens, count_tokens_ref
 
 
 def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor) -> torch.Tensor:

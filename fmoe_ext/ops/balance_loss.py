@@ -1,14 +1,15 @@
+"""balance_loss: E sum_e f_e p_e of a gate's logits and counts, whose gradient is computed from these alone."""
+
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext.ops._autograd import (
-    below,
+    as_node,
     call,
     call_functional,
     is_transformed,
-    no_forward_mode,
     register_autograd,
     register_fake,
     register_second_derivative,
@@ -47,12 +48,14 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
             )
         return balance_loss_ref(logits, counts, score)
     number = SCORES.index(score)
+    loss: torch.Tensor
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
         return torch.ops.fmoe_ext.balance_loss(logits, counts, number)
     if is_transformed(logits, counts):
-        loss: torch.Tensor = call_functional("fmoe_ext::balance_loss", logits, counts, number)
+        loss = call_functional("fmoe_ext::balance_loss", logits, counts, number)
         return loss
-    return _BalanceLoss.apply(logits, counts, number)
+    loss = _Node.apply(logits, counts, number)
+    return loss
 
 
 def balance_loss_ref(logits: torch.Tensor, counts: torch.Tensor, score: str = "softmax") -> torch.Tensor:
@@ -83,24 +86,6 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return call("fmoe_ext::balance_loss_backward", grad, *ctx.saved_tensors, ctx.score), None, None
 
 
-class _BalanceLoss(torch.autograd.Function):
-    """The operator with its gradient, in less host time than torch.library's registration."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        loss: torch.Tensor = below(torch.ops.fmoe_ext.balance_loss, *inputs)
-        _setup(ctx, inputs, loss)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _backward(ctx, grad)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        raise no_forward_mode("balance_loss")
-
-
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *tensors, ctx.score = inputs
     ctx.save_for_backward(*tensors)
@@ -118,4 +103,5 @@ def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, .
 
 
 register_autograd("fmoe_ext::balance_loss", _backward, _setup, places=(0,))
+_Node = as_node("fmoe_ext::balance_loss", _backward, _setup)
 register_second_derivative("fmoe_ext::balance_loss_backward", _backward_backward, _backward_setup)

@@ -19,9 +19,7 @@ from fmoe_ext import _env
 
 
 class _Switch:
-    """is_on: on for the process, or inside a block on any thread, which is what torch.compile can read and guard."""
-
-    is_on = False
+    is_on = False  # for the process, or inside a block on any thread: what torch.compile can read and guard
     of_process = False
     num_blocks = 0  # that are open on all threads
     functions: type[TorchFunctionMode] | None = None  # in_order.py's, whose operators import this file
@@ -40,14 +38,14 @@ _lock = threading.Lock()
 
 
 def is_batch_invariant() -> bool:
-    """True if a row's result must not depend on the rows beside it."""
+    """Return whether a row's result must not depend on the rows beside it."""
     if not _switch.is_on:
         return False
     return torch.compiler.is_compiling() or _switch.of_process or _thread.num_blocks > 0
 
 
 def use_batch_invariant(on: bool) -> None:
-    """Has every product give a row the same bits whatever other rows there are, or no longer.
+    """Give a row the same bits in every product whatever other rows there are, or no longer.
 
     Our operators follow it in the whole process, as with torch.use_deterministic_algorithms; torch's functions on the
     thread that calls it. Inside a block of batch_invariant() the mode stays on. docs/routing.md has limits and cost.
@@ -70,7 +68,7 @@ def _count(change: int) -> None:
 
 
 def cover_torch_functions(mode: type[TorchFunctionMode]) -> None:
-    """Has the mode replace torch's functions by those of a TorchFunctionMode."""
+    """Let the mode replace torch's functions by those of a TorchFunctionMode."""
     _switch.functions = mode
 
 
@@ -87,7 +85,7 @@ def _replace_functions(change: int) -> None:
 
 @contextmanager
 def batch_invariant_kernels() -> Iterator[None]:
-    """The mode for our kernels alone: for a backward, where nothing depends on what torch computes in a batch."""
+    """Turn the mode on for our kernels alone: for a backward, which computes nothing by torch's functions."""
     _count(1)
     try:
         yield
@@ -97,7 +95,7 @@ def batch_invariant_kernels() -> Iterator[None]:
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """The mode of use_batch_invariant(True) for this thread inside the block; blocks may end in any order.
+    """Turn the mode of use_batch_invariant(True) on for this thread inside the block; blocks may end in any order.
 
     A program of torch.compile cannot tell threads apart: it is in the mode while any thread is inside a block, except
     for its products, and the backward of a compiled program has the mode of the thread that runs it.
@@ -128,7 +126,7 @@ def batch_invariant() -> Iterator[None]:
 def with_mode_of_forward(
     setup_context: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Both functions of a gradient, so that backward runs in the mode if the forward did."""
+    """Wrap both functions of a gradient, so that backward runs in the mode if the forward did."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if is_batch_invariant():
@@ -146,7 +144,7 @@ def with_mode_of_forward(
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """x.sigmoid(); in the mode by a softmax of two, which torch computes in the same way wherever an element stands.
+    """Compute x.sigmoid(); in the mode by a softmax of two, which torch computes alike wherever an element stands.
 
     Where a tensor ends between two of its vectors, torch takes another exponential function than inside.
     """
@@ -156,7 +154,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def kernels_depend_on_batch(t: torch.Tensor) -> str | None:
-    """Why the kernels of t's device do not keep the promise; None where they do."""
+    """Say why the kernels of t's device do not keep the promise; None where they do."""
     mode = _env.get("FMOE_GPU_KERNELS")
     if not t.is_cuda or mode == "portable":
         return None

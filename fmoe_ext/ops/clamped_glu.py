@@ -1,3 +1,5 @@
+"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way."""
+
 import math
 from typing import Any
 

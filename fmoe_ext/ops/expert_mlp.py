@@ -95,8 +95,12 @@ def expert_mlp(
         return y
     if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
-    if weights_learn and worthwhile(inputs, weights):
-        return _differentiate(_product(number, combine), inputs, weights)
+    if weights_learn and worthwhile(
+        inputs, weights
+    ):  # a node of our own takes half of the dispatcher's host time
+        x, w1, b1, w2, b2 = cast_for_autocast(x, *weights)
+        return differentiate(_product(number, combine), (x, *inputs[1:]), (w1, b1, w2, b2))
+    # no gradients, those of x and topk_weights alone, or a compiled graph
     return torch.ops.fmoe_ext.expert_mlp(
         x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h
     )[0]
@@ -117,7 +121,7 @@ def expert_mlp_ref(
 ) -> torch.Tensor:
     """Compute expert_mlp in plain PyTorch: its oracle, without main gradients."""
     T, K = inverse.shape
-    rows_of_experts, begin = [], 0
+    rows_of_experts, begin = [], 0  # of each expert, [its rows, D]
     for e, end in enumerate(offs.tolist()):
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
@@ -157,6 +161,7 @@ def _(a: ExpertMlpBackward) -> tuple[torch.Tensor, ...]:
     dx, *_, dtopk_weights = _new_gradients(a, a.needs)
     R, nothing = a.row_idx.shape[0], a.x.new_empty(0)
     dh = _kept_rows(a.x, R, a.w1.shape[1]) if a.needs[1] or a.needs[2] else nothing
+    # a clone: no operator may return one tensor twice
     return dx, dtopk_weights, dh, _kept_rows(a.x, R, a.w2.shape[2]) if a.needs[3] else nothing.clone()
 
 
@@ -247,51 +252,51 @@ class _ExpertMlp:
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
-        if self.once_differentiable:  # here, so that the gradient is that of the parameter itself
+        if self.once_differentiable:  # a main gradient is of the parameter: autograd must not see this cast
             w1, w2 = cast_for_autocast(w1, w2)
         arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
         y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)
         return y, (x, *indices, w1, w2, b2, topk_weights, h)
 
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        wanted = _all_needs(needs)
-        mains = self._found(wanted) if self.once_differentiable else (None, None)
+        (needs_x, needs_topk_weights, *_), of_weights = needs
+        wanted = [needs_x, *of_weights, needs_topk_weights]  # in the order of the operator's results
+        mains = self._main_grads_of(of_weights) if self.once_differentiable else (None, None)
         arguments = (grad_y, *saved, self.activation, self.combine, wanted, *mains)
         dx, *dweights, dtopk_weights = call("fmoe_ext::expert_mlp_backward", *arguments)
-        return self._of_inputs(dx, dtopk_weights, needs[0]), self._of_weights(dweights, needs[1])
+        inputs = dx if needs_x else None, dtopk_weights if needs_topk_weights else None, None, None, None
+        return inputs, self._of_weights(dweights, of_weights)
 
     def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        arguments = (grad_y, *saved, self.activation, self.combine, _all_needs(needs))
+        (needs_x, needs_topk_weights, *_), of_weights = needs
+        wanted = [needs_x, *of_weights, needs_topk_weights]
+        arguments = (grad_y, *saved, self.activation, self.combine, wanted)
         dx, dtopk_weights, *kept = call("fmoe_ext::expert_mlp_backward_inputs", *arguments)
-        return self._of_inputs(dx, dtopk_weights, needs[0]), tuple(kept)
+        inputs = dx if needs_x else None, dtopk_weights if needs_topk_weights else None, None, None, None
+        return inputs, tuple(kept)
 
     def backward_weights(
         self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
     ) -> Tensors:
         *read, _b2, topk_weights, _h = saved
-        wanted = [False, *needs, False]
         dweights = torch.ops.fmoe_ext.expert_mlp_backward_weights(
-            grad_y, *read, topk_weights, *kept, self.activation, self.combine, wanted,
-            *self._found(wanted),
+            grad_y, *read, topk_weights, *kept, self.activation, self.combine, [False, *needs, False],
+            *self._main_grads_of(needs),
         )  # fmt: skip
         return self._of_weights(list(dweights), needs)
 
-    def _found(self, needs: list[bool]) -> Tensors:
-        mains = zip(self.main_grads, (needs[1], needs[3]), strict=True)
+    def _main_grads_of(self, needs: list[bool]) -> Tensors:
+        mains = zip(self.main_grads, needs[::2], strict=True)  # of w1 and w2
         return tuple(main.find() if main and wanted else None for main, wanted in mains)
-
-    def _of_inputs(self, dx: torch.Tensor, dtopk_weights: torch.Tensor, needs: list[bool]) -> Tensors:
-        return dx if needs[0] else None, dtopk_weights if needs[1] else None, None, None, None
 
     def _of_weights(self, computed: list[torch.Tensor], needs: list[bool]) -> Tensors:
         grads: list[torch.Tensor | None] = [
             t if wanted else None for t, wanted in zip(computed, needs, strict=True)
         ]
-        if not self.once_differentiable:
-            return tuple(grads)
-        for i, main in zip((0, 2), self.main_grads, strict=True):
-            if main and needs[i]:
-                grads[i] = main.added()
+        if self.once_differentiable:
+            for i, main in zip((0, 2), self.main_grads, strict=True):
+                if main is not None and needs[i]:
+                    grads[i] = main.added()
         return tuple(grads)
 
 
@@ -301,25 +306,12 @@ def _product(activation: int, combine: bool) -> _ExpertMlp:
     return _ExpertMlp(activation, combine)
 
 
-def _all_needs(needs: Needs) -> list[bool]:
-    """Put needs in the order of the operator's results."""
-    (dx, dtopk_weights, *_), weights = needs
-    return [dx, *weights, dtopk_weights]
-
-
-def _differentiate(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
-    x, *others = inputs
-    w1, b1, w2, b2 = weights
-    if any(product.main_grads):
-        x, b1, b2 = cast_for_autocast(x, b1, b2)
-    else:
-        x, w1, b1, w2, b2 = cast_for_autocast(x, w1, b1, w2, b2)
-    return differentiate(product, (x, *others), (w1, b1, w2, b2))
-
-
 @outside_graphs(NO_GRAPH)
 def _into_main_grads(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
-    return _differentiate(product, inputs, weights)
+    x, *others = inputs
+    w1, b1, w2, b2 = weights
+    x, b1, b2 = cast_for_autocast(x, b1, b2)  # forward() casts w1 and w2
+    return differentiate(product, (x, *others), (w1, b1, w2, b2))
 
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does

@@ -72,7 +72,8 @@ def grouped_gemm(
     if main_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
         return _into_main_grad(_GroupedGemm(main_grad), x, weight, offs, bias)
     if worthwhile((x,), (weight, bias)):
-        return _differentiate(_GroupedGemm(), x, weight, offs, bias)
+        x, weight, bias = cast_for_autocast(x, weight, bias)
+        return differentiate(_GroupedGemm(), (x, offs), (weight, bias))
     return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
 
 
@@ -161,7 +162,9 @@ class _GroupedGemm:
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         (x, offs), (weight, bias) = inputs, weights
-        if self.main_grad is not None:  # here, so that the gradient is that of the parameter itself
+        if (
+            self.main_grad is not None
+        ):  # a main gradient is of the parameter, so autograd must not see this cast
             assert weight is not None
             (weight,) = cast_for_autocast(weight)
         return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias), (x, weight, offs)
@@ -186,22 +189,16 @@ class _GroupedGemm:
         return dx, dweight if main_grad is None else main_grad.added(), dbias
 
 
-def _differentiate(
+@outside_graphs(NO_GRAPH)
+def _into_main_grad(
     product: _GroupedGemm,
     x: torch.Tensor,
     weight: torch.Tensor,
     offs: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    x, bias = cast_for_autocast(x, bias)
-    if product.main_grad is None:
-        (weight,) = cast_for_autocast(weight)
+    x, bias = cast_for_autocast(x, bias)  # forward() casts the weight
     return differentiate(product, (x, offs), (weight, bias))
-
-
-@outside_graphs(NO_GRAPH)
-def _into_main_grad(product: _GroupedGemm, *tensors: Any) -> torch.Tensor:
-    return _differentiate(product, *tensors)
 
 
 class _Transposed:

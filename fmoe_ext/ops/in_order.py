@@ -24,35 +24,45 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from fmoe_ext.ops._autograd import cast_for_autocast, register_autograd, register_fake
+from fmoe_ext.ops._autograd import (
+    cast_for_autocast,
+    is_transformed,
+    keep_inputs,
+    register_autograd,
+    register_fake,
+)
 from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invariant
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
+_MOST_LOGITS = 1 << 25  # of attention at once
+
 
 class _InOrder(TorchFunctionMode):
-    """Calls ours for the functions of torch in _OURS, and torch's for all others."""
+    """Call ours for the functions of torch in _OURS, and torch's for all others."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # which cannot look into _OURS
+            if is_batch_invariant() and func in _PRODUCTS:
+                raise RuntimeError(
+                    "batch_invariant() promises that a token's result does not depend on its batch, but not with "
+                    "torch.compile around a model, whose loops have another order: compile nothing but layers of "
+                    'fmoe_ext, or run it uncompiled inside torch.compiler.set_stance("force_eager")'
+                )
+            return func(*args, **(kwargs or {}))
         ours = _OURS.get(func)
         # another thread may have ended the mode of the process, which this thread began
         if ours is None or not is_batch_invariant():
             return func(*args, **(kwargs or {}))
-        if not torch.compiler.is_compiling():
-            return ours(func, *args, **(kwargs or {}))
-        if ours in (_linear, _matmul, _attention):
-            raise RuntimeError(
-                "batch_invariant() promises that a token's result does not depend on its batch, but not with "
-                "torch.compile around a model, whose loops have another order: compile nothing but layers of fmoe_ext"
-            )
-        return func(*args, **(kwargs or {}))
+        return ours(func, *args, **(kwargs or {}))
 
 
 def _is_covered(*tensors: Any) -> bool:
-    """True for plain tensors of floats on the CPU; a subclass knows itself how it is multiplied."""
+    """Return whether all are plain tensors of floats on the CPU; a subclass knows itself how it is multiplied."""
     for t in tensors:
         if type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" or not t.is_floating_point():
             return False
@@ -75,7 +85,7 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _grouped_mm(
     func: Any, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, *more: Any, **options: Any
 ) -> Tensor:
-    """Rows of each group times its matrix, mat_a [R, D], mat_b [E, D, N] -> [R, N]; torch's for other shapes."""
+    """Multiply the rows of each group, mat_a [R, D], mat_b [E, D, N] -> [R, N]; torch does so for other shapes."""
     others = [value for value in (*more, *options.values()) if value is not None]
     if not _is_covered(mat_a, mat_b) or offs is None or others or (mat_a.dim(), mat_b.dim()) != (2, 3):
         return func(mat_a, mat_b, offs, *more, **options)
@@ -102,7 +112,7 @@ def _matmul(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """torch.matmul(a, b)."""
+    """Compute torch.matmul(a, b): a batch of products, or one whose rows are those of a whole batch."""
     if a.dtype != b.dtype:
         raise RuntimeError(f"both matrices must have one dtype, but got {a.dtype} and {b.dtype}")
     if a.dim() == 1:
@@ -111,6 +121,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return _product(a, b[:, None])[..., 0]
     if a.shape[-1] == b.shape[-2] == 1:  # a sum of one, as of rotary positions
         return a * b
+    if b.dim() == 2 and b.stride(0) == 1 and b.stride(1) >= len(b):
+        return _linear(F.linear, a, b.mT)  # weight.T, as heads in chunks multiply: the bits of the layer
     if b.dim() == 2:  # its rows are those of one product
         rows = a.reshape(1, math.prod(a.shape[:-1]), a.shape[-1])
         return _batched(rows, b[None]).view(*a.shape[:-1], b.shape[1])
@@ -122,7 +134,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _batched(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, M, K] b [B, K, N] -> [B, M, N] of the dtype of b; a may be wider."""
+    """Multiply a [B, M, K] by b [B, K, N] -> [B, M, N] of the dtype of b; a may be wider."""
     y: Tensor = torch.ops.fmoe_ext._matmul_in_order(a.to(torch.promote_types(a.dtype, torch.float32)), b)
     return y.to(b.dtype)
 
@@ -136,7 +148,7 @@ def _add_product(
     out: Tensor | None = None,
     **named: Tensor,
 ) -> Tensor:
-    """torch.addmm and torch.baddbmm, which call the matrices mat1 and mat2, batch1 and batch2."""
+    """Compute torch.addmm or torch.baddbmm, which call the matrices mat1 and mat2, batch1 and batch2."""
     a, b = (*matrices, *(named[name] for name in ("mat1", "batch1", "mat2", "batch2") if name in named))
     if out is not None:
         return out.copy_(_add_product(func, input, a, b, beta=beta, alpha=alpha))
@@ -159,7 +171,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention, with logits and weights in float32; a row that sees no key gives zeros."""
+    """Compute scaled_dot_product_attention with logits and weights in float32; a row that sees no key gives zeros.
+
+    query [..., Q, C], key and value [..., S, C], a part of the rows at once so that logits [..., Q, S] stay small.
+    """
     if not _is_covered(query, key, value) or query.dim() < 3 or query.numel() == 0:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -196,11 +211,8 @@ def _attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-_MOST_LOGITS = 1 << 25  # of attention at once
-
-
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 or wider; the batch dimensions of b are those of a, or broadcast to them."""
+    """Multiply a by b in float32 or wider; the batch dimensions of b are those of a, or broadcast to them."""
     batch = a.shape[:-2]
     a = a.to(torch.promote_types(a.dtype, torch.float32)).reshape(-1, *a.shape[-2:])
     b = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
@@ -263,7 +275,7 @@ def _cross_entropy(
 
 
 def _sum(func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
-    """sum and mean over one dimension."""
+    """Compute sum or mean over one dimension."""
     options = {_OF_NUMPY.get(name, name): value for name, value in options.items()}
     names = dict(zip(("dim", "keepdim"), args, strict=False))
     dim = {**names, **options}.get("dim")
@@ -286,7 +298,7 @@ def _of_contiguous(func: Any, input: Any, *args: Any, **options: Any) -> Any:
 
 
 def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
-    """A function of each element, on memory that each thread has whole vectors of."""
+    """Call a function of each element on memory that gives each thread whole vectors."""
     if not _is_covered(input) or input.numel() == 0:
         return func(input, *args, **options)
     # the one bool that these functions take
@@ -295,7 +307,8 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     out = input if inplace else options.pop("out", None)
     num = _whole_vectors(input.numel())
     if num == input.numel() and input.is_contiguous():
-        y = func(input, *args, **options)
+        old = input.clone() if inplace else input  # which the gradient may need
+        y = func(old, *args, **options)
     else:
         flat = F.pad(input.reshape(-1), (0, num - input.numel()))
         y = func(flat, *args, **options)[: input.numel()].view(input.shape)
@@ -303,7 +316,7 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
 
 
 def _whole_vectors(num: int) -> int:
-    """The next size of which torch gives each thread whole vectors: 32,768 elements or more, of gelu equal parts."""
+    """Return the next size that torch cuts into whole vectors: 32,768 elements or more a part, of gelu equal parts."""
     threads, vectors, few, part = torch.get_num_threads(), 64, 16384, 32768
     while True:
         parts = math.lcm(min(threads, -(-num // part)), threads) if num > few else 1
@@ -313,8 +326,16 @@ def _whole_vectors(num: int) -> int:
         num += parts * vectors - rest
 
 
+def _in_place(func: Any, input: Any, *args: Any, **options: Any) -> Any:
+    """Call a method that writes into its tensor, as x.pow_(2)."""
+    if not _is_covered(input):
+        return func(input, *args, **options)
+    out_of_place = getattr(Tensor, func.__name__.removesuffix("_"))
+    return input.copy_(_OURS[out_of_place](out_of_place, input.clone(), *args, **options))
+
+
 def _rsqrt(func: Any, input: Any) -> Any:
-    """Rounded alike at every place, but for 16 bits, where it is rounded twice at some."""
+    """Compute rsqrt, which torch rounds alike at every place but for 16 bits, where it is rounded twice at some."""
     return _of_elements(func, input) if _is_covered(input) and input.itemsize == 2 else func(input)
 
 
@@ -337,14 +358,49 @@ def _refuse(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     )
 
 
+# Gradients
+
+
+def _backward(
+    func: Any, tensors: tuple[Any, ...], inputs: tuple[Any, ...] | None = None, **options: Any
+) -> tuple[Tensor | None, ...] | None:
+    """Call torch.autograd.backward or torch.autograd.grad so that what checkpoints compute again is in the mode.
+
+    torch takes a mode off while it runs what it replaces, here the whole backward. Of the edges of a graph in place of
+    its tensors torch asks no mode, so that it stays on.
+    """
+    given = (*tensors, *(inputs or ()))
+    plain = [t for t in given if not isinstance(t, GradientEdge)]
+    if (
+        any(type(t) not in (Tensor, nn.Parameter) or not t.requires_grad for t in plain)
+        or is_transformed(*plain)
+        or options.get("materialize_grads")  # needs tensors
+    ):
+        return func(tensors, inputs=inputs, **options)
+    if func is torch.autograd.backward:
+        for t in inputs or ():
+            if isinstance(t, Tensor):
+                t.retain_grad()  # as torch does: an input that is no leaf gets .grad, which an edge does not set
+    edges = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in given]
+    with _InOrder():
+        num = len(tensors)
+        return func(tuple(edges[:num]), inputs=tuple(edges[num:]) or None, **options)
+
+
+def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+    with _InOrder():
+        torch.autograd.backward(tensor, gradient, **options)
+
+
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.bmm, Tensor.bmm, torch.mm,
+            Tensor.mm)  # fmt: skip
+_PRODUCTS = (F.linear, *_MATMULS, F.scaled_dot_product_attention)
 _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.linear: _linear,
         # F.grouped_mm asks no mode, but calls this one, which does; without the name, F.grouped_mm may ask by then
         getattr(torch, "_grouped_mm", F.grouped_mm): _grouped_mm,
-        **dict.fromkeys(
-            (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm), _matmul
-        ),
+        **dict.fromkeys(_MATMULS, _matmul),
         **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _add_product),
         F.scaled_dot_product_attention: _attention,
         **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, *_LOGARITHMS), _softmax),
@@ -357,13 +413,20 @@ _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             _of_contiguous,
         ),
         **dict.fromkeys(
-            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.exp2,
-             Tensor.exp2),
+            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.sigmoid, torch.sigmoid, Tensor.sigmoid,
+             torch.exp2, Tensor.exp2),
             _of_elements,
         ),
         **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
         **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
+        **dict.fromkeys(
+            (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_,
+             Tensor.__ipow__),  # x **= y, which torch names pow_ but which is another function
+            _in_place,
+        ),
         **dict.fromkeys((F.conv1d, F.conv2d, torch.einsum), _refuse),
+        **dict.fromkeys((torch.autograd.backward, torch.autograd.grad), _backward),
+        Tensor.backward: _backward_of_tensor,
     }
 )  # fmt: skip
 
@@ -381,14 +444,11 @@ def _(x: Tensor, log: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradient_of_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
-    grad_a = grad @ b.mT.to(a.dtype) if ctx.needs_input_grad[0] else None
-    grad_b = (a.mT @ grad).to(b.dtype) if ctx.needs_input_grad[1] else None
+    # aten's, which the mode does not replace: a gradient needs no order
+    grad_a = torch.ops.aten.bmm(grad, b.mT.to(a.dtype)) if ctx.needs_input_grad[0] else None
+    grad_b = torch.ops.aten.bmm(a.mT, grad).to(b.dtype) if ctx.needs_input_grad[1] else None
     return grad_a, grad_b
 
 
@@ -404,7 +464,7 @@ def _gradient_of_softmax(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return y * (grad - (y * grad).sum(-1, keepdim=True)), None
 
 
-register_autograd("fmoe_ext::_matmul_in_order", _gradient_of_matmul, _keep_operands, places=(0, 1))
+register_autograd("fmoe_ext::_matmul_in_order", _gradient_of_matmul, keep_inputs, places=(0, 1))
 register_autograd("fmoe_ext::_softmax_in_order", _gradient_of_softmax, _keep_result, places=(0,))
 
 cover_torch_functions(_InOrder)

@@ -1,4 +1,11 @@
-"""Weight gradients that are added to a main gradient in backward, instead of being returned to autograd."""
+"""Weight gradients that are added to a main gradient in backward, instead of being returned to autograd.
+
+A gradient that autograd gets is rounded to the weight's dtype and added to weight.grad by a second pass over both. In
+Megatron each weight has a main_grad in float32 instead, which the kernel that computes the gradient adds to itself: one
+pass, nothing rounded. The kernel writes during backward, which autograd does not see. So such a product cannot be in a
+compiled graph or a transform of torch.func, nor be differentiated twice, and gradients of its inputs alone must leave
+main_grad as it is (_split.py).
+"""
 
 from collections.abc import Iterable
 from itertools import accumulate, pairwise

@@ -1,3 +1,5 @@
+"""newton_schulz: the polynomial that orthogonalises the matrices of Muon's steps."""
+
 from typing import Any, Final
 
 import torch

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import call, register_autograd, register_fake, register_second_derivative
+from fmoe_ext.ops._autograd import (
+    call,
+    keep_inputs,
+    register_autograd,
+    register_fake,
+    register_second_derivative,
+)
 
 
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -129,10 +135,6 @@ def _unpermute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_y, None, None, None if y is None else grad_weights
 
 
-def _unpermute_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _unpermute_backward_backward(
     ctx: Any, grad_grad_y: torch.Tensor, grad_grad_weights: torch.Tensor
 ) -> tuple[Any, ...]:
@@ -152,6 +154,4 @@ def _unpermute_backward_backward(
 
 register_autograd("fmoe_ext::permute", _permute_backward, _permute_setup, places=(0,))
 register_autograd("fmoe_ext::unpermute", _unpermute_backward, _unpermute_setup, places=(0, 3))
-register_second_derivative(
-    "fmoe_ext::unpermute_backward", _unpermute_backward_backward, _unpermute_backward_setup
-)
+register_second_derivative("fmoe_ext::unpermute_backward", _unpermute_backward_backward, keep_inputs)

@@ -1,11 +1,12 @@
 """topk_gate: a token's experts and their weights, from its logits.
 
 The choice has no gradient. The weights have one, which a backward computes from logits and choices alone, so no scores
-are kept. Three forms with the same bits:
+are kept. Experts are compared by logit where that orders them as their scores do: two large logits have one softmax
+after rounding, and which expert is better must not depend on that. Three forms with the same bits:
 
 * topk_gate is the operator, with its gradient as a node of autograd;
-* topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer the time of the
-  host is that of its nodes and operators;
+* topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer each node and
+  operator costs the host more than its work;
 * topk_gate_again weighs the choices of an earlier forward by present logits, for forwards that activation checkpointing
   repeats: logits that differ in their last bit must not send a token to another expert.
 """
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch.func import vjp
 
 from fmoe_ext.ops._autograd import (
+    as_node,
     below,
     call,
     call_functional,
@@ -29,7 +31,7 @@ from fmoe_ext.ops._autograd import (
     register_second_derivative,
 )
 from fmoe_ext.ops.balance_loss import SCORES, balance_loss
-from fmoe_ext.ops.count_tokens import count_tokens
+from fmoe_ext.ops.sort_tokens import count_tokens
 
 
 def topk_gate(
@@ -72,8 +74,9 @@ def topk_gate(
         return torch.ops.fmoe_ext.topk_gate(*args)
     if is_transformed(logits, bias):
         topk_idx, topk_weights = call_functional("fmoe_ext::topk_gate", *args)
-        return topk_idx, topk_weights
-    return _TopkGate.apply(logits, args[1:])
+    else:
+        topk_idx, topk_weights = _Node.apply(*args)
+    return topk_idx, topk_weights
 
 
 def topk_gate_of_linear(
@@ -212,36 +215,18 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, _, ctx.score, ctx.normalize, _, _, _, ctx.scale = inputs
     topk_idx, topk_weights = output
+    ctx.mark_non_differentiable(topk_idx)
+    ctx.set_materialize_grads(False)  # no zeros for topk_idx
     ctx.save_for_backward(logits, topk_idx, topk_weights)
 
 
-def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
+    if grad_weights is None:
+        return None, None, None, None, None, None, None, None
     logits, topk_idx, topk_weights = ctx.saved_tensors
     options = (ctx.score, ctx.normalize, ctx.scale)
     grad_logits = call("fmoe_ext::topk_gate_backward", grad_weights, logits, topk_idx, topk_weights, *options)
     return grad_logits, None, None, None, None, None, None, None
-
-
-class _TopkGate(torch.autograd.Function):
-    """The operator with its gradient, in half of the host time of torch.library's registration."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, options: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, *options)
-        ctx.mark_non_differentiable(topk_idx)
-        ctx.set_materialize_grads(False)  # no zeros for topk_idx
-        _setup(ctx, (logits, *options), (topk_idx, topk_weights))
-        return topk_idx, topk_weights
-
-    @staticmethod
-    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return None if grad_weights is None else _backward(ctx, None, grad_weights)[0], None
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        raise no_forward_mode("topk_gate")
 
 
 class _TopkGateOfLinear(torch.autograd.Function):
@@ -257,15 +242,16 @@ class _TopkGateOfLinear(torch.autograd.Function):
         normalize: bool,
         num_counted: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        logits = F.linear(x, weight, bias)
-        counts = loss = None
-        if logits.is_cuda:
+        logits = F.linear(x, weight, bias)  # [T, E]
+        counts = loss = None  # [E], a scalar
+        if logits.is_cuda:  # which has no kernel that counts too
             topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
         else:
             topk_idx, topk_weights, counts, loss = below(
                 torch.ops.fmoe_ext._choose_experts, logits, top_k, normalize, num_counted
             )
-            counts, loss = (counts, loss) if num_counted else (None, None)
+            if num_counted == 0:
+                counts = loss = None
         ctx.mark_non_differentiable(topk_idx, *(() if counts is None else (counts,)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, logits, topk_idx, topk_weights, counts)
@@ -279,7 +265,7 @@ class _TopkGateOfLinear(torch.autograd.Function):
         x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
         if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
             logits = F.linear(x, weight, bias)
-        grad = None
+        grad = None  # of the logits, [T, E]
         if grad_weights is not None:
             options = (0, ctx.normalize, 1.0)
             grad = call(
@@ -306,6 +292,8 @@ class _TopkGateOfLinear(torch.autograd.Function):
 
 
 class _WeightsOfChoices(torch.autograd.Function):
+    """topk_gate_again: keeps what topk_gate keeps, since a checkpoint compares the tensors of both forwards."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -346,5 +334,6 @@ def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, .
 
 
 register_autograd("fmoe_ext::topk_gate", _backward, _setup, places=(0,))
+_Node = as_node("fmoe_ext::topk_gate", _backward, _setup)
 register_not_differentiable("fmoe_ext::_choose_experts", "use topk_gate, or the node of the gate")
 register_second_derivative("fmoe_ext::topk_gate_backward", _backward_backward, _backward_setup)

@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from fmoe_ext.pipeline.groups import PipelineGroups, init_groups
-from fmoe_ext.pipeline.microbatch import NoChunk, count_targets, token_cross_entropy
+from fmoe_ext.pipeline.microbatch import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.schedules import SCHEDULES
 from fmoe_ext.pipeline.split import split
 from fmoe_ext.pipeline.stage import Stage
@@ -12,7 +12,6 @@ from fmoe_ext.pipeline.train import Pipeline
 
 __all__ = [
     "SCHEDULES",
-    "NoChunk",
     "Pipeline",
     "PipelineGroups",
     "Span",
@@ -26,8 +25,8 @@ __all__ = [
 ]
 
 _IN_FAIRSCALE = (
-    "BalanceError", "DeferredBatchNorm", "Namespace", "Pipe", "Skippable", "balance_by_size", "balance_by_time",
-    "balance_cost", "defer_batch_norm", "pop", "skippable", "stash", "verify_skippables",
+    "BalanceError", "DeferredBatchNorm", "Namespace", "NoChunk", "Pipe", "Skippable", "balance_by_size",
+    "balance_by_time", "balance_cost", "defer_batch_norm", "pop", "skippable", "stash", "verify_skippables",
 )  # fmt: skip
 
 

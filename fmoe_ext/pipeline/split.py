@@ -263,7 +263,13 @@ def part_of(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
     used = {id(module) for layer in layers for module in layer.modules()}
     part = nn.Module()
     for path, module in _outermost(model, used):
-        _place(part, path, module)
+        *parents, name = path.split(".")
+        inner = part
+        for parent in parents:
+            if parent not in inner._modules:
+                inner.add_module(parent, nn.Module())
+            inner = inner.get_submodule(parent)
+        inner.add_module(name, module)
     found = {id(p) for p in part.parameters()}
     if lost := [n for layer in layers for n, p in layer.named_parameters() if id(p) not in found]:
         raise ValueError(
@@ -282,12 +288,3 @@ def _outermost(module: nn.Module, used: set[int], path: str = "") -> Iterator[tu
             yield full, child
         else:
             yield from _outermost(child, used, full)
-
-
-def _place(part: nn.Module, path: str, module: nn.Module) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        if parent not in part._modules:
-            part.add_module(parent, nn.Module())
-        part = part.get_submodule(parent)
-    part.add_module(name, module)

@@ -45,112 +45,6 @@ from fmoe_ext.pipeline.stage import Microbatches, Stage, cut
 from fmoe_ext.pipeline.trace import Span, TimedStage
 
 
-class _Run:
-    """A batch on its way through the stages of this rank: by the schedule in training, stage by stage in evaluation."""
-
-    def __init__(self, pipeline: "Pipeline", wrapped: list[nn.Module], kind: Kind, places: list[list[int]]):
-        self._pipeline, self._wrapped, self._kind, self._places = pipeline, wrapped, kind, places
-        self._stages, self._groups, self._device = pipeline.stages, pipeline.groups, pipeline.device
-        self._num_stages = pipeline.num_stages
-        self._schedule: Any = None
-        self._timed: list[TimedStage] = []
-        self._rows_of_schedule = -1
-        self._batch: Microbatches | None = None
-        self._factor = 1.0
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)  # where the last stage is
-        self.spans: list[Span] | None = None  # what was computed when; None without a trace
-
-    def train(self, microbatches: Microbatches, factor: float, trace: bool) -> list[Tensor]:
-        """Run forward and backward of all microbatches, their losses times factor -> the losses of their gates."""
-        self.spans = [] if trace else None
-        began = time.perf_counter()
-        self._begin(microbatches, factor)
-        # torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once
-        if microbatches.most_rows != self._rows_of_schedule:
-            check_same("the number of rows of a batch", (sum(microbatches.rows),), self._groups.pp)
-            self._schedule = self._make_schedule(microbatches.most_rows)
-            self._rows_of_schedule = microbatches.most_rows
-        for timed in self._timed:
-            timed.spans, timed.began = self.spans, began
-        # The schedule cuts and passes on only the numbers of microbatches: each stage has the values themselves.
-        numbers = torch.arange(self._pipeline.num_microbatches, device="cpu")
-        indexes = [stage.index for stage in self._stages]
-        given = (numbers,) if 0 in indexes else ()
-        targets = numbers if self._num_stages - 1 in indexes else None
-        try:
-            self._schedule.step(*given, target=targets, return_outputs=False)
-            return [loss for stage in self._stages for loss in stage.balance_losses]
-        except RuntimeError as error:
-            check_compiled_blocks(error)
-            raise
-        finally:
-            for stage in self._stages:
-                stage.forget()
-
-    def evaluate(self, microbatches: Microbatches) -> None:
-        """Run the forward of one microbatch after the other; every rank runs its own stages, in their order."""
-        self._begin(microbatches, 1.0)
-        mine = {pair[0].index: pair for pair in zip(self._stages, self._wrapped, strict=True)}
-        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
-        pp, me = self._groups.pp, dist.get_rank(self._groups.pp)
-        for number in range(self._pipeline.num_microbatches):
-            index = torch.tensor([number], device="cpu")
-            values: tuple[Tensor, ...] = ()
-            for i in sorted(mine):
-                stage, wrapped = mine[i]
-                if i > 0 and owner[i - 1] != me:
-                    examples = stage.inputs.examples(microbatches.most_rows)
-                    values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self._device) for x in examples)
-                    for x in values:
-                        dist.recv(x, group=pp, group_src=owner[i - 1])
-                stage.number = number
-                result = wrapped(*((index,) if i == 0 else values))
-                values = as_tuple(result)
-                if stage.is_last:
-                    self._loss(result, index)
-                elif owner[i + 1] != me:
-                    for x in values:
-                        dist.send(x.contiguous(), group=pp, group_dst=owner[i + 1])
-        for stage, wrapped in zip(self._stages, self._wrapped, strict=True):
-            stage.forget()
-            if isinstance(wrapped, FSDPModule):
-                wrapped.reshard()  # as a backward does: parameters() are the shards again
-
-    def _begin(self, microbatches: Microbatches, factor: float) -> None:
-        self._batch, self._factor = microbatches, factor
-        self.loss_sum.zero_()
-        for stage in self._stages:
-            stage.begin(microbatches)
-
-    def _make_schedule(self, rows: int) -> Any:
-        number = torch.empty(1, dtype=torch.int64, device="meta")
-        self._timed = made = []
-        for stage, wrapped in zip(self._stages, self._wrapped, strict=True):
-            given = number if stage.is_first else stage.inputs.examples(rows)
-            result = stage.outputs.examples(rows)
-            place, group = (stage.index, self._num_stages, self._device), self._groups.pp
-            made.append(TimedStage(wrapped, *place, input_args=given, output_args=result, group=group))
-            made[-1].stage = stage
-        stages, count = made if self._kind.takes_list else made[0], self._pipeline.num_microbatches
-        schedule = self._kind.make(stages, count, loss_fn=self._loss, scale_grads=False)
-        if self._pipeline.overlap and self._kind.overlaps and not isinstance(self._wrapped[0], FSDPModule):
-            Overlap(schedule, made, self._loss, self._device)
-        return schedule
-
-    def _loss(self, output: Tensors, number: Tensor) -> Tensor:
-        batch = self._batch
-        assert batch is not None
-        rows, target = batch.rows[int(number)], batch.targets[int(number)]
-        outputs = tuple(cut(x, rows) for x in as_tuple(output))
-        loss = self._pipeline.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, target)
-        if loss.dim():
-            raise ValueError(
-                f"loss_fn must return the sum of the losses, a scalar, but returned {list(loss.shape)}"
-            )
-        self.loss_sum += loss.detach().to(self._device)
-        return loss * self._factor
-
-
 class Pipeline:
     """A model cut over the ranks of a job, microbatches under way in all stages at once.
 
@@ -224,7 +118,13 @@ class Pipeline:
             )
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
-        self._run = _Run(self, self._wrapped, self._kind, self._places)
+        self._schedule: Any = None  # torch's, for microbatches of _rows_of_schedule rows
+        self._rows_of_schedule = -1
+        self._timed: list[TimedStage] = []
+        self._batch: Microbatches | None = None
+        self._factor = 1.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # where the last stage is
+        self._spans: list[Span] | None = None  # what was computed when; None without a trace
         self.balance_loss = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -254,7 +154,30 @@ class Pipeline:
         # Data parallelism takes the mean of gradients, but total counts the targets of all replicas.
         factor = dist.get_world_size(self.groups.data) / max(total, 1)
         self._tied.set_aside()
-        balance_losses = self._run.train(microbatches, factor, trace)
+        self._spans = [] if trace else None
+        began = time.perf_counter()
+        self._begin(microbatches, factor)
+        # torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once
+        if microbatches.most_rows != self._rows_of_schedule:
+            check_same("the number of rows of a batch", (sum(microbatches.rows),), self.groups.pp)
+            self._schedule = self._make_schedule(microbatches.most_rows)
+            self._rows_of_schedule = microbatches.most_rows
+        for timed in self._timed:
+            timed.spans, timed.began = self._spans, began
+        # The schedule cuts and passes on only the numbers of microbatches: each stage has the values themselves.
+        numbers = torch.arange(self.num_microbatches, device="cpu")
+        indexes = [stage.index for stage in self.stages]
+        given = (numbers,) if 0 in indexes else ()
+        targets = numbers if self.num_stages - 1 in indexes else None
+        try:
+            self._schedule.step(*given, target=targets, return_outputs=False)
+            balance_losses = [loss for stage in self.stages for loss in stage.balance_losses]
+        except RuntimeError as error:
+            check_compiled_blocks(error)
+            raise
+        finally:
+            for stage in self.stages:
+                stage.forget()
         for wrapped in self._wrapped:
             if isinstance(wrapped, DistributedGroupedDataParallel):
                 wrapped.allreduce_params()
@@ -266,7 +189,34 @@ class Pipeline:
         """Return the loss of a batch without gradients and in eval mode, as train_step returns it."""
         for wrapped in self._wrapped:
             wrapped.eval()
-        self._run.evaluate(self._cut(batch, target))
+        # one microbatch after the other; every rank runs its own stages, in their order
+        microbatches = self._cut(batch, target)
+        self._begin(microbatches, 1.0)
+        mine = {pair[0].index: pair for pair in zip(self.stages, self._wrapped, strict=True)}
+        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
+        pp, me = self.groups.pp, dist.get_rank(self.groups.pp)
+        for number in range(self.num_microbatches):
+            index = torch.tensor([number], device="cpu")
+            values: tuple[Tensor, ...] = ()
+            for i in sorted(mine):
+                stage, wrapped = mine[i]
+                if i > 0 and owner[i - 1] != me:
+                    examples = stage.inputs.examples(microbatches.most_rows)
+                    values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in examples)
+                    for x in values:
+                        dist.recv(x, group=pp, group_src=owner[i - 1])
+                stage.number = number
+                result = wrapped(*((index,) if i == 0 else values))
+                values = as_tuple(result)
+                if stage.is_last:
+                    self._loss(result, index)
+                elif owner[i + 1] != me:
+                    for x in values:
+                        dist.send(x.contiguous(), group=pp, group_dst=owner[i + 1])
+        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
+            stage.forget()
+            if isinstance(wrapped, FSDPModule):
+                wrapped.reshard()  # as a backward does: parameters() are the shards again
         return self._report(self._total_count(target), [])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -289,8 +239,42 @@ class Pipeline:
     def spans(self) -> list[Span]:
         """Gather the times of the ranks' computations in the last train_step(trace=True); all of them call it."""
         gathered: list[Any] = [None] * dist.get_world_size(self.groups.pp)
-        dist.all_gather_object(gathered, self._run.spans or [], group=self.groups.pp)
+        dist.all_gather_object(gathered, self._spans or [], group=self.groups.pp)
         return [span for spans in gathered for span in spans]
+
+    def _begin(self, microbatches: Microbatches, factor: float) -> None:
+        self._batch, self._factor = microbatches, factor
+        self._loss_sum.zero_()
+        for stage in self.stages:
+            stage.begin(microbatches)
+
+    def _make_schedule(self, rows: int) -> Any:
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        self._timed = made = []
+        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
+            given = number if stage.is_first else stage.inputs.examples(rows)
+            result = stage.outputs.examples(rows)
+            place, group = (stage.index, self.num_stages, self.device), self.groups.pp
+            made.append(TimedStage(wrapped, *place, input_args=given, output_args=result, group=group))
+            made[-1].stage = stage
+        stages, count = made if self._kind.takes_list else made[0], self.num_microbatches
+        schedule = self._kind.make(stages, count, loss_fn=self._loss, scale_grads=False)
+        if self.overlap and self._kind.overlaps and not isinstance(self._wrapped[0], FSDPModule):
+            Overlap(schedule, made, self._loss, self.device)
+        return schedule
+
+    def _loss(self, output: Tensors, number: Tensor) -> Tensor:
+        batch = self._batch
+        assert batch is not None
+        rows, target = batch.rows[int(number)], batch.targets[int(number)]
+        outputs = tuple(cut(x, rows) for x in as_tuple(output))
+        loss = self.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, target)
+        if loss.dim():
+            raise ValueError(
+                f"loss_fn must return the sum of the losses, a scalar, but returned {list(loss.shape)}"
+            )
+        self._loss_sum += loss.detach().to(self.device)
+        return loss * self._factor
 
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
         check_tensors(target, "the target of a pipeline")
@@ -310,10 +294,10 @@ class Pipeline:
 
     def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
         data_size = dist.get_world_size(self.groups.data)
-        balance = torch.zeros_like(self._run.loss_sum)
+        balance = torch.zeros_like(self._loss_sum)
         for loss in balance_losses:
             balance += loss.to(self.device)
-        numbers = torch.stack((self._run.loss_sum / max(total, 1), balance / data_size))
+        numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size))
         sum_over(numbers, self.groups.pp)
         sum_over(numbers, self.groups.data)
         self.balance_loss = numbers[1]

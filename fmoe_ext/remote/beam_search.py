@@ -30,38 +30,6 @@ class Found:
     num_asked: int = 0  # prefixes and uids
 
 
-class _Steps:
-    """The questions of one search. Each has an equal share of the time that is left."""
-
-    def __init__(self, prefix: str, count: int, timeout: float):
-        self.prefix, self.left, self.timeout = prefix, count, timeout
-        self.deadline = time.monotonic() + timeout
-        self.missing: list[str] = []
-        self.num_asked = 0
-
-    async def ask(
-        self, question: Callable[[list[str], float], Awaitable[Mapping[str, T]]], keys: list[str]
-    ) -> Mapping[str, T]:
-        """The answers that come in time; DiscoveryError if none comes before the deadline of the search."""
-        self.num_asked += len(keys)
-        while True:
-            seconds = (self.deadline - time.monotonic()) / self.left
-            if seconds * self.left <= 0:
-                raise DiscoveryError(
-                    f"the search below {self.prefix} was not done within {self.timeout:.3g} s: "
-                    f"no answer for {keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
-                )
-            try:
-                found = await question(keys, seconds)
-            except Unanswered as error:
-                found = error.found
-            if found or not keys:
-                break
-        self.left -= 1
-        self.missing += [key for key in keys if key not in found]
-        return found
-
-
 async def beam_search(
     discovery: Discovery, prefix: str, scores: Sequence[torch.Tensor], beam_size: int, timeout: float = 5.0
 ) -> Found:
@@ -72,21 +40,44 @@ async def beam_search(
     without an answer by then are left out and named in Found.missing; DiscoveryError if a step has no answer at all.
     Exact for one dimension.
     """
-    steps = _Steps(prefix, len(scores) + 1, timeout)
+    deadline, left = time.monotonic() + timeout, len(scores) + 1  # questions
+    missing: list[str] = []
+    num_asked = 0
+
+    async def ask(
+        question: Callable[[list[str], float], Awaitable[Mapping[str, T]]], keys: list[str]
+    ) -> Mapping[str, T]:
+        """The answers that come in time; DiscoveryError if none comes before the deadline of the search."""
+        nonlocal left, num_asked
+        num_asked += len(keys)
+        while True:
+            seconds = (deadline - time.monotonic()) / left
+            if seconds * left <= 0:
+                raise DiscoveryError(
+                    f"the search below {prefix} was not done within {timeout:.3g} s: "
+                    f"no answer for {keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
+                )
+            try:
+                found = await question(keys, seconds)
+            except Unanswered as error:
+                found = error.found
+            if found or not keys:
+                break
+        left -= 1
+        missing.extend(key for key in keys if key not in found)
+        return found
+
     num_tokens = scores[0].shape[0]
     prefixes = [check_prefix(prefix)]
     # [T, B] into prefixes; -1: none
     beam_prefix = torch.zeros(num_tokens, 1, dtype=torch.int64, device="cpu")
     beam_score = torch.zeros(num_tokens, 1, dtype=scores[0].dtype, device="cpu")
 
-    async def successors(keys: list[str], seconds: float) -> Mapping[str, frozenset[int]]:
-        return await discovery.successors(keys, timeout=seconds)
-
     async def records_of(keys: list[str], seconds: float) -> Mapping[str, ExpertRecord | None]:
         return dict(zip(keys, await discovery.get(keys, timeout=seconds), strict=True))
 
     for axis in scores:
-        live = await steps.ask(successors, prefixes)
+        live = await ask(lambda keys, seconds: discovery.successors(keys, timeout=seconds), prefixes)
         # [P + 1, n]: the live coordinates below each prefix; none in the last row, where beam_prefix is -1
         alive = torch.zeros(len(prefixes) + 1, axis.shape[1], dtype=torch.bool, device="cpu")
         for row, name in enumerate(prefixes):
@@ -103,7 +94,7 @@ async def beam_search(
         beam_prefix = index - has_none
         codes = used[has_none:].tolist()
         prefixes = [f"{prefixes[code // axis.shape[1]]}.{code % axis.shape[1]}" for code in codes]
-    found = await steps.ask(records_of, prefixes)
+    found = await ask(records_of, prefixes)
     records = [found.get(uid) for uid in prefixes]
     # an expert may have died since its prefix was found: the living are numbered anew and come first
     kept = [n for n, record in enumerate(records) if record is not None]
@@ -112,4 +103,4 @@ async def beam_search(
     renamed = number[beam_prefix]
     order = (renamed < 0).to(torch.int8).argsort(dim=1, stable=True)
     topk_idx = renamed.gather(1, order)
-    return Found([r for r in records if r is not None], topk_idx, tuple(steps.missing), steps.num_asked)
+    return Found([r for r in records if r is not None], topk_idx, tuple(missing), num_asked)

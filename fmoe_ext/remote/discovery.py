@@ -5,7 +5,6 @@ printable text without dots, slashes and spaces ("my::experts2", "größe").
 """
 
 import abc
-import itertools
 import math
 import random
 import re
@@ -31,7 +30,7 @@ class DiscoveryError(RemoteError):
 class Unanswered(DiscoveryError):
     """Discovery answered for some keys only. found: their answers; missing: the other keys."""
 
-    def __init__(self, text: str, found: Mapping[str, Any], missing: Sequence[str]):
+    def __init__(self, text: str, found: Mapping[Any, Any], missing: Sequence[Any]):
         super().__init__(text)
         self.found, self.missing = found, tuple(missing)
 
@@ -248,10 +247,9 @@ class Cached(Discovery):
         return [record if record is not None and record.is_live() else None for record in records]
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
-        async def ask(missing: list[str]) -> dict[str, frozenset[int]]:
-            return await self.inner.successors(missing, timeout=timeout)
-
-        return await self._answer(self._successors, prefixes, ask)
+        return await self._answer(
+            self._successors, prefixes, lambda missing: self.inner.successors(missing, timeout=timeout)
+        )
 
     async def _answer(
         self,
@@ -285,7 +283,6 @@ class Cached(Discovery):
 
 
 _RANGE = re.compile(r"\[(\d{1,10}):(\d{1,10})\]")
-MAX_TRIED = 1024  # candidates looked up at a time
 
 
 class Pattern:
@@ -313,7 +310,7 @@ class Pattern:
         check_uid(self._uid(0))
 
     def __iter__(self) -> Iterator[str]:
-        return (".".join([self._prefix, *map(str, place)]) for place in itertools.product(*self._axes))
+        return map(self._uid, range(self.size))
 
     def sample(self, count: int, rng: random.Random) -> list[str]:
         """Up to count different uids in random order."""
@@ -329,23 +326,3 @@ class Pattern:
             place, index = divmod(place, len(axis))
             parts.append(str(axis[index]))
         return ".".join([self._prefix, *reversed(parts)])
-
-
-async def claim_free_uids(
-    discovery: Discovery, pattern: Pattern, count: int, endpoint: str, ttl: float, rng: random.Random
-) -> list[str]:
-    """Claims count random uids of a pattern that nobody hosts, or as many as there are."""
-    mine: list[str] = []
-    tried: set[str] = set()
-    while len(mine) < count and len(tried) < pattern.size:
-        # more candidates than are needed, or a grid that is nearly full would take a question for each free uid
-        wanted = min(pattern.size, len(tried) + min(4 * count, MAX_TRIED))
-        candidates = [uid for uid in pattern.sample(wanted, rng) if uid not in tried]
-        tried.update(candidates)
-        records = await discovery.get(candidates)
-        free = [uid for uid, record in zip(candidates, records, strict=True) if record is None]
-        while free and len(mine) < count:
-            some, free = free[: count - len(mine)], free[count - len(mine) :]
-            granted = await discovery.declare(some, endpoint, ttl)
-            mine += [uid for uid in some if uid in granted]
-    return sorted(mine, key=coordinates)

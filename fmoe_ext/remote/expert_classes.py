@@ -42,7 +42,7 @@ class _StackedFfn(nn.Module):
         rows: torch.Tensor,
         tokens_per_expert: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """forward() with other parameters: those of some experts, in the order of self.parameters()."""
+        """forward() with the parameters of some experts, in the order of self.parameters()."""
         norm_weight, norm_bias, w1, b1, w2, b2 = parameters
         if tokens_per_expert is None:
             tokens_per_expert = torch.tensor([rows.shape[0]], device="cpu")
@@ -264,7 +264,7 @@ class _GroupedStack:
             self._parameters[n][:kept] = old[:kept]
 
     def views(self, place: int) -> dict[str, torch.Tensor]:
-        """The parameters of one expert, [1, *] each, sharing memory with those of all."""
+        """The parameters of one expert, [1, *] each, views of the stack."""
         return {n: p[place : place + 1] for n, p in zip(self._names, self._parameters, strict=True)}
 
     def buffers(self, place: int) -> dict[str, torch.Tensor]:

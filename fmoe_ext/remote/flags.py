@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,12 +20,12 @@ DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 class _Flag:
     """One flag."""
 
-    name: str
-    default: Any
-    needs: tuple[str, ...]  # flags of which one must be given too
-    excludes: tuple[str, ...]  # flags that may not be given with it
+    name: str  # "": its field's
+    default: Any  # of the command
+    needs: Sequence[str]  # flags; one of them must be given too
+    excludes: Sequence[str]  # flags that may not be given with it
     group: str | None  # its title in --help
-    spelling: tuple[str, ...]  # short forms
+    short: str  # another spelling
     arguments: Mapping[str, Any]  # of argparse.add_argument
 
 
@@ -45,17 +46,22 @@ def flag(
     name: the flag's name if it is not the field's. command_default: the command's default if it is not the field's.
     """
     shown = default if command_default is dataclasses.MISSING else command_default
-    rules = tuple(needs), tuple(excludes), group, (short,) if short else ()
-    described = _Flag(name, shown, *rules, {**arguments, "help": help or None})
+    described = _Flag(name, shown, needs, excludes, group, short, {**arguments, "help": help or None})
     return dataclasses.field(default=default, metadata={"flag": described})
 
 
+NETWORK, ADMISSION = "how others find it", "who may call"
+network_flag, admission_flag = partial(flag, group=NETWORK), partial(flag, group=ADMISSION)
+
+
 def flags_of(*kinds: type) -> Iterator[tuple[str, _Flag]]:
-    """(field name, flag) of every flag that dataclasses declare."""
+    """(field name, flag) of every flag that dataclasses declare; a path's type follows from its annotation."""
     for kind in kinds:
         for field in dataclasses.fields(kind):
             if (declared := field.metadata.get("flag")) is not None:
-                yield field.name, dataclasses.replace(declared, name=declared.name or field.name)
+                arguments = declared.arguments | ({"type": Path} if field.type == Path | None else {})
+                name = declared.name or field.name
+                yield field.name, dataclasses.replace(declared, name=name, arguments=arguments)
 
 
 def build(kind: Callable[..., T], values: argparse.Namespace, **others: Any) -> T:
@@ -83,7 +89,8 @@ class Parser(argparse.ArgumentParser):
             if one.group is not None and one.group not in groups:
                 groups[one.group] = self.add_argument_group(one.group)
             target: Any = self if one.group is None else groups[one.group]
-            target.add_argument(*one.spelling, f"--{one.name}", default=one.default, **one.arguments)
+            spellings = [*filter(None, [one.short]), f"--{one.name}"]
+            target.add_argument(*spellings, default=one.default, **one.arguments)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2; names the line of the file if the flag comes from one."""

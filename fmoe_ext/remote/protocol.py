@@ -2,7 +2,6 @@
 
 import contextlib
 import resource
-import secrets
 
 SERVICE = "fmoe.Experts"
 INFO, FORWARD = f"/{SERVICE}/Info", f"/{SERVICE}/Forward"
@@ -19,16 +18,12 @@ IN_PARTS = "InParts"  # at the end of a method's name: request and answer come i
 ROOM = "fmoe-room"  # in the first metadata of a server to a call in parts: now send it
 PART_BYTES = 1 << 20  # of a message in parts; longer messages are sent in parts where the server knows how
 # grpc reads a message to its end, and copies it twice, before a handler can say that there is no room for it. So
-# servers take no longer ones; what is longer comes in parts, each of which is read when there is room for the whole.
+# servers take no longer ones; what is longer comes in parts, which are read when there is room for the whole.
 WHOLE_BYTES = 4 << 20
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 # How the text of a FAILED_PRECONDITION begins when another server takes the gradients.
 NOT_LEADER = "not the leader"
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(ID_LENGTH // 2)
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

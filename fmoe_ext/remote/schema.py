@@ -25,9 +25,8 @@ class Schema:
     inputs: tuple[Row, ...]
     output: Row
     keywords: tuple[str, ...] = ()  # names of the last inputs, which are given by keyword
-    parts: tuple[
-        tuple[int, ...], ...
-    ] = ()  # shapes of several outputs, which travel as one, flat and side by side
+    # shapes of several outputs, which travel as one, flat and side by side
+    parts: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(

@@ -15,11 +15,10 @@ from typing import Any
 
 import grpc
 
-from fmoe_ext.remote.flags import POSITIVE, flag
+from fmoe_ext.remote.flags import POSITIVE, admission_flag
 
 MAX_PEERS = 10_000  # whose rates are remembered
-ADMISSION = "who may call"
-BURST_SECONDS = 2.0  # a peer that was silent may send so many seconds' worth at once
+BURST_SECONDS = 2.0  # a peer that was silent may send at once what it may send in this time
 
 
 class Denied(Exception):
@@ -67,29 +66,18 @@ class Credentials:
 class Security:
     """The demands of a server."""
 
-    certificate: Path | None = flag(None, "PEM file", name="tls_certificate", type=Path, group=ADMISSION)
-    key: Path | None = flag(
-        None, "PEM file", name="tls_key", type=Path, needs=("tls_certificate",), group=ADMISSION
-    )
-    client_ca: Path | None = flag(
-        None,
-        "demand client certificates that it signed",
-        name="tls_client_ca",
-        type=Path,
-        needs=("tls_certificate",),
-        group=ADMISSION,
+    certificate: Path | None = admission_flag(None, "PEM file", name="tls_certificate")
+    key: Path | None = admission_flag(None, "PEM file", name="tls_key", needs=("tls_certificate",))
+    client_ca: Path | None = admission_flag(
+        None, "demand client certificates that it signed", name="tls_client_ca", needs=("tls_certificate",)
     )
     tokens: Mapping[str, str] = field(default_factory=dict)  # {token: name}; calls without one are refused
     # of tokens, of certificates, or IP addresses
-    backward: Collection[str] | None = flag(
-        None,
-        "names that may send gradients; all, if not given",
-        name="allow_backward",
-        nargs="+",
-        group=ADMISSION,
+    backward: Collection[str] | None = admission_flag(
+        None, "names that may send gradients; all, if not given", name="allow_backward", nargs="+"
     )
-    calls_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
-    bytes_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
+    calls_per_second: float = admission_flag(float("inf"), "of each peer", type=POSITIVE)
+    bytes_per_second: float = admission_flag(float("inf"), "of each peer", type=POSITIVE)
 
     def __post_init__(self) -> None:
         if "" in self.tokens:
@@ -149,7 +137,7 @@ def lock_file(path: Path, in_use: str) -> int:
 
 
 def _check_pair(certificate: Path, key: Path) -> None:
-    """ValueError for files of which grpc would say only that it cannot listen or connect."""
+    """ValueError, which names the files; grpc would say only that it cannot listen or connect."""
     check_private(key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)

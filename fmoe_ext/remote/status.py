@@ -42,7 +42,7 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class ExpertStatus:
-    """One expert. term and version: those of the record in etcd, whose version is noted every few seconds."""
+    """One expert. term and version: of the record in etcd, whose version is noted every few seconds."""
 
     uid: str
     leader: str | None  # its endpoint
@@ -63,48 +63,45 @@ async def read_status(
 
     Raises DiscoveryError if etcd does not answer within timeout seconds. A server that does not is in the result.
     """
-    etcd, caller = EtcdClient(endpoints), Caller(credentials)
-    try:
-        entries, _ = await etcd.read(keys.ROOT, is_prefix=True, timeout=timeout)
-        found = {entry.key: entry for entry in entries}
-        uids = sorted({uid for key in found if (uid := keys.uid_of(key)) and keys.members_key(uid) in found})
-        turns = asyncio.Semaphore(MAX_CALLS)
-        return list(await asyncio.gather(*(_expert(uid, found, caller, turns, timeout) for uid in uids)))
-    finally:
-        await caller.close()
-        await etcd.close()
+    etcd, caller, turns = EtcdClient(endpoints), Caller(credentials), asyncio.Semaphore(MAX_CALLS)
 
-
-async def _expert(
-    uid: str, found: dict[str, Entry], caller: Caller, turns: asyncio.Semaphore, timeout: float
-) -> ExpertStatus:
-    record = keys.load_members(found[keys.members_key(uid)].value) or keys.Members()
-    entry = found.get(keys.leader_key(uid))
-    leader = None if entry is None else keys.load_leader(entry.value)
-    endpoints = dict(record.endpoints)
-    for key, server_entry in found.items():
-        server = keys.load_server(server_entry.value) if key.startswith(keys.SERVERS) else None
-        if server is not None:
-            endpoints.setdefault(key.removeprefix(keys.SERVERS), server.endpoint)
-
-    async def ask(server: str, endpoint: str) -> ReplicaStatus | None:
-        replica = ReplicaStatus(server, endpoint, server in record.endpoints)
+    async def ask(uid: str, server: str, endpoint: str, is_member: bool) -> ReplicaStatus | None:
+        replica = ReplicaStatus(server, endpoint, is_member)
         data = encode(Message({}, {protocol.UID: uid}))
         try:
             async with turns:
                 meta = (await caller.call(endpoint, protocol.INFO, data, timeout)).meta
         except errors.RemoteError as error:
-            return dataclasses.replace(replica, error=str(error)) if replica.is_member else None
+            return dataclasses.replace(replica, error=str(error)) if is_member else None
         names = (protocol.TERM, protocol.VERSION, protocol.COMMITTED, protocol.SAVED, protocol.WAITING)
         numbers: dict[str, Any] = {name: int(meta[name]) for name in names if meta.get(name, "").isdigit()}
         unsaved = meta.get(protocol.UNSAVED, "")
         return dataclasses.replace(replica, role=meta.get(protocol.ROLE), unsaved=unsaved, **numbers)
 
-    answers = await asyncio.gather(
-        *(ask(*item) for item in sorted(endpoints.items(), key=lambda item: item[1]))
-    )
-    replicas = tuple(replica for replica in answers if replica is not None)
-    return ExpertStatus(uid, leader.endpoint if leader else None, record.term, record.version, replicas)
+    async def look_at(uid: str, found: dict[str, Entry]) -> ExpertStatus:
+        record = keys.load(keys.Members, found[keys.members_key(uid)].value) or keys.Members()
+        entry = found.get(keys.leader_key(uid))
+        leader = None if entry is None else keys.load(keys.Leader, entry.value)
+        servers = dict(record.endpoints)
+        for key, value in found.items():
+            server = keys.load(keys.ServerEntry, value.value) if key.startswith(keys.SERVERS) else None
+            if server is not None:
+                servers.setdefault(key.removeprefix(keys.SERVERS), server.endpoint)
+        by_endpoint = sorted(servers.items(), key=lambda item: item[1])
+        answers = await asyncio.gather(
+            *(ask(uid, *item, item[0] in record.endpoints) for item in by_endpoint)
+        )
+        replicas = tuple(replica for replica in answers if replica is not None)
+        return ExpertStatus(uid, leader.endpoint if leader else None, record.term, record.version, replicas)
+
+    try:
+        entries, _ = await etcd.read(keys.ROOT, is_prefix=True, timeout=timeout)
+        found = {entry.key: entry for entry in entries}
+        uids = sorted({uid for key in found if (uid := keys.uid_of(key)) and keys.members_key(uid) in found})
+        return list(await asyncio.gather(*(look_at(uid, found) for uid in uids)))
+    finally:
+        await caller.close()
+        await etcd.close()
 
 
 def to_text(experts: Sequence[ExpertStatus]) -> str:
@@ -135,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--registry", required=True, type=etcd_address, help="etcd://host:port[,host:port...]"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--timeout", type=positive_float, default=5.0, help="seconds for each answer")
     parser.add_argument("--tokens", metavar="FILE", type=Path, help="the servers' file of names and tokens")
     parser.add_argument("--own_token", metavar="NAME", help="which of them to show")

@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -53,12 +53,9 @@ class Limits:
 
 
 CALL = Limits()
-STATE = Limits(
-    max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096
-)  # 2 GiB: grpc's largest
-WHOLE = Limits(
-    max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096
-)  # a state in parts, or in a file
+MAX_MESSAGE_BYTES = 2**31 - 1  # grpc's largest
+STATE = Limits(MAX_MESSAGE_BYTES, max_header_bytes=1 << 20, max_tensors=4096)
+WHOLE = replace(STATE, max_message_bytes=1 << 40)  # a state in parts, or in a file
 HEADER_BYTES = 1 << 20  # kept free for the header of a message
 MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
 
@@ -80,10 +77,12 @@ class Message:
             raise WireError(f"the message does not say {key}")
         return value
 
-    def number(self, key: str) -> int:
-        """An entry of the metadata; WireError if it is no number below 10^18, which int64 holds."""
+    def number(self, key: str, default: int | None = None) -> int:
+        """An entry of the metadata; if it is no number below 10^18, which int64 holds, default, else WireError."""
         text = self.meta.get(key, "")
         if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+            if default is not None:
+                return default
             raise WireError(f"{key} must be a number, but is {text[:50]!r}")
         return int(text)
 
@@ -142,7 +141,23 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
             f"{len(data) - _LENGTH.size} came"
         )
     first = _LENGTH.size + length  # byte of the first tensor
-    header, meta = _read_header(bytes(data[_LENGTH.size : first]), limits)
+    try:
+        header = json.loads(bytes(data[_LENGTH.size : first]))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the header is no JSON: {str(error)[:200]}") from None
+    if not isinstance(header, dict):
+        raise WireError(f"the header must be a JSON object, but is a {type(header).__name__}")
+    if not all(_is_text(name, limits) for name in header):
+        raise WireError(f"a name in the header must be text of at most {limits.max_text} characters")
+    meta = header.pop(_METADATA, {})
+    if not isinstance(meta, dict) or len(meta) > limits.max_metadata:
+        raise WireError(f"{_METADATA} must be an object of at most {limits.max_metadata} entries")
+    for key, value in meta.items():
+        if not (_is_text(key, limits) and _is_text(value, limits)):
+            what = f"{_METADATA}[{key[:100]!r}]"
+            raise WireError(f"{what} must be text of at most {limits.max_text} characters")
+    if len(header) > limits.max_tensors:
+        raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
     # bytes are shared with others, and torch may write into its tensors
     if not isinstance(data, bytearray):
         data, first = bytearray(memoryview(data)[first:]), 0
@@ -180,28 +195,6 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
     if end != size:
         raise WireError(f"{size - end} bytes belong to no tensor")
     return Message(tensors, meta)
-
-
-def _read_header(text: bytes, limits: Limits) -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of the tensors, and the metadata."""
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"the header is no JSON: {str(error)[:200]}") from None
-    if not isinstance(header, dict):
-        raise WireError(f"the header must be a JSON object, but is a {type(header).__name__}")
-    if not all(_is_text(name, limits) for name in header):
-        raise WireError(f"a name in the header must be text of at most {limits.max_text} characters")
-    meta = header.pop(_METADATA, {})
-    if not isinstance(meta, dict) or len(meta) > limits.max_metadata:
-        raise WireError(f"{_METADATA} must be an object of at most {limits.max_metadata} entries")
-    for key, value in meta.items():
-        if not (_is_text(key, limits) and _is_text(value, limits)):
-            what = f"{_METADATA}[{key[:100]!r}]"
-            raise WireError(f"{what} must be text of at most {limits.max_text} characters")
-    if len(header) > limits.max_tensors:
-        raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
-    return header, meta
 
 
 def _is_text(value: Any, limits: Limits) -> bool:
@@ -292,7 +285,7 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
 
 
 def unpacked_bytes(message: Message) -> int:
-    """The bytes of the tensors that decompress() makes beside those of the message."""
+    """The bytes of the tensors that decompress() makes, beside the message's own."""
     return sum(
         x.numel() * DTYPES.get(message.meta[name + _DTYPE], x.dtype).itemsize
         for name, x in message.tensors.items()

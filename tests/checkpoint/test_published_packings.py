@@ -97,7 +97,8 @@ def test_projections_in_different_packings_are_decoded(tmp_path):
 
     joined = (("gate_proj", "up_proj"), ("down_proj",))
     names = (tuple(tuple(f"{PATH}.{e}.{p}.weight" for p in of) for e in range(E)) for of in joined)
-    layer, _ = layer_of(save(tmp_path, tensors, config), PATH, tuple(map(InFiles, names)))
+    base = save(tmp_path, tensors, config)
+    layer, _ = layer_of(base, kind_of(base), PATH, tuple(map(InFiles, names)))
     w1, w2 = read(layer, [0, 1])
     assert torch.equal(w1[1], torch.cat((values[1, "gate_proj"], values[1, "up_proj"])))
     assert torch.equal(w2[0], values[0, "down_proj"])

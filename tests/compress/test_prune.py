@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 import fmoe_ext
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import CRITERIA, measure, prune
-from fmoe_ext.compress.choose import best, number_to_keep
+from fmoe_ext.compress.choose import best
+from fmoe_ext.compress.prune import number_to_keep
 from fmoe_ext.compress.scores import Scores
 from tests import packed_layouts
 from tests.finetune.streamed_models import WIDE, of_values, pack, pack_linear, resident, save
@@ -194,6 +195,13 @@ def test_dry_run_measures_and_writes_nothing(tmp_path):
     report = run(folder, tmp_path / "out", dry_run=True)
     assert report["experts_after"] == 3 and "loss_after" not in report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_whole_text_is_read_if_none_is_held_out(tmp_path):
+    folder = save(tmp_path / "model", **FEW)
+    report = run(folder, tmp_path / "out", held_out=0.0)
+    assert report["tokens"] == 600 and report["loss_before"] is None and report["loss_after"] is None
+    assert "loss" not in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Span
-from fmoe_ext.finetune.streaming import cut, reader
+from fmoe_ext.finetune.streaming import pool, reader
 
 SIZE = 3 * reader.CHUNK + 12345
 
@@ -89,21 +89,21 @@ def test_spans_behind_the_end_and_absent_files_are_refused(files):
 
 
 def test_next_uses_of_layers():
-    parts = cut.Parts([SimpleNamespace(num_experts=8)] * 4, size=0)
+    parts = pool.Parts([SimpleNamespace(num_experts=8)] * 4, size=0)
     order = [
         list(parts.after(1, phase, training))
         for phase, training in [
-            (cut.Phase.FORWARD, True),
-            (cut.Phase.FORWARD, False),
-            (cut.Phase.BACKWARD, True),
+            (pool.Phase.FORWARD, True),
+            (pool.Phase.FORWARD, False),
+            (pool.Phase.BACKWARD, True),
         ]
     ]
     assert order == [[2, 3, 3, 2, 1, 0], [2, 3, 0, 1, 2, 3], [0, 0, 1, 2, 3]]
 
 
 def test_next_uses_of_parts():
-    parts = cut.Parts([SimpleNamespace(num_experts=5)] * 3, size=3)
+    parts = pool.Parts([SimpleNamespace(num_experts=5)] * 3, size=3)
     assert list(map(tuple, parts)) == [(layer, *ends) for layer in range(3) for ends in ((0, 3), (3, 5))]
-    assert list(parts.after(4, cut.Phase.FORWARD, True)) == [5, 4, 5, 2, 3, 0, 1]
-    assert list(parts.after(2, cut.Phase.REPEATED, True)) == [3, 3, 2, 0, 1, *range(6)]
-    assert list(parts.after(3, cut.Phase.BACKWARD, True)) == [2, 0, 1, *range(6)]
+    assert list(parts.after(4, pool.Phase.FORWARD, True)) == [5, 4, 5, 2, 3, 0, 1]
+    assert list(parts.after(2, pool.Phase.REPEATED, True)) == [3, 3, 2, 0, 1, *range(6)]
+    assert list(parts.after(3, pool.Phase.BACKWARD, True)) == [2, 0, 1, *range(6)]

@@ -8,7 +8,7 @@ import torch
 
 from fmoe_ext import frozen, huggingface
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.compress.cut_gguf import GgufCut
+from fmoe_ext.compress.cut import GgufCut
 from fmoe_ext.gguf import architecture_for, metadata
 from fmoe_ext.gguf.architectures.deepseek2 import DeepseekV2
 from fmoe_ext.model_files import GgufModel

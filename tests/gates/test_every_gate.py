@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext import FMoE, FMoETransformerMLP
+from fmoe_ext import FMoE, FMoETransformerMLP, gates
 from fmoe_ext.gates import GATES, BaseGate, find_gate, gen_faster_gate
 from tests.sweeps import rest_is_long
 
@@ -211,3 +211,16 @@ def test_names():
 def test_too_many_choices(name):
     with pytest.raises(ValueError, match="top_k must be between 1 and the 8 experts, but got 9"):
         make(name, top_k=9)
+
+
+@pytest.mark.parametrize("name", ["SoftmaxGate", "NormedGate", "UniformGate"])
+def test_pickles_of_earlier_releases_find_their_gates(name):
+    """They name the module that a gate was in."""
+    assert pickle.loads(f"cfmoe_ext.gates.scored_gate\n{name}\n.".encode()) is getattr(gates, name)
+
+
+def test_copies_of_a_gate_warn_for_themselves():
+    gate = gates.NaiveGate(4, 4, 1)
+    other = copy.deepcopy(gate)
+    other.warned.add("calls")
+    assert gate.warned == set()

@@ -14,7 +14,7 @@ from fmoe_ext.gates import (
     UniformGate,
     update_biases,
 )
-from fmoe_ext.gates.base_gate import scores_of
+from fmoe_ext.gates.scores import scores_of
 
 D, E = 6, 8
 

@@ -197,18 +197,24 @@ def test_generate_and_a_step_of_training(dtype):
             assert (found[name] - p.grad).abs().max() <= bound, name
 
 
-def test_recomputation_keeps_the_bits():
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_recomputation_keeps_the_bits(where):
+    """A backward inside the block, and after it with the mode passed to the checkpoint."""
     model, tokens = make_model("Qwen3Moe").train(), texts(2, 9)
+    options = {"use_reentrant": False}
+    if where == "after":
+        options["context_fn"] = lambda: (nullcontext(), fmoe_ext.batch_invariant())
     results = []
     for recomputes in (False, True):
         if recomputes:
-            model.gradient_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": lambda: (nullcontext(), fmoe_ext.batch_invariant())}
-            )
+            model.gradient_checkpointing_enable(options)
         model.zero_grad()
         with fmoe_ext.batch_invariant():
             loss = model(tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+            if where == "inside":
+                loss.backward()
+        if where == "after":
+            loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) > 10
     assert all(map(torch.equal, *results))

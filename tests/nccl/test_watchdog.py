@@ -68,7 +68,13 @@ def folder():
             built.mkdir(parents=True)
             library = [str(fake / "fake.cpp"), "-Wl,-soname,libcuda.so.1", "-o", str(built / "libcuda.so.1")]
             subprocess.run([*common, *library], check=True)
-            module = [str(nccl / "communicator.cpp"), "-ldl", "-o", str(built / "unfinished.so")]
+            module = [
+                str(nccl / "communicator.cpp"),
+                "-ldl",
+                "-Wl,--wrap=nanosleep",
+                "-o",
+                str(built / "unfinished.so"),
+            ]
             subprocess.run([*common, *flags, *module], check=True)
             (built / "unfinished.so").rename(built / "_C_nccl.so")
     return built
@@ -201,22 +207,21 @@ for rows, recv, sizes in (([3], [0, 128], [8, 4]), ([3, 0], [0], [8, 4]), ([3, 0
 
 
 def test_spins_before_it_sleeps(folder):
-    """A thread that sleeps gives its core away of its own will; 20 polls do not."""
+    """An exchange that ends within the first millisecond does not sleep; a longer one does."""
     said = run(
         folder,
         """
-import resource
 c = new(1000.0)
-def switches(polls):
+def sleeps(polls):
     fake.fake_in_progress(polls)
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    before = fake.fake_sleeps()
     exchange(c)
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
-print(min(switches(20) for _ in range(50)), switches(8000))  # a poll takes a system call: more than 0.15 us
+    return fake.fake_sleeps() - before
+print(min(sleeps(20) for _ in range(50)), sleeps(8000))  # a poll takes a system call: more than 0.15 us
 """,
     )
     few, many = map(int, said[0].split())
-    assert few == 0 and many >= 20
+    assert few == 0 and many > 0
 
 
 def test_deleted_communicator_is_aborted(folder):

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 import fmoe_ext
-from fmoe_ext.ops.activations import CURVES, KINDS
+from fmoe_ext.models.recognize import GATED
+from fmoe_ext.ops.activations import CURVES, GATED_ACTIVATIONS, KINDS, PLAIN_ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +22,12 @@ def test_headers_have_the_names_in_the_order_of_python():
     text = (Path(fmoe_ext.__file__).parent / "include/fmoe/ops.h").read_text(encoding="utf-8")
     found = re.findall(r'\{"(\w+)", (true|false)\}', text)
     assert found == [(kind.name, "true" if kind.gated else "false") for kind in KINDS]
+
+
+def test_lists_of_plain_and_gated_activations_follow():
+    assert PLAIN_ACTIVATIONS == ("gelu", "gelu_tanh", "relu", "silu", "relu2")
+    assert GATED_ACTIVATIONS == ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
+    assert GATED == {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 
 
 def test_curves_have_the_gradient_of_autograd():

@@ -1,11 +1,13 @@
 """Functions of torch under batch_invariant(): values, gradients, and the same bits at every place."""
 
 import math
+import operator
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import batch_invariant, use_batch_invariant
 from tests.ops import instruction_sets
@@ -19,11 +21,15 @@ ELEMENTWISE = {
     "softplus": F.softplus,
     "mish": F.mish,
     "elu": F.elu,
+    "selu": F.selu,
+    "celu": F.celu,
     "sigmoid": torch.sigmoid,
     "method": lambda x: x.sigmoid(),
     "exp2": torch.exp2,
     "rsqrt": lambda x: (x.abs() + 0.1).rsqrt(),
     "power": lambda x: (x.abs() + 0.1) ** 1.3,
+    "in place": lambda x: x.clone().abs_().add_(0.1).rsqrt_().pow_(0.7).exp2_().sigmoid_(),
+    "power by operator in place": lambda x: operator.ipow((x.abs() + 0.1), 1.3),
     "inverse_root": lambda x: (x.abs() + 0.1).pow(-0.5),
     # left to torch
     "exp": torch.exp,
@@ -109,6 +115,22 @@ def test_products_equal_torch_and_ignore_zeros_around(isa, dtype):
             scale = a.double().abs() @ b.double().abs()
             eps = torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
             assert ((y - exact).abs() <= 2 * depth * eps * scale + torch.finfo(dtype).eps * exact.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", (*FLOATS, torch.float16), ids=str)
+def test_product_by_a_transposed_weight_is_that_of_the_layer(dtype):
+    """As heads are written that multiply in chunks; generation calls the layer."""
+    x, weight = randn(70, 1100, dtype=dtype), randn(50, 1100, seed=1, dtype=dtype)
+    with batch_invariant():
+        y = F.linear(x, weight)
+        for got in (
+            x @ weight.T,
+            torch.mm(x, weight[:].t(), out=torch.empty_like(y)),
+            (x[None] @ weight.mT)[0],
+            torch.linalg.matmul(x, weight.T),
+        ):
+            assert torch.equal(got, y)
+        assert torch.equal(x[3:5] @ weight[7:20].T, y[3:5, 7:20])
 
 
 def test_broadcast_products():
@@ -243,6 +265,95 @@ def test_gradients():
             assert torch.autograd.gradcheck(function, inputs)
     torch.library.opcheck(native._matmul_in_order, (a, b))
     torch.library.opcheck(native._softmax_in_order, (x, True))
+
+
+@pytest.mark.parametrize("function", [F.silu, F.elu, F.mish, F.selu])
+def test_gradients_of_functions_in_place(function):
+    x = randn(64).requires_grad_()  # whole vectors
+    function(x).sum().backward()
+    expected, x.grad = x.grad, None
+    with batch_invariant():
+        function(x * 1, inplace=True).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+BACKWARDS = {
+    "method": lambda y, x: y.backward(),
+    "method, inputs": lambda y, x: y.backward(torch.ones(()), inputs=[x]),
+    "backward": lambda y, x: torch.autograd.backward([y, 2 * y], [torch.ones(()), None], inputs=x),
+    "grad": lambda y, x: x.backward(torch.autograd.grad(y, {"x": x}, retain_graph=True)["x"]),
+    "edge": lambda y, x: torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y)),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_checkpoint_inside_the_block_repeats_in_the_mode(name, reentrant):
+    if reentrant and name not in ("method", "edge"):
+        pytest.skip("torch refuses inputs with a reentrant checkpoint")
+    weight, seen = randn(100, 100, seed=1), []
+
+    def forward(x):
+        seen.append(F.linear(x, weight).softmax(-1))
+        return seen[-1].square().sum()
+
+    gradients = []
+    with batch_invariant():
+        for function in (forward, lambda x: checkpoint(forward, x, use_reentrant=reentrant)):
+            x = randn(3, 100).requires_grad_()
+            BACKWARDS[name](function(x), x)
+            gradients.append(x.grad)
+    assert len(seen) == 3 and torch.equal(seen[0], seen[2]), "the repetition has other bits"
+    assert torch.equal(*gradients)
+
+
+def test_backwards_inside_the_block_are_those_of_torch():
+    x = randn(3).requires_grad_()
+    with batch_invariant():
+        (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 6 * x.detach())
+        zeros = torch.autograd.grad(x.sum(), (x, randn(2).requires_grad_()), materialize_grads=True)[1]
+        assert torch.equal(zeros, torch.zeros(2))
+        rows = torch.autograd.grad(x * x, x, torch.eye(3), is_grads_batched=True)[0]
+        torch.testing.assert_close(rows, torch.diag(2 * x.detach()))
+        by_func = torch.func.grad(lambda x: F.linear(x, torch.eye(3)).square().sum())(x.detach())
+        torch.testing.assert_close(by_func, 2 * x.detach())
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            randn(3).sum().backward()
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            (x * 2).backward()
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_inputs_that_are_no_leaves_get_their_gradients(reaches):
+    """As of torch: of inputs alone, added up, and None where no path leads."""
+
+    def gradients():
+        x = randn(3).requires_grad_()
+        y, other = x**2, 3 * x
+        inputs = [x, y] if reaches else [other]
+        (y**2).sum().backward(inputs=inputs, retain_graph=True)
+        torch.autograd.backward((y**3).sum(), inputs=inputs[-1], retain_graph=True)
+        (other * y).sum().backward(torch.ones(()))  # y keeps its gradient in later ones too
+        return [(t.retains_grad, t.grad) for t in (x, y, other) if t.is_leaf or t.retains_grad]
+
+    expected = gradients()
+    with batch_invariant():
+        got = gradients()
+    assert [kept for kept, _ in got] == [kept for kept, _ in expected]
+    for (_, a), (_, b) in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_model_is_refused_or_runs_uncompiled():
+    model, x = torch.nn.Sequential(torch.nn.Linear(100, 64), torch.nn.SiLU()), randn(9, 100)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with batch_invariant():
+        expected = model(x)
+        with pytest.raises(RuntimeError, match=r"torch\.compile around a model.*force_eager"):
+            compiled(x)
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(compiled(x), expected) and torch.equal(compiled(x[:1]), expected[:1])
 
 
 def test_wrong_arguments_are_refused():

@@ -401,7 +401,7 @@ def test_modules_are_searched_as_often_with_many_microbatches_as_with_one(checkp
     assert number(8) == number(1)
 
 
-@pytest.mark.parametrize("name", ["Pipe", "skippable", "balance_by_time", "defer_batch_norm"])
+@pytest.mark.parametrize("name", ["Pipe", "NoChunk", "skippable", "balance_by_time", "defer_batch_norm"])
 def test_old_paths_name_the_new_one(name):
     with pytest.raises(
         ImportError, match=rf"fmoe_ext\.pipeline\.{name} is fmoe_ext\.compat\.fairscale\.{name}"

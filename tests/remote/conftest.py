@@ -129,7 +129,7 @@ def etcd(etcd_endpoint):
         everything = rpc.DeleteRangeRequest(key=b"/", range_end=b"0")
         await client._call("KV/DeleteRange", everything, rpc.DeleteRangeResponse, 5.0)
         await client.close()
-        servers = [keys.load_server(entry.value) for entry in entries]
+        servers = [keys.load(keys.ServerEntry, entry.value) for entry in entries]
         return [server.endpoint for server in servers if server is not None]
 
     for endpoint in loop.run(empty(), 60):  # a dead one's entry stays until its lease ends

@@ -16,7 +16,7 @@ def kill(server):
             if replica.leader is not None:
                 replica.leader.end("killed")
         placement.replicas.clear()
-        placement.registry._lease = 0
+        placement.registry.lease = 0
         await server._grpc.stop(None)
 
     loop.run(vanish(), 60)

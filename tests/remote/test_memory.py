@@ -27,12 +27,20 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Entry
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.protocol import WINDOW_BYTES
-from fmoe_ext.remote.replication.messages import APPEND, Append, Reply, append_message, replica_handlers
+from fmoe_ext.remote.replication.messages import (
+    APPEND,
+    Append,
+    Reply,
+    append_message,
+    read_append,
+    replica_handlers,
+    reply_message,
+)
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server import fair_queue
 from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
 from fmoe_ext.remote.server.host import ExpertHost
-from fmoe_ext.remote.server.ledger import End, Logged, ReplyCache, Request, Term, Update
+from fmoe_ext.remote.server.ledger import End, ReplyCache, Request, Term, Update
 from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.service import Intake
 from fmoe_ext.remote.wire import STATE, Message, compress, encode, unpacked_bytes
@@ -268,11 +276,12 @@ def follower(ends):
         async def start(self, server):
             await super().start(server)
             self.intake = Intake(server.guard, ByteBudget(LARGE_ROWS * D * 4 * 3), STATE)
-            server.add_handlers(replica_handlers(self, self.intake, server.compute))
+            server.add_handlers(replica_handlers(self.answer, self.intake, server.compute))
 
-        def append(self, append):
+        async def answer(self, path, message):
+            append = read_append(message)
             self.appends.append(append)
-            return Reply(True, append.end, append.term)
+            return reply_message(Reply(True, append.end, append.term))
 
     options = Options(expert_cls="nop", hidden_dim=D, expert_uids=("expert.0",), listen_on=ports.endpoint())
     return ends(Server(options, Follower(StaticList())).start())
@@ -281,9 +290,9 @@ def follower(ends):
 def test_updates_of_other_servers_hold_memory_until_they_are_applied(follower):
     """Eight of 96 MB took 3.3 GB."""
     x = torch.randn(LARGE_ROWS, D)
-    update = Update("expert.0", 1, (Request("a" * 32, (x,), x),))
     end = End(Term(1, "a"), 1)
-    append = Append("expert.0", Term(1, "a"), 0, end, Logged(End(), end, update))
+    update = Update("expert.0", End(), end, (Request("a" * 32, (x,), x),))
+    append = Append("expert.0", Term(1, "a"), 0, end, update)
     data, placement = encode(append_message(append)), follower.placement
     begun, go_on = threading.Event(), threading.Event()
     follower.compute.call(lambda: (begun.set(), go_on.wait(60)))
@@ -295,7 +304,7 @@ def test_updates_of_other_servers_hold_memory_until_they_are_applied(follower):
         assert first.result().meta["accepted"] == "1"
         wait_until(lambda: len(placement.intake.budget._waiting) == 2)
         assert placement.intake.budget.num_bytes == len(data) and len(placement.appends) == 1
-        (request,) = placement.appends[0].logged.update.requests
+        (request,) = placement.appends[0].update.requests
         assert torch.equal(request.grad, x) and torch.equal(request.inputs[0], x)
         go_on.set()
         assert [call.result(60).meta["accepted"] for call in calls] == ["1"] * 3

@@ -74,7 +74,7 @@ async def read_record(etcd):
     client = EtcdClient(etcd)
     try:
         entries, _ = await client.read(keys.members_key(UID))
-        return keys.load_members(entries[0].value).endpoints if entries else {}
+        return keys.load(keys.Members, entries[0].value).endpoints if entries else {}
     finally:
         await client.close()
 

@@ -160,7 +160,7 @@ def test_leader_cut_off_acknowledges_nothing(ends, cluster, client):
         raise ValueError("no way from the new leader to the old one")
 
     async def cut_off():
-        leader.placement.append = unreachable
+        leader.placement.replicas[UID].receive = unreachable
         for task in (leader.placement._task, *registry._tasks):
             task.cancel()
         registry._lease_ends = time.monotonic() + 1000  # a clock that stands still
@@ -228,10 +228,10 @@ def test_calls_that_come_again_late_leave_a_member_a_member(cluster, client):
 
     follower.placement.peers.call = remember
     wait_until(lambda: role(follower) is Role.FOLLOWER and len(members(leader)) == 2, "a follower")
-    (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
+    (sender,) = leader.placement.replicas[UID].leader.senders.values()
     ready = next(s for s in sent if s[1].endswith("Ready"))
     loop.run(call(*ready), 60)
-    assert follower.placement.name in leader.placement.replicas[UID].leader.members.needed
+    assert follower.placement.name in leader.placement.replicas[UID].leader.needed
     step(client)
     wait_until(lambda: state_of(follower) == state_of(leader), "equal replicas")
 
@@ -249,7 +249,7 @@ def test_member_that_was_removed_answers_no_forward(ends, cluster, client):
         raise ExpertGone("it takes no copy")
 
     follower.placement.peers.download = fail
-    (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
+    (sender,) = leader.placement.replicas[UID].leader.senders.values()
     sender._die("pulled out")
     wait_until(lambda: follower.placement.name not in members(follower), "the follower is removed")
     with pytest.raises(NoLeader, match="no member"):
@@ -273,7 +273,7 @@ def test_lost_answer_of_the_registry_leaves_a_leader(cluster, client, lost):
 
     setattr(one.placement.registry, lost, lose_one)
     if lost == "set_members":
-        (sender,) = leader.placement.replicas[UID].leader.members.senders.values()
+        (sender,) = leader.placement.replicas[UID].leader.senders.values()
         sender._die("pulled out")
     else:
         kill(leader)

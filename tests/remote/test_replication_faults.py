@@ -16,7 +16,7 @@ from fmoe_ext.remote.replication.messages import Append, Reply, Sender, append_m
 from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
-from fmoe_ext.remote.server.ledger import End, Ledger, Logged, NotLeader, Request, Term, Update
+from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader, Request, Term, Update
 from fmoe_ext.remote.wire import STATE, decode, encode
 
 OLD, NEW = Term(3, "a"), Term(4, "b")
@@ -24,7 +24,7 @@ NOTHING = End()
 
 
 def vacancy(server="a", end=NOTHING, record=None, offers=(), alive=("a", "b"), seconds=0.0, is_able=True):
-    offered = {name: recovery.make_offer(of, 7) for name, of in dict(offers).items()}
+    offered = {name: keys.Offer.of(of, 7) for name, of in dict(offers).items()}
     return Vacancy(server, end, is_able, record, 7, alive, offered, seconds, seconds, 30.0, 2.0)
 
 
@@ -65,14 +65,31 @@ def test_lost_updates_are_counted_from_the_start_of_the_next_term():
     assert recovery.count_lost(vacancy("a", End(NEW, 34), known)) == 1
     after = recovery.next_record(vacancy("a", End(OLD, 30), known), Action.RECOVER, Term(5, "a"), "a:1")
     assert dict(after.starts) == {"3": 0}
-    assert keys.load_members(keys.dump(after)) == after
+    assert keys.load(keys.Members, keys.dump(after)) == after
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"", b"\xff", b"3", b"[]", b"{}", b'{"endpoints": 3}', b'{"endpoints": {"a": 3}}', b'{"version": "3"}',
+        b'{"version": 3}', b'{"version": true}', b'{"starts": {"x": 3}}', b'{"starts": {"1": "3"}}', b'{"noted": 1}',
+    ],
+)  # fmt: skip
+def test_record_of_etcd_that_cannot_be_read_counts_as_none(value):
+    assert keys.load(keys.Members, value) is None
+
+
+def test_record_of_another_release_keeps_what_is_known():
+    value = b'{"endpoints": {"a": "a:1"}, "version": 3, "of_a_later_release": 1}'
+    assert keys.load(keys.Members, value) == keys.Members({"a": "a:1"}, 3)
+    assert keys.load(keys.Leader, b'{"server": "a"}') is None  # without an endpoint it is no leader
 
 
 def test_term_that_was_never_noted_has_its_start_in_the_next_record():
     ledger = Ledger(is_replicated=True)
-    for term, version in ((OLD, 1), (NEW, 2), (NEW, 3)):
+    for term in (OLD, NEW, NEW):
         ledger.lead(term)
-        ledger.append(Update("e.0", version, ()))
+        ledger.append("e.0", ())
     assert (ledger.end, ledger.start) == (End(NEW, 3), 1)
     seen = dataclasses.replace(vacancy("b", ledger.end, record(End(OLD, 1), ["b"])), start=ledger.start)
     after = recovery.next_record(seen, Action.LEAD, Term(5, "b"), "b:1")
@@ -183,19 +200,19 @@ def test_update_of_2048_requests_is_one_that_followers_accept():
         Request(f"{n + 1:032x}", (torch.full((1, 4), float(n)),), torch.full((1, 4), -float(n)))
         for n in range(2048)
     )
-    logged = Logged(End(OLD, 8), End(NEW, 9), Update("expert.0", 9, requests), "ff")
-    append = Append("expert.0", NEW, 8, logged.end, logged)
+    update = Update("expert.0", End(OLD, 8), End(NEW, 9), requests, "ff")
+    append = Append("expert.0", NEW, 8, update.end, update)
     found = read_append(decode(encode(append_message(append)), STATE))
-    assert (found.term, found.committed, found.end, found.logged.previous) == (
+    assert (found.term, found.committed, found.end, found.update.previous) == (
         NEW,
         8,
         End(NEW, 9),
         End(OLD, 8),
     )
-    assert [r.request_id for r in found.logged.update.requests] == [r.request_id for r in requests]
+    assert [r.request_id for r in found.update.requests] == [r.request_id for r in requests]
     assert all(
         torch.equal(a.grad, b.grad) and torch.equal(a.inputs[0], b.inputs[0])
-        for a, b in zip(found.logged.update.requests, requests, strict=True)
+        for a, b in zip(found.update.requests, requests, strict=True)
     )
 
 
@@ -203,10 +220,10 @@ def test_tail_brings_a_shorter_log_up_and_no_other_one():
     ledger = Ledger(is_replicated=True)
     ledger.lead(OLD)
     ledger.open(OLD)
-    for version in (1, 2, 3):
-        ledger.append(Update("expert.0", version, ()))
+    for _ in range(3):
+        ledger.append("expert.0", ())
     ledger.commit(1)
-    assert [logged.end.version for logged in ledger.tail_after(End(OLD, 1))] == [2, 3]
+    assert [update.end.version for update in ledger.tail_after(End(OLD, 1))] == [2, 3]
     assert ledger.tail_after(End(OLD, 3)) == []
     assert ledger.tail_after(End(NEW, 2)) is None
     assert Reply(True, ledger.end, OLD).end == End(OLD, 3)

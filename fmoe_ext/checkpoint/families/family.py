@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.ops.activations import GATED_ACTIVATIONS
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 Values: TypeAlias = Mapping[str, Any]
 Numbers: TypeAlias = tuple[int, ...]
@@ -25,7 +25,7 @@ CLAMPED = "clamped_swiglu"
 LIMITED = "limited_swiglu"  # experts.GatedActivation(silu, limit)
 SOFTCAPPED = "softcapped_swiglu"  # experts.SoftcappedSwiGLU
 UNCLAMPED = tuple(name for name in GATED_ACTIVATIONS if name != CLAMPED)
-UNGATED = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
+UNGATED = PLAIN_ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,8 @@ class Layout:
     expert_bias: str = ""  # bias of the choices
     bias_is_row: bool = False  # it is [1, E]
     no_bias: bool = False  # there is none, so that one of zeros is left out
-    experts: tuple[str, str] = (
-        "experts.gate_up_proj",
-        "experts.down_proj",
-    )  # [E, 2H, D] gate before up, [E, D, H]
+    # [E, 2H, D] gate before up, [E, D, H]
+    experts: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     per_expert: tuple[str, str, str] | None = None  # gate, up, down of experts.<e> instead
     interleaved: bool = False  # [E, D, 2H] with gate and up in turn and [E, H, D], with biases (GPT-OSS)
     transposed: bool = False  # [E, D, 2H], gate before up, and [E, H, D]
@@ -101,26 +99,22 @@ class Family:
     """One model type of Transformers."""
 
     name: str  # the model type
-    holds: tuple[
-        str, ...
-    ]  # model types whose layers, MLPs aside, compute the same from the same configuration
+    # model types whose layers, MLPs aside, compute the same from the same configuration
+    holds: tuple[str, ...]
     files: Layout  # the tensors in its safetensors files
     config: Mapping[str, str]  # {fact of a layer: its key in config.json}
-    modules: Layout | None = (
-        None  # the tensors in Transformers' modules; None: the same, with the experts stacked
-    )
-    gates: tuple[str, ...] = (
-        SOFTMAX  # our gates that compute what its router does; import_model() builds the last
-    )
+    # the tensors in Transformers' modules; None: the same, with the experts stacked
+    modules: Layout | None = None
+    # our gates that compute what its router does; import_model() builds the last
+    gates: tuple[str, ...] = SOFTMAX
     gate_bias: bool = False
     activations: tuple[str, ...] = UNCLAMPED
     activation_key: str = "hidden_act"  # of config.json, "" where it is silu in any case
     shared_activation: str = ""  # of the shared experts, where the others have another one
     fixed: Values = field(default_factory=dict)  # facts that config.json cannot change
     defaults: Values = field(default_factory=dict)  # {key that config.json may lack: its value}
-    unsupported: Values = field(
-        default_factory=dict
-    )  # {key of config.json: the only value that our layers compute}
+    # {key of config.json: the only value that our layers compute}
+    unsupported: Values = field(default_factory=dict)
     # What config.json says about the numbers of the MoE and of the dense layers
     layers: Callable[[str, Numbers, Numbers], Values] = every_layer
     # Further values of config.json, from the values of the model's own configuration and the facts

@@ -12,7 +12,7 @@ Both name their tensors and say how the bytes become theirs, so that those who s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -153,10 +153,6 @@ class Kind:
     def matrix(self, base: ModelFolder, stem: str) -> Matrix | Decoded:
         """Describe a layer's matrix; CheckpointError for tensors that are missing or do not fit, or another layout."""
         raise NotImplementedError
-
-    def refusals(self, config: Config) -> Iterator[str]:
-        """Yield key and value of settings below those of the config itself that are not computed."""
-        return iter(())
 
     def has(self, base: ModelFolder, stem: str) -> bool:
         """True if the layer of this name is packed."""

@@ -7,7 +7,7 @@ weight                 a number in each byte, FP8 or int8; with exponents MXFP8
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -84,14 +84,10 @@ class CompressedTensors(Kind):
             numbers = weights.get("type") or "int"
             if _FORMATS[kinds[name]] not in (None, numbers):
                 refuse(folder, f"{name} with type {numbers!r} in format {kinds[name]!r}")
-
-    def refusals(self, config: Config) -> Iterator[str]:
-        for name, group in (config.get("config_groups") or {}).items():
-            weights = (group or {}).get("weights") or {}
             for known, part in ((_GROUP, group or {}), (_WEIGHTS, weights)):
                 for key, value in part.items():
                     if key not in known and not is_usual(key, value):
-                        yield f"{name} with {key} {value!r}"
+                        refuse(folder, f"quantization_config with {name} with {key} {value!r}")
 
     def matrix(self, base: ModelFolder, stem: str) -> Matrix | Decoded:
         packed, plain = (stem + leaf for leaf in self.data)

@@ -130,9 +130,8 @@ class Awq(Kind):
             refuse(folder, f"AWQ of version {version!r} instead of 'gemm'")
 
     def matrix(self, base: ModelFolder, stem: str) -> Matrix:
-        def turn_words(
-            words: Array,
-        ) -> Array:  # along the rows [in, out / 8] -> along the columns [out, in / 8]
+        def turn_words(words: Array) -> Array:
+            # along the rows [in, out / 8] -> along the columns [out, in / 8]
             num_columns, num_words = words.shape
             columns = words.reshape(-1, 8, num_words)
             out = np.zeros((8, num_columns // 8, num_words), np.uint32)

@@ -22,9 +22,8 @@ class Packing(NamedTuple):
     """A packing of folders."""
 
     format: str  # a name in frozen.FORMATS
-    tensors: Callable[
-        [Quantized], dict[str, torch.Tensor]
-    ]  # packed [1, out, in] -> {what follows the layer's name}
+    # packed [1, out, in] -> {what follows the layer's name}
+    tensors: Callable[[Quantized], dict[str, torch.Tensor]]
     config: Mapping[str, Any]  # quantization_config but for the layers that stay as they are
     ignored: str  # its key for their names
     fused: bool = False  # layers that a server joins need one factor: it takes the largest of theirs for all

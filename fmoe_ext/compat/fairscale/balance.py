@@ -6,9 +6,10 @@ from copy import deepcopy
 import torch
 from torch import nn
 
+from fmoe_ext.compat.fairscale.microbatch import check_values, move
 from fmoe_ext.compat.fairscale.skip import keeping
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
-from fmoe_ext.pipeline.microbatch import Values, as_tuple, check_values, move
+from fmoe_ext.pipeline.microbatch import Values, as_tuple
 from fmoe_ext.planning.layouts import balance_cost
 
 
@@ -31,7 +32,7 @@ def balance_by_time(
         raise ValueError("some parameter already has gradient: call module.zero_grad() first")
     tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
     where = tensor.device if device is None else torch.device(device)
-    copy = _trial_copy(module).to(where)
+    copy = deepcopy(module).train().to(where)  # buffers, gradients and gates' losses are its own
     runs: list[list[float]] = []
     start = time.perf_counter()
     while not runs or time.perf_counter() - start < timeout:
@@ -59,12 +60,7 @@ def balance_by_size(
     check_values(sample, "sample")
     values, sizes = sample, []
     with keeping({}):
-        for layer in _trial_copy(module):
+        for layer in deepcopy(module).train():
             values, kept = run_and_weigh(layer, values)
             sizes.append(parameter_bytes(layer) * param_scale + kept * chunks)
     return balance_cost(sizes, partitions)
-
-
-def _trial_copy(module: nn.Sequential) -> nn.Sequential:
-    """A copy that can be run without a trace in the module: buffers, gradients and gates' losses are its own."""
-    return deepcopy(module).train()

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from fmoe_ext.compat.fairscale.batch_norm import DeferredBatchNorm, defer_batch_norm
+from fmoe_ext.compat.fairscale.microbatch import check_values, gather, move, scatter
 from fmoe_ext.compat.fairscale.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
 from fmoe_ext.gates.base_gate import gates_of
 from fmoe_ext.pipeline.batch_norm import Recomputing, batch_norms_of
-from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tensors, move, num_rows, scatter
+from fmoe_ext.pipeline.microbatch import Values, map_tensors, num_rows
 
 _TORCHS_PIPE = "fmoe_ext.compat.torch_pipe.Pipe with torch's signature,"
 _DENIED = "denied to move parameters and buffers, because Pipe should manage device placement"

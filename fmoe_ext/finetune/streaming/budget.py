@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from fmoe_ext import ops
 from fmoe_ext.checkpoint.expert_files import Layer
-from fmoe_ext.finetune.streaming.cut import PARTS, bytes_of_experts
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
-from fmoe_ext.finetune.streaming.pool import Pool, Statistics
+from fmoe_ext.finetune.streaming.pool import PARTS, Pool, Statistics, bytes_of_experts
 from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of

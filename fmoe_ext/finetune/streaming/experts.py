@@ -22,9 +22,8 @@ from torch import Tensor
 
 from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
-from fmoe_ext.finetune.streaming.cut import Phase
 from fmoe_ext.finetune.streaming.parts import compute_in_parts
-from fmoe_ext.finetune.streaming.pool import Lease
+from fmoe_ext.finetune.streaming.pool import Lease, Phase
 from fmoe_ext.frozen import Quantized
 from fmoe_ext.huggingface.experts import compute
 from fmoe_ext.recompute import can_be_repeated, is_repeated

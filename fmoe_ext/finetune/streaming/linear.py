@@ -1,4 +1,4 @@
-"""Weights outside of the experts; of their linear layers some stay packed, others take our products of 16 bits.
+"""Linear layers outside of the experts: some stay packed, others take our products of 16 bits.
 
 A weight that a kernel can multiply as it lies stays packed (PackedLinear), so that a model of 4 bits takes 4 bits in
 memory as it does on the disk. Others are in bfloat16 or float16, for which torch takes 5 to 40 times as long on
@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.expert_files import ALIGNED
 from fmoe_ext.checkpoint.methods import PackedTensor
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.finetune.streaming.pool import in_huge_pages
-from fmoe_ext.model_files import ModelWeights, linear_layers
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.processor import fast_bfloat16
 
@@ -85,44 +83,6 @@ class SixteenBitLinear(nn.Linear):
         offs = torch.full((1,), rows.shape[0], dtype=torch.int32, device="cpu")  # one expert has all rows
         y = grouped_gemm(rows, self.weight[None], offs, None if self.bias is None else self.bias[None])
         return y.view(*x.shape[:-1], self.out_features)
-
-
-def plan_others(
-    weights: ModelWeights, skeleton: Any, state: dict[str, Any], dtype: torch.dtype
-) -> dict[str, PackedTensor]:
-    """Add what is outside of the experts to a state dict -> what stays packed, by name, with placeholders there."""
-    linear = linear_layers(skeleton)
-    packed: dict[str, PackedTensor] = {}
-    for name, tensor in weights.others(dtype).items():
-        if name in weights.unloaded:  # else the loader would read heads, and leave them out after that
-            continue
-        parameter = weights.parameter(name)
-        layer = linear.get(parameter) if parameter else None
-        # a packed weight of another shape than its layer's is decoded
-        is_as_it_lies = layer is not None and tensor.shape == layer.weight.shape
-        if parameter and is_as_it_lies and isinstance(tensor, PackedTensor):
-            packed[parameter] = tensor
-            state[name] = PackedWeight(tensor.shape, dtype)
-        else:
-            state[name] = _Stored(tensor)
-    return packed
-
-
-class _Stored:
-    """A tensor in a file, as Transformers' loader reads it: by tensor[...]."""
-
-    def __init__(self, tensor: StoredTensor) -> None:
-        self._tensor = tensor
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor.read()[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
 
 
 def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:

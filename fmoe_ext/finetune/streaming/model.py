@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
+from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS, errors_of_transformers
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.linear import plan_others, replace_linear
-from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
+from fmoe_ext.finetune.streaming.linear import replace_linear
+from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
-from fmoe_ext.model_files import ModelFiles, ModelWeights, open_model
+from fmoe_ext.model_files import ModelFiles, linear_layers, open_model
 
 
 def stream(
@@ -81,8 +82,9 @@ def stream(
     """
     huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
+    import transformers
 
-    found = memory_of(memory)
+    budget = memory_of(memory)
     if dtype not in (None, *FLOATS):
         raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}")
     if optimizer_bytes is not None and not 0 <= optimizer_bytes < math.inf:
@@ -92,16 +94,30 @@ def stream(
     files = open_model(folder, folders)
     dtype = dtype or files.dtype
     skeleton = files.skeleton()
-    weights = files.of(skeleton)
-    layers, state = _plan(files.path, weights, skeleton, dtype)
-    packed = plan_others(weights, skeleton, state, dtype)
-    model = _load(files.path, type(skeleton), skeleton.config, state, dtype)
+    layers, packed, state = _plan(files, skeleton, dtype)
+    # By Transformers' own loader, so that its renaming, tying and casting apply as to any other model.
+    try:
+        with torch.device("cpu"):  # where the buffers are, whatever the default device
+            model, found = type(skeleton).from_pretrained(
+                None, config=skeleton.config, state_dict=state, dtype=dtype, output_loading_info=True
+            )
+    except RuntimeError as error:
+        raise CheckpointError(f"{files.path} does not fit its config.json: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{files.path} lacks {', '.join(missing[:3])}{more}")
+    # Transformers notes the conversions that it used, here none: generate(use_mtp=True) reads heads with all of them
+    model._weight_conversions = None
+    if files.path.is_dir() and (files.path / "generation_config.json").exists():
+        with errors_of_transformers(files.path, "generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(files.path)
     # PEFT writes this into adapter_config.json, where an adapter's base is found again
     model.name_or_path = model.config.name_or_path = str(
         files.path if isinstance(folder, ModelFiles) else Path(folder)
     )
-    replace_linear(model, packed, int8_activations)
-    expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
+    replace_linear(model, packed, int8_activations)  # now: the loader knows layers of torch alone
+    # Buffers for experts get the memory that the model has left.
+    expert_stream = ExpertStream(model, layers, budget, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
         model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype, int8_activations)
@@ -116,10 +132,15 @@ def stream(
 
 
 def _plan(
-    file: Path, weights: ModelWeights, skeleton: nn.Module, dtype: torch.dtype
-) -> tuple[list[Layer], dict[str, Any]]:
-    """Return the layers of experts, and placeholders for their parameters by name; CheckpointError for other shapes."""
+    files: ModelFiles, skeleton: Any, dtype: torch.dtype
+) -> tuple[list[Layer], dict[str, PackedTensor], dict[str, Any]]:
+    """Return (the layers of experts, what stays packed by name, a state dict for Transformers' loader).
+
+    Raises CheckpointError for shapes that are not those of config.json.
+    """
+    weights = files.of(skeleton)
     layers: list[Layer] = []
+    packed: dict[str, PackedTensor] = {}
     state: dict[str, Any] = {}
     tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties these, without reading values
     for path, of_files in weights.layers.items():
@@ -131,36 +152,46 @@ def _plan(
                 shape = (shape[0], shape[2], shape[1])
             if shape != expected:
                 raise CheckpointError(
-                    f"{file}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
+                    f"{files.path}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
                 )
             if f"{path}.{name}" not in tied:
                 state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
         layers.append(layer)
     if not layers:
         raise CheckpointError(
-            f"{file}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
+            f"{files.path}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
         )
-    return layers, state
+    linear = linear_layers(skeleton)
+    for name, tensor in weights.others(dtype).items():
+        if name in weights.unloaded:  # else the loader would read heads, and leave them out after that
+            continue
+        parameter = weights.parameter(name)
+        product = linear.get(parameter) if parameter else None
+        # a packed weight of another shape than its layer's is decoded
+        is_as_it_lies = product is not None and tensor.shape == product.weight.shape
+        if parameter and is_as_it_lies and isinstance(tensor, PackedTensor):
+            packed[parameter] = tensor
+            state[name] = PackedWeight(tensor.shape, dtype)
+        else:
+            state[name] = _Stored(tensor)
+    return layers, packed, state
 
 
-def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dtype: torch.dtype) -> Any:
-    import transformers
+class _Stored:
+    """A tensor in a file, as Transformers' loader reads it: by tensor[...]."""
 
-    read = model_class.from_pretrained
-    try:
-        with torch.device("cpu"):  # where the buffers are, whatever the default device
-            model, found = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
-    if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
-    # Transformers notes the conversions that it used, here none: generate(use_mtp=True) reads heads with all of them
-    model._weight_conversions = None
-    if folder.is_dir() and (folder / "generation_config.json").exists():
-        with errors_of_transformers(folder, "generation_config.json"):
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor = tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor.read()[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
 
 
 def _refuse_to_save(model: Any, *_: Any, **__: Any) -> NoReturn:

@@ -1,10 +1,16 @@
 """Buffers for the experts of some layers in a fixed number of bytes, read while others compute.
 
+With memory for two layers a part is a layer. With less, a layer is cut so that PARTS parts fit. A step uses the parts
+in an order that is known beforehand:
+
+    forward of layers 0 1 2, then, in training, for each layer from the last: its forward again, as a checkpoint repeats
+    it, and its backward, through its parts in reverse:  0 1 2 | 2 2' 1 1' 0 0' | 0 1 2 ...
+
+After generation's forward the next one follows:  0 1 2 | 0 1 2 ...
 The memory is used in one of two ways at a time:
 
-slots   For many tokens: a slot holds a whole layer, or where two layers do not fit a part of one (cut.py). The order of
-        the parts in a forward and a backward is known, so a part is read over the one whose next use is furthest
-        (Belady's rule, which no other order of reads beats), and the next ones are read while this one computes.
+slots   For many tokens: a slot holds a part. The next parts are read while this one computes, each over the one whose
+        next use is furthest (Belady's rule, which no other order of reads beats).
 caches  For few tokens without gradients: each layer has a region with slots for single experts. Which ones a token
         chooses is not known beforehand, so the least recently used gives its slot up.
 
@@ -16,6 +22,7 @@ Locks: `turn` is held by a thread that computes with chosen experts, and around 
 state of slots. Finalisers run anywhere, inside of either, so they take neither (_end).
 """
 
+import enum
 import gc
 import mmap
 import time
@@ -29,14 +36,97 @@ from functools import cached_property
 from queue import Empty, SimpleQueue
 from threading import Lock, RLock, get_ident
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
-from fmoe_ext.finetune.streaming.cut import Parts, Phase, bytes_of_experts, plan_buffers
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
+
+PARTS = 4  # buffers, where a layer is cut: one computes while others are read
+
+
+class Phase(enum.Enum):
+    """The use of a layer: forward, the forward that a checkpoint repeats in the backward, backward."""
+
+    FORWARD = enum.auto()
+    REPEATED = enum.auto()
+    BACKWARD = enum.auto()
+
+
+class Part(NamedTuple):
+    """Experts [begin, end) of a layer, which are read together."""
+
+    layer: int
+    begin: int
+    end: int
+
+
+class Parts:
+    """The parts of all layers, by number; size: experts of a part, 0 for all of a layer."""
+
+    def __init__(self, layers: Sequence[Layer], size: int) -> None:
+        self._parts: list[Part] = []
+        self.of_layer: list[range] = []  # numbers of the parts of each layer
+        for index, layer in enumerate(layers):
+            first, step = len(self._parts), size or layer.num_experts
+            for begin in range(0, layer.num_experts, step):
+                self._parts.append(Part(index, begin, min(begin + step, layer.num_experts)))
+            self.of_layer.append(range(first, len(self._parts)))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, number: int) -> Part:
+        return self._parts[number]
+
+    def after(self, number: int, phase: Phase, is_training: bool) -> Iterator[int]:
+        """Yield the numbers of parts in the order of their next uses, after this use of one.
+
+        A backward repeats the forward of a layer, as checkpoints do, and then goes backwards through its parts.
+        """
+        layer = self._parts[number].layer
+        every = range(len(self._parts))
+        if phase is Phase.FORWARD:
+            yield from every[number + 1 :]
+            yield from self._by_layer_backwards(len(self.of_layer)) if is_training else every
+            return
+        if phase is Phase.REPEATED:
+            yield from range(number + 1, self.of_layer[layer].stop)
+            yield from reversed(self.of_layer[layer])
+        else:
+            yield from range(number - 1, self.of_layer[layer].start - 1, -1)
+        yield from self._by_layer_backwards(layer)
+        yield from every
+
+    def _by_layer_backwards(self, end: int) -> Iterator[int]:
+        for parts in reversed(self.of_layer[:end]):
+            yield from parts
+
+
+def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
+    """Return (experts of a part, 0 for all of a layer; number of buffers); ValueError for too few bytes.
+
+    Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
+    """
+    whole = bytes_of_experts(layers)
+    if num_bytes >= whole * min(2, len(layers)):
+        return 0, min(num_bytes // whole, len(layers))
+    num_bytes = min(num_bytes, whole)
+    size = max(layer.num_experts for layer in layers)
+    while size and num_bytes // bytes_of_experts(layers, size) < PARTS:
+        size -= 1
+    if not size:
+        raise ValueError(f"{num_bytes:,} bytes do not hold {PARTS} experts")
+    return size, num_bytes // bytes_of_experts(layers, size)
+
+
+def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
+    """Count the bytes of a buffer for some experts of any of the layers, by default for all of them."""
+    step = ALIGNED if count else BLOCK
+    sizes = (layer.num_bytes(min(count or layer.num_experts, layer.num_experts)) for layer in layers)
+    return -(-max(sizes) // step) * step
 
 
 @dataclass
@@ -379,7 +469,7 @@ class Pool:
         return cache
 
     def resident_layers(self) -> list[int]:
-        """List the layers of which a part has a buffer, or is being read into one."""
+        """List the layers that have a part in a buffer, or one that is being read."""
         return [self.parts[slot.part].layer for slot in self._slots if slot.part is not None]
 
     def contains(self, address: int) -> bool:

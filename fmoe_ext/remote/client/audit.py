@@ -8,17 +8,15 @@ server cannot compute only those.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Handle, Outcome
-from fmoe_ext.remote.errors import CallTimeout, Cheated, RemoteError
+from fmoe_ext.remote.errors import Cheated, RemoteError
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.wire import Message
 
@@ -79,8 +77,8 @@ class Auditor:
         for _ in range(self.attempts):
             outcome = loop.run(self.client.forward(handle, inputs, timeout), timeout + 1)
             state = loop.run(self._state(handle, outcome.endpoint, timeout), timeout + 1)
-            if _version(state) == outcome.version:
-                return self._compare_outputs(handle, inputs, outcome, state)
+            if state.number("version", -2) == outcome.version:
+                return self._compare(handle, inputs, outcome, state)
         raise RemoteError(f"{handle.uid} changed between answer and weights {self.attempts} times: no audit")
 
     def check_backward(
@@ -96,8 +94,8 @@ class Auditor:
             state = loop.run(self._state(handle, None, timeout), timeout + 1)
             call = self.client.backward(handle, inputs, grad, handle.version, timeout)
             outcome = loop.run(call, timeout + 1)
-            if _version(state) + 1 == outcome.version:
-                return self._compare_gradients(handle, inputs, grad, outcome, state)
+            if state.number("version", -2) + 1 == outcome.version:
+                return self._compare(handle, inputs, outcome, state, grad)
         raise RemoteError(f"{handle.uid} changed before the gradient {self.attempts} times: no audit")
 
     # ---------------------------------------------------------------- what the client calls
@@ -108,8 +106,7 @@ class Auditor:
         """Raises Cheated if this answer is audited and wrong."""
         if self._random.random() < self.share:
             state = await self._state_in_time(handle, outcome.endpoint, timeout)
-            is_possible = state is not None and _version(state) == outcome.version
-            self._count(self._compare_outputs if is_possible else None, handle, inputs, outcome, state)
+            self.judge(handle, inputs, outcome, state)
 
     async def before_backward(self, handle: Handle, timeout: float) -> Message | None:
         """The weights that a gradient will be recomputed with, or None if this one is not audited."""
@@ -117,30 +114,25 @@ class Auditor:
             return None
         state = await self._state_in_time(handle, None, timeout)
         if state is None:
-            self._count(None)
+            self.client.counts["audits without a result"] += 1
         return state
 
-    def after_backward(
+    def judge(
         self,
         handle: Handle,
         inputs: Sequence[torch.Tensor],
-        grad: torch.Tensor,
         outcome: Outcome,
-        state: Message,
+        state: Message | None,
+        grad: torch.Tensor | None = None,
     ) -> None:
-        """Raises Cheated if the gradients of inputs are not those of the weights before the step."""
-        is_possible = _version(state) + 1 == outcome.version
-        self._count(self._compare_gradients if is_possible else None, handle, inputs, grad, outcome, state)
-
-    def _count(self, compare: Callable[..., Finding] | None, *arguments: Any) -> None:
-        """Compares and counts; weights that fit nothing end an ordinary call no more than weights that do not come."""
+        """Raises Cheated if the weights in state give another output or, with grad, other gradients of inputs."""
         name = "audits without a result"
         try:
-            if compare is not None:
-                compare(*arguments)
+            if state is not None and state.number("version", -2) + (grad is not None) == outcome.version:
+                self._compare(handle, inputs, outcome, state, grad)
                 name = "audits"
         except _NoAudit:
-            pass
+            pass  # weights that fit nothing end an ordinary call no more than weights that do not come
         except Cheated:
             name = "audits"
             raise
@@ -162,87 +154,56 @@ class Auditor:
     async def _state_in_time(self, handle: Handle, answered: str | None, timeout: float) -> Message | None:
         """The weights; None if they did not come in time, which the server that answered is not to blame for."""
         try:
-            if timeout <= 0:
-                raise CallTimeout(f"no time is left to audit {handle.uid}")
-            return await self._state(handle, answered, timeout)
+            return await self._state(handle, answered, timeout) if timeout > 0 else None
         except RemoteError:
             return None
 
     # ---------------------------------------------------------------- the comparison
 
-    def _compare_outputs(
-        self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, state: Message
-    ) -> Finding:
-        chosen = self._choose(inputs)
-        with _computing(handle), torch.no_grad():
-            truth = _compute(handle, state, [x[chosen] for x in inputs])
-        return self._judge(handle, outcome, chosen, [(outcome.tensors[0][chosen], truth)], inputs)
-
-    def _compare_gradients(
+    def _compare(
         self,
         handle: Handle,
         inputs: Sequence[torch.Tensor],
-        grad: torch.Tensor,
         outcome: Outcome,
         state: Message,
+        grad: torch.Tensor | None = None,
     ) -> Finding:
-        chosen = self._choose(inputs)
-        some = [x[chosen].requires_grad_(x.is_floating_point()) for x in inputs]
-        wanted = [x for x in some if x.requires_grad]
-        with _computing(handle), torch.enable_grad():
-            y = _compute(handle, state, some)
-            truth = torch.autograd.grad(y, wanted, grad[chosen], materialize_grads=True)
-        pairs = [(got[chosen], true) for got, true in zip(outcome.tensors, truth, strict=True)]
-        return self._judge(handle, outcome, chosen, pairs, inputs)
-
-    def _choose(self, inputs: Sequence[torch.Tensor]) -> list[int]:
+        """Recompute some rows of an output or, with grad, of the gradients of inputs; Cheated if they differ."""
         num_rows = inputs[0].shape[0]
-        return self._random.sample(range(num_rows), min(self.rows, num_rows))
-
-    def _judge(
-        self,
-        handle: Handle,
-        outcome: Outcome,
-        chosen: list[int],
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-    ) -> Finding:
+        chosen = self._random.sample(range(num_rows), min(self.rows, num_rows))
+        try:
+            if grad is None:
+                with torch.no_grad():
+                    truth: Sequence[torch.Tensor] = [_compute(handle, state, [x[chosen] for x in inputs])]
+            else:
+                some = [x[chosen].requires_grad_(x.is_floating_point()) for x in inputs]
+                wanted = [x for x in some if x.requires_grad]
+                with torch.enable_grad():
+                    y = _compute(handle, state, some)
+                    truth = torch.autograd.grad(y, wanted, grad[chosen], materialize_grads=True)
+        except Exception as error:
+            text = f"the weights that its servers sent cannot be used: {str(error)[:500]}"
+            raise _NoAudit(f"no audit of {handle.uid}: {text}") from None
         # a floor of the divisor, for rows of zeros; a NaN fails the comparison below, as it must
         errors = [
-            ((got - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
-            if got.shape == true.shape
+            ((got[chosen] - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
+            if got[chosen].shape == true.shape
             else float("inf")
-            for got, true in pairs
+            for got, true in zip(outcome.tensors, truth, strict=True)
             if true.numel()
         ]
-        error = max(errors, default=0.0)
+        largest = max(errors, default=0.0)
         if not all(e <= self.tolerance for e in errors):
             self.caught[outcome.endpoint] += 1
             raise Cheated(
-                f"{outcome.endpoint} answered for {handle.uid} with an error of {error:.3g}, {self.tolerance:g} is "
-                f"allowed ({len(chosen)} of {inputs[0].shape[0]} rows recomputed)"
+                f"{outcome.endpoint} answered for {handle.uid} with an error of {largest:.3g}, {self.tolerance:g} is "
+                f"allowed ({len(chosen)} of {num_rows} rows recomputed)"
             )
-        return Finding(handle.uid, outcome.endpoint, len(chosen), error)
-
-
-def _version(state: Message) -> int:
-    text = state.meta.get("version", "")
-    return int(text) if text.isdecimal() and len(text) <= 18 else -2
+        return Finding(handle.uid, outcome.endpoint, len(chosen), largest)
 
 
 class _NoAudit(RemoteError):
     """The weights that came cannot be computed with."""
-
-
-@contextmanager
-def _computing(handle: Handle) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        text = (
-            f"no audit of {handle.uid}: the weights that its servers sent cannot be used: {str(error)[:500]}"
-        )
-        raise _NoAudit(text) from None
 
 
 def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Caller: one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors."""
+"""Caller: one message to one endpoint, with a deadline; grpc's errors become fmoe_ext.remote.errors."""
 
 import asyncio
 import urllib.request
@@ -18,7 +18,7 @@ _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 class Caller:
     """Channels to any number of servers, made when needed; used on the shared loop.
 
-    Long messages go in parts, each of which the server reads when it has room for all of them.
+    Long messages go in parts, which the server reads when it has room for all of them.
     """
 
     def __init__(self, credentials: Credentials | None = None, limits: Limits | None = None):
@@ -31,39 +31,36 @@ class Caller:
         """The answer to data; RemoteError, always within timeout seconds."""
 
         async def read() -> Message:
+            channel, metadata = self._channel(endpoint), self._metadata(data)
             if len(data) > protocol.PART_BYTES and endpoint not in self._takes_no_parts:
+                stream = channel.stream_stream(method + protocol.IN_PARTS)(timeout=timeout, metadata=metadata)
+                whole = bytearray()
                 try:
-                    return await self._exchange_parts(endpoint, method, data, timeout)
+                    # The first words of a server that has room; without them the call is over, and reading says why.
+                    if protocol.ROOM in dict(await stream.initial_metadata()):
+                        for begin in range(0, len(data), protocol.PART_BYTES):
+                            await stream.write(data[begin : begin + protocol.PART_BYTES])
+                        await stream.done_writing()
+                    async for part in stream:
+                        whole += part
+                        if len(whole) > self.limits.max_message_bytes:
+                            text = f"{endpoint} sends more than {self.limits.max_message_bytes} bytes"
+                            raise errors.Refused(text)
+                    return decode(whole, self.limits)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not Code.UNIMPLEMENTED:
                         raise
                     self._takes_no_parts.add(endpoint)
-            send = self._channel(endpoint).unary_unary(method)
-            return decode(await send(data, timeout=timeout, metadata=self._metadata(data)), self.limits)
+                except asyncio.InvalidStateError:  # of write(): the call is over
+                    text = f"{endpoint} ended the call before it had all of it"
+                    raise errors.ExpertGone(text) from None
+                finally:
+                    stream.cancel()
+            return decode(
+                await channel.unary_unary(method)(data, timeout=timeout, metadata=metadata), self.limits
+            )
 
         return await self._within(endpoint, timeout, read)
-
-    async def _exchange_parts(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
-        """The answer of a method that takes its message, and answers, in parts."""
-        send = self._channel(endpoint).stream_stream(method + protocol.IN_PARTS)
-        stream = send(timeout=timeout, metadata=self._metadata(data))
-        whole = bytearray()
-        try:
-            # The first words of a server that has room; without them the call is over, and reading says why.
-            if protocol.ROOM in dict(await stream.initial_metadata()):
-                for begin in range(0, len(data), protocol.PART_BYTES):
-                    await stream.write(data[begin : begin + protocol.PART_BYTES])
-                await stream.done_writing()
-            async for part in stream:
-                whole += part
-                if len(whole) > self.limits.max_message_bytes:
-                    text = f"{endpoint} sends more than {self.limits.max_message_bytes} bytes"
-                    raise errors.Refused(text)
-        except asyncio.InvalidStateError:  # of write(): the call is over
-            raise errors.ExpertGone(f"{endpoint} ended the call before it had all of it") from None
-        finally:
-            stream.cancel()
-        return decode(whole, self.limits)
 
     async def download(
         self,

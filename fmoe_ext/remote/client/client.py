@@ -7,6 +7,7 @@ one request id, by which every leader knows it, so the expert makes one step how
 """
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,16 @@ from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import Cached, Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.wire import ErrorFeedback, Limits, Message, check_codec, compress, decompress, encode
+from fmoe_ext.remote.wire import (
+    MAX_MESSAGE_BYTES,
+    ErrorFeedback,
+    Limits,
+    Message,
+    check_codec,
+    compress,
+    decompress,
+    encode,
+)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone
@@ -34,9 +44,8 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
 )
 PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError  # tried again
 UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
-HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
+HEDGE_FACTOR = 3.0  # a call is slow when it takes this many times its expert's usual time
 HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy machine adds
-MAX_ANSWER_BYTES = 2**31 - 1  # grpc's largest
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Client:
         self.discovery = None if discovery is None else Cached(discovery)
         self.settings = settings or Settings()
         check_codec(self.settings.compression)
-        self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
+        self.caller = Caller(credentials, Limits(MAX_MESSAGE_BYTES))
         self.counts: Counter[str] = Counter()
         self.watcher: Any = None  # an Auditor, which looks at calls
         self.loss = ""  # shown on the pages of the servers that are called
@@ -116,9 +125,13 @@ class Client:
         """The schema of an expert, asked for once."""
         if handle.schema is None:
             data = encode(Message({}, {protocol.UID: handle.uid}))
-            answer, endpoint = await self._call_any(handle, timeout, protocol.INFO, data)
+            answer, endpoint = await self._repeat(
+                handle, timeout, lambda deadline: self._hedge(handle, protocol.INFO, data, deadline)
+            )
             with _reading(endpoint, handle.uid):
-                handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
+                handle.hidden_dim = (
+                    answer.number(protocol.HIDDEN_DIM) if protocol.HIDDEN_DIM in answer.meta else 0
+                )
                 handle.expert_class = answer.meta.get(protocol.CLASS, "")
                 handle.schema = Schema.from_text(answer.meta.get(protocol.SCHEMA, ""))
         assert handle.schema is not None
@@ -133,7 +146,9 @@ class Client:
         tensors = {str(n): x for n, x in enumerate(inputs)}
         data = encode(compress(tensors, self.settings.compression, meta))
         left = timeout - (time.monotonic() - begin)
-        answer, endpoint = await self._call_any(handle, left, protocol.FORWARD, data)
+        answer, endpoint = await self._repeat(
+            handle, left, lambda deadline: self._hedge(handle, protocol.FORWARD, data, deadline)
+        )
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             if len(outcome.tensors) != 1:
@@ -173,7 +188,7 @@ class Client:
             protocol.UID: handle.uid,
             protocol.COMPRESSION: self.settings.compression,
             protocol.VERSION: str(seen_version),
-            protocol.REQUEST_ID: protocol.new_request_id(),
+            protocol.REQUEST_ID: secrets.token_hex(protocol.ID_LENGTH // 2),
         }
         if self.loss:
             meta[protocol.LOSS] = self.loss
@@ -203,7 +218,7 @@ class Client:
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
             try:
-                watcher.after_backward(handle, inputs, grad, outcome, before)
+                watcher.judge(handle, inputs, outcome, before, grad)
             except errors.Cheated:
                 self._note_failure(handle)
                 raise
@@ -256,12 +271,6 @@ class Client:
         if handle.record is None or not handle.record.endpoints:
             raise errors.ExpertGone(f"nobody hosts {handle.uid}")
         return handle.record
-
-    async def _call_any(
-        self, handle: Handle, timeout: float, method: str, data: bytes
-    ) -> tuple[Message, str]:
-        """The answer of any replica of an expert, and its endpoint."""
-        return await self._repeat(handle, timeout, lambda end: self._hedge(handle, method, data, end))
 
     async def _hedge(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
         """The first answer of any replica: the next is asked when one fails, or is slower than usual."""

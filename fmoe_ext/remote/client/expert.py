@@ -80,9 +80,36 @@ class Batch:
         is_enough: Callable[[Set[int]], bool],
     ) -> list[Outcome | None]:
         """The outcomes, at the latest MARGIN after the deadline; errors: filled with why one is None."""
+
+        async def gather() -> list[Any]:
+            """The result or exception of each call; once is_enough, those that take longer than grace time out."""
+            if (grace := self.grace) is None:
+                return await asyncio.gather(*calls, return_exceptions=True)
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            waiting, left, begin = set(tasks), None, 0.0
+            try:
+                while waiting:
+                    done, waiting = await asyncio.wait(
+                        waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    ended = [n for n, t in enumerate(tasks) if t.done() and not t.cancelled()]
+                    now = time.monotonic()
+                    # grace counts from the first time that it was enough
+                    if not begin and is_enough({n for n in ended if not tasks[n].exception()}):
+                        begin = now
+                    left = None if not begin else max(0.0, begin + grace - now)
+                    if left == 0.0:
+                        break
+            finally:
+                for task in waiting:
+                    task.cancel()
+            late = CallTimeout(f"enough experts answered, and this one took {grace:.3g} s longer")
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            return [late if task in waiting else result for task, result in zip(tasks, results, strict=True)]
+
         results: Sequence[Any]
         try:
-            results = loop.run(_gather(calls, self.grace, is_enough), timeout + MARGIN)
+            results = loop.run(gather(), timeout + MARGIN)
         except TimeoutError:  # this process is too busy to keep its own deadlines
             late = CallTimeout(
                 f"calls had not ended {MARGIN:.3g} s after their deadline of {timeout:.3g} s, and all were given up"
@@ -152,36 +179,6 @@ class _Calls(torch.autograd.Function):
 def _unflatten(batch: Batch, flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     queue = iter(flat)
     return [tuple(next(queue) for _ in call.inputs) for call in batch.calls]
-
-
-async def _gather(
-    calls: Sequence[Any], grace: float | None, is_enough: Callable[[Set[int]], bool]
-) -> list[Any]:
-    """The result or exception of each call; once is_enough, those that take longer than grace time out."""
-    if grace is None:
-        return await asyncio.gather(*calls, return_exceptions=True)
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    waiting, left, begin = set(tasks), None, 0.0
-    try:
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            succeeded = {
-                n
-                for n, task in enumerate(tasks)
-                if task.done() and not task.cancelled() and not task.exception()
-            }
-            now = time.monotonic()
-            if not begin and is_enough(succeeded):  # grace counts from the first time that it was enough
-                begin = now
-            left = None if not begin else max(0.0, begin + grace - now)
-            if left == 0.0:
-                break
-    finally:
-        for task in waiting:
-            task.cancel()
-    late = CallTimeout(f"enough experts answered, and this one took {grace:.3g} s longer")
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    return [late if task in waiting else result for task, result in zip(tasks, results, strict=True)]
 
 
 class RemoteExpert(nn.Module):

@@ -127,9 +127,8 @@ class RemoteMixtureOfExperts(nn.Module):
         uids = [coordinates(r.uid) for r in found.records] or [(0,) * len(scores)]
         places = torch.tensor(uids, device="cpu").to(topk_idx.device)  # [N, dimensions of the grid]
         chosen = places[topk_idx.clamp(min=0)]  # [T, K, dimensions]
-        logits = torch.stack([axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]).sum(
-            0
-        )  # [T, K]
+        parts = [axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]
+        logits = torch.stack(parts).sum(0)  # [T, K]
         if logits.dtype != torch.float64:
             logits = logits.float()
         # the lowest number instead of -inf: a sample without a living expert gets zeros, not NaN
@@ -173,11 +172,8 @@ class _KMinBatch(Batch):
     choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64, device="cpu"))
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
-        return self._have_enough(succeeded, self.k_min if is_forward else self.backward_k_min)
-
-    def _have_enough(self, succeeded: Set[int], wanted: int) -> bool:
-        """True if `wanted` of each sample's experts succeeded, or all that it chose."""
-        device = self.choices.device
+        """True if k_min (backward_k_min) of each sample's experts succeeded, or all that it chose."""
+        wanted, device = self.k_min if is_forward else self.backward_k_min, self.choices.device
         arrived = torch.tensor([n in succeeded for n in range(len(self.calls))], device=device)
         num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
         return bool((num_arrived >= (self.choices >= 0).sum(1).clamp(max=wanted)).all())
@@ -188,9 +184,7 @@ class _KMinBatch(Batch):
         failed = torch.tensor([error is not None for error in self.failed], device=self.choices.device)
         self.choices = self.choices.masked_fill(failed[self.choices.clamp(min=0)], -1)
         found = super().backward(inputs, grads)
-        if not self._have_enough(
-            {n for n, tensors in enumerate(found) if tensors is not None}, self.backward_k_min
-        ):
+        if not self.is_enough({n for n, tensors in enumerate(found) if tensors is not None}, False):
             reasons = [str(error) for error in self.grad_failed if error is not None]
             raise ExpertGone(
                 f"gradients of some sample reached fewer than backward_k_min={self.backward_k_min} experts: "

@@ -45,6 +45,7 @@ from fmoe_ext.remote.discovery import (
 )
 from fmoe_ext.remote.security import Credentials
 
+K = TypeVar("K")
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote.dht")
 # Key of a record's metadata: when its process made its first claim, and a random number.
@@ -75,16 +76,16 @@ class KademliaDiscovery(Discovery):
         check_endpoint(claim.endpoint)
         end = time.monotonic() + claim.timeout
         keys = [key for uid in claim.uids for key in places_of(uid)]
-        near = await self._find(keys, claim.timeout * SHARE_FOR_LOOKUP)
+        near = await self._ask({key: key for key in keys}, claim.timeout * SHARE_FOR_LOOKUP, _as_found)
         free = [uid for uid in claim.uids if self._may_claim(uid, near)]
-        records = [self._sign(uid, claim, near) for uid in free]
-        said = await self._put(records, near, end - time.monotonic())
+        signed = [self._sign(uid, claim, near) for uid in free]
+        said = await self._put(signed, near, end - time.monotonic())
         now = self.node.clock.now()
-        mine = Granted(r.uid for r in records if _is_granted(r, said[r.uid][uid_key(r.uid)], now))
-        mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in records if r.uid in mine}
+        mine = Granted(r.uid for r in signed if _is_granted(r, said[r.uid][uid_key(r.uid)], now))
+        mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in signed if r.uid in mine}
         self._declared = {uid: r for uid, r in self._declared.items() if uid not in claim.uids or uid in free}
-        self._declared |= {r.uid: r for r in records}
-        await self._take_back([r for r in records if r.uid not in mine], near, end - time.monotonic())
+        self._declared |= {r.uid: r for r in signed}
+        await self._take_back([r for r in signed if r.uid not in mine], near, end - time.monotonic())
         return mine
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
@@ -93,7 +94,8 @@ class KademliaDiscovery(Discovery):
         if not own:
             return
         end = time.monotonic() + timeout
-        near = await self._find([key for r in own for key in places_of(r.uid)], timeout * SHARE_FOR_LOOKUP)
+        keys = {key: key for r in own for key in places_of(r.uid)}
+        near = await self._ask(keys, timeout * SHARE_FOR_LOOKUP, _as_found)
         await self._take_back(own, near, end - time.monotonic())
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
@@ -156,29 +158,23 @@ class KademliaDiscovery(Discovery):
 
     # ---------------------------------------------------------------- asking
 
-    async def _ask(
-        self, keys: Mapping[str, int], timeout: float, read: Callable[[str, Nearby], T]
-    ) -> dict[str, T]:
+    async def _ask(self, keys: Mapping[K, int], timeout: float, read: Callable[[K, Nearby], T]) -> dict[K, T]:
         """read(name, what lies near its key) of every name; Unanswered, with some of them, if time is too short."""
-        near = await self._look_up(list(keys.values()), timeout)
-        found = {name: read(name, near[key]) for name, key in keys.items() if _is_answered(near[key])}
-        missing = [name for name in keys if name not in found]
-        if missing:
-            raise Unanswered(_too_late(self.node, len(missing), len(keys), timeout), found, missing)
-        return found
-
-    async def _find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
-        """The nodes nearest to each key; DiscoveryError if one has none in time."""
-        near = await self._look_up(keys, timeout)
-        unanswered = sum(not _is_answered(nearby) for nearby in near.values())
-        if unanswered:
-            raise DiscoveryError(_too_late(self.node, unanswered, len(near), timeout))
-        return near
-
-    async def _look_up(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
         if timeout <= 0:
             raise DiscoveryError("no time was left to ask the DHT")
-        return await self.node.find(keys, timeout)
+        near, found = await self.node.find(list(keys.values()), timeout), {}
+        for name, key in keys.items():
+            holders = near[key].holders
+            # the search reached the nearest nodes, or found records on its way
+            if holders and (near[key].is_complete or any(at.records for at in holders)):
+                found[name] = read(name, near[key])
+        if missing := [name for name in keys if name not in found]:
+            text = (
+                f"the DHT did not answer for {len(missing)} of {len(keys)} keys within {timeout:.3g} s: this node "
+                f"knows {len(self.node.table)} others, its initial peers are {self.node.initial_peers[:8] or 'none'}"
+            )
+            raise Unanswered(text, found, missing)
+        return found
 
     def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
         """True if the uid is free, or ours and no process with this key that began earlier serves it."""
@@ -223,18 +219,16 @@ class KademliaDiscovery(Discovery):
         return self._sequence
 
     async def _put(
-        self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
+        self, signed: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> dict[str, dict[int, list[Refusal | None]]]:
         """Stores records under all their keys -> for each uid and key what the nodes nearest to that key said."""
-        placed: dict[Holder, list[Item]] = {}
-        by_node: dict[Peer | None, Holder] = {}  # one Holder a node, whatever it said about a key
-        for record in records:
+        placed: dict[Peer | None, list[Item]] = {}
+        for record in signed:
             for key in places_of(record.uid):
                 for at in near[key].holders:
-                    by_node.setdefault(at.peer, Holder(at.peer, ()))
-                    placed.setdefault(by_node[at.peer], []).append(Item(key, record))
+                    placed.setdefault(at.peer, []).append(Item(key, record))
         said: dict[str, dict[int, list[Refusal | None]]] = {
-            r.uid: {key: [] for key in places_of(r.uid)} for r in records
+            r.uid: {key: [] for key in places_of(r.uid)} for r in signed
         }
         answers = await self.node.put(placed, max(timeout, 0.1))
         for items, refused in zip(placed.values(), answers, strict=True):
@@ -243,13 +237,13 @@ class KademliaDiscovery(Discovery):
         return said
 
     async def _take_back(
-        self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
+        self, lost: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> None:
-        if records:
+        if lost:
             # lives as long as what it takes back
-            signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records]
+            signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in lost]
             await self._put(signed, near, timeout)
-        for record in records:
+        for record in lost:
             self._declared.pop(record.uid, None)
 
 
@@ -304,19 +298,11 @@ def _num_showing(mine: SignedRecord, said: Mapping[int, Sequence[Refusal | None]
     return min(sum(map(shows, words)) for key, words in said.items() if key != uid_key(mine.uid))
 
 
+def _as_found(_: int, near: Nearby) -> Nearby:
+    return near
+
+
 # -------------------------------------------------------------------- nodes
-
-
-def _is_answered(nearby: Nearby) -> bool:
-    """True if the search reached the nearest nodes, or found records on its way."""
-    return bool(nearby.holders) and (nearby.is_complete or any(at.records for at in nearby.holders))
-
-
-def _too_late(node: KademliaNode, unanswered: int, asked: int, timeout: float) -> str:
-    return (
-        f"the DHT did not answer for {unanswered} of {asked} keys within {timeout:.3g} s: this node "
-        f"knows {len(node.table)} others, its initial peers are {node.initial_peers[:8] or 'none'}"
-    )
 
 
 async def open_node(
@@ -327,7 +313,7 @@ async def open_node(
     alone: bool = False,
     **options: Any,
 ) -> KademliaDiscovery:
-    """A node that listens (listen_on None: does not) and has joined; options are those of NodeOptions.
+    """A node that listens (listen_on None: does not) and has joined; options: as NodeOptions.
 
     OSError if the port is in use, DiscoveryError if no initial peer answers. identity_path: a file with the key of
     what it declares, made if it is not there; alone: InUse if another process has it.
@@ -344,7 +330,7 @@ async def open_node(
 class DHT(Directory):
     """A node of the DHT in this process: DHT(initial_peers=["host:1338"], start=True).
 
-    listen=False: asks others but keeps nothing for them. Further options are those of NodeOptions. Raises
+    listen=False: asks others but keeps nothing for them. Further options: as NodeOptions. Raises
     DiscoveryError if none of the initial peers answers within join_timeout (5 s); without any it begins a new DHT.
     """
 

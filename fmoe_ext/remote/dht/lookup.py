@@ -38,8 +38,8 @@ class _Candidate:
 class Search:
     """The state of one key: finished when the `width` nearest nodes that can be reached have answered."""
 
-    def __init__(self, key: int, width: int, alpha: int = ALPHA):
-        self.key, self.width, self.alpha = key, width, alpha
+    def __init__(self, key: int, width: int):
+        self.key, self.width = key, width
         self.candidates: dict[int, _Candidate] = {}
         self._nearest: list[_Candidate] | None = None  # until a candidate comes or fails
 
@@ -60,10 +60,6 @@ class Search:
             self._nearest = sorted(reachable, key=lambda c: c.peer.node_id ^ self.key)[: self.width]
         return self._nearest
 
-    def next_to_ask(self, nearest: Sequence[_Candidate]) -> list[_Candidate]:
-        num_asked = sum(c.state is _State.ASKED for c in nearest)
-        return [c for c in nearest if c.state is _State.NEW][: max(0, self.alpha - num_asked)]
-
     @property
     def is_finished(self) -> bool:
         return all(c.state is _State.ANSWERED for c in self.nearest())
@@ -78,61 +74,54 @@ class Search:
         return max((c.hops for c in self.answers()[:1]), default=0)
 
 
-class Lookup:
-    """Searches for many keys at once; what several keys want of one node goes in one call."""
+async def look_up(ask: Ask, searches: Sequence[Search], own_id: int, timeout: float) -> None:
+    """Search for many keys at once, until every search is finished or time is up; is_finished of each says which.
 
-    def __init__(self, ask: Ask, searches: Sequence[Search], own_id: int):
-        self._ask, self.searches, self._own_id = ask, searches, own_id
-        self._by_key = {search.key: search for search in searches}
-        self._pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
-        self.num_calls = 0
-
-    async def run(self, timeout: float) -> None:
-        """Until every search is finished or time is up; is_finished of each says which."""
-        end = time.monotonic() + timeout
-        try:
-            while (left := end - time.monotonic()) > 0:
-                self._send()
-                if not self._pending or all(search.is_finished for search in self.searches):
-                    return
-                done, _ = await asyncio.wait(self._pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in self._pending if task in done]:
-                    self._take(task)
-        finally:
-            for task in self._pending:
-                task.cancel()
-            await asyncio.gather(*self._pending, return_exceptions=True)
-
-    def _send(self) -> None:
-        """Calls the next nodes. A node that is called for one key is asked for all keys that it is near to."""
-        wanted: dict[Peer, list[int]] = {}
-        nearest = [(search, search.nearest()) for search in self.searches]
-        called = {candidate.peer for search, near in nearest for candidate in search.next_to_ask(near)}
-        for search, near in nearest:
-            for candidate in near:
-                if candidate.state is _State.NEW and candidate.peer in called:
-                    candidate.state = _State.ASKED
-                    wanted.setdefault(candidate.peer, []).append(search.key)
-        for peer, keys in wanted.items():
-            for first in range(0, len(keys), MAX_KEYS):
-                some = tuple(keys[first : first + MAX_KEYS])
-                self._pending[asyncio.ensure_future(self._ask(peer, some))] = peer, some
-                self.num_calls += 1
-
-    def _take(self, task: "asyncio.Task[dict[int, Found]]") -> None:
-        peer, keys = self._pending.pop(task)
-        try:
-            answers = task.result()
-        except Unreachable:
-            answers = {}
-        for key in keys:
-            search, found = self._by_key[key], answers.get(key)
-            candidate = search.candidates[peer.node_id]
-            if found is not None:
-                candidate.state, candidate.found = _State.ANSWERED, found
-                others = (p for p in found.peers if p.node_id != self._own_id)
-                search.add(others, candidate.hops + 1)
-            elif answers:  # it had no room for this key
-                candidate.state = _State.NEW
-            else:
-                search.fail(peer.node_id)
+    ask(node, keys) -> what that node knows of them; what several keys want of one node goes in one call.
+    """
+    end, by_key = time.monotonic() + timeout, {search.key: search for search in searches}
+    pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
+    try:
+        while (left := end - time.monotonic()) > 0:
+            # 1. call the next nodes; one that is called for one key is asked for all keys that it is near to
+            wanted: dict[Peer, list[int]] = {}
+            nearest = [(search, search.nearest()) for search in searches]
+            called: set[Peer] = set()
+            for _, near in nearest:
+                num_asked = sum(c.state is _State.ASKED for c in near)
+                new = [c.peer for c in near if c.state is _State.NEW]
+                called.update(new[: max(0, ALPHA - num_asked)])
+            for search, near in nearest:
+                for candidate in near:
+                    if candidate.state is _State.NEW and candidate.peer in called:
+                        candidate.state = _State.ASKED
+                        wanted.setdefault(candidate.peer, []).append(search.key)
+            for peer, keys in wanted.items():
+                for first in range(0, len(keys), MAX_KEYS):
+                    some = tuple(keys[first : first + MAX_KEYS])
+                    pending[asyncio.ensure_future(ask(peer, some))] = peer, some
+            if not pending or all(search.is_finished for search in searches):
+                return
+            # 2. take what has come: the nodes that a node names are candidates, one hop further
+            done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in pending if task in done]:
+                peer, asked = pending.pop(task)
+                try:
+                    answers = task.result()
+                except Unreachable:
+                    answers = {}
+                for key in asked:
+                    search, found = by_key[key], answers.get(key)
+                    candidate = search.candidates[peer.node_id]
+                    if found is not None:
+                        candidate.state, candidate.found = _State.ANSWERED, found
+                        others = (p for p in found.peers if p.node_id != own_id)
+                        search.add(others, candidate.hops + 1)
+                    elif answers:  # it had no room for this key
+                        candidate.state = _State.NEW
+                    else:
+                        search.fail(peer.node_id)
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)

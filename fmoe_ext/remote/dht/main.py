@@ -21,7 +21,7 @@ log = logging.getLogger("fmoe_ext.remote")
 class _Command:
     """The flags of fmoe-dht that are no options of a node."""
 
-    identity_path: Path | None = flag(None, "a file with this node's key, made if it is not there", type=Path)
+    identity_path: Path | None = flag(None, "a file with this node's key, made if it is not there")
     stats_report_interval: float = flag(60.0, "seconds between progress lines; 0: none", type=NOT_NEGATIVE)
     relay_on: str | None = flag(
         None, "host:port: be a relay for others, there", type=endpoint, group=UNREACHABLE

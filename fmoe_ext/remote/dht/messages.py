@@ -31,7 +31,6 @@ from fmoe_ext.remote.dht.storage import (
     MAX_UNDER_PREFIX,
     Peer,
     Refusal,
-    size_in_answer,
 )
 
 SERVICE = "fmoe.dht"
@@ -140,11 +139,6 @@ def unseal(data: bytes, nonce: str) -> Answer:
 
 def _sealed(answer: bytes, nonce: str) -> bytes:
     return _DOMAIN + nonce.encode() + b"\0" + answer
-
-
-def size_of(found: Found) -> int:
-    """About the bytes that it takes in an answer."""
-    return 200 + sum(120 + len(p.endpoint) for p in found.peers) + sum(map(size_in_answer, found.records))
 
 
 def decode_request(data: bytes) -> Request:

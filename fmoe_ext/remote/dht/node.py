@@ -1,7 +1,5 @@
 """KademliaNode: one node of the DHT. It knows some others, finds the rest through them, and keeps records for all.
 
-After Maymounkov and Mazieres 2002. Nodes and keys are numbers, and a record lies at the nodes whose numbers are nearest
-to its key. A node knows many near ones and few far ones, so that every step of a search halves the distance at least.
 Only a node that has answered at its endpoint is believed to be there: what others say about it is a hint.
 """
 
@@ -16,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from fmoe_ext.remote.dht import messages
 from fmoe_ext.remote.dht.clock import NetworkClock
-from fmoe_ext.remote.dht.lookup import ALPHA, Lookup, Search
+from fmoe_ext.remote.dht.lookup import Search, look_up
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
 from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
 from fmoe_ext.remote.dht.relay import Attachment
-from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable
+from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable, size_in_answer
 from fmoe_ext.remote.dht.transport import GrpcTransport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
@@ -35,7 +33,7 @@ RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Options of a node; the names are those of the flags of fmoe-dht."""
+    """Options of a node, named as the flags of fmoe-dht."""
 
     initial_peers: Sequence[str] = flag((), "host:port of other nodes; none: a new DHT begins", nargs="*")
     listen_on: str | None = flag(  # None: the node asks but is not asked
@@ -219,35 +217,35 @@ class KademliaNode:
         endpoint = self.attachment.endpoint if self.attachment else self.announced
         return Header(self.node_id, self.clock.now(), endpoint)
 
-    def _notice(self, header: Header, host: str) -> None:
-        """Calls back a stranger who says where it listens: only who answers there is believed."""
-        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
-        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self.greeting
-        if is_wanted and len(self.greeting) < MAX_GREETED:
-            self.greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
-
-    async def _greet(self, endpoint: str) -> None:
-        # without our endpoint: two nodes would greet each other for ever
-        header = Header(self.node_id, self.clock.now())
-        try:
-            await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
-        finally:
-            self.greeting.pop(endpoint, None)
-
     # ---------------------------------------------------------------- what others ask
 
     async def handle(self, method: str, data: bytes, host: str) -> bytes:
         """The answer to one request from a host; BadMessage if it makes no sense."""
         request = messages.decode_request(data)
-        self._notice(request.header, host)
+        sender, endpoint = request.header.node_id, request.header.endpoint
+        endpoint = f"{host}{endpoint}" if endpoint.startswith(":") else endpoint
+
+        async def greet() -> None:
+            # without our endpoint: two nodes would greet each other for ever
+            header = Header(self.node_id, self.clock.now())
+            try:
+                await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
+            finally:
+                self.greeting.pop(endpoint, None)
+
+        # a stranger who says where it listens is called back: only who answers there is believed
+        is_wanted = endpoint and self.table.has_room_for(sender) and endpoint not in self.greeting
+        if is_wanted and len(self.greeting) < MAX_GREETED:
+            self.greeting[endpoint] = asyncio.create_task(greet())
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
             found: dict[int, Found] = {}
             size = 0
             for key in request.keys:
-                peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
+                peers = [p for p in self.table.closest(key) if p.node_id != sender]
                 found[key] = Found(peers, self.store.find(key, self.clock.now()))
-                size += messages.size_of(found[key])
+                size += 200 + sum(120 + len(p.endpoint) for p in peers)  # about, and the records' own bytes
+                size += sum(map(size_in_answer, found[key].records))
                 # who asks sees which keys are missing, and asks for them again
                 if size > messages.FULL_ANSWER_BYTES:
                     break
@@ -263,10 +261,16 @@ class KademliaNode:
 
     async def find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
         """The nodes nearest to each key, and the records that lie there; what is known when time is up."""
-        searches = [Search(key, self.options.replicas, ALPHA) for key in dict.fromkeys(keys)]
+        searches = [Search(key, self.options.replicas) for key in dict.fromkeys(keys)]
         for search in searches:
             search.add(self.table.closest(search.key), hops=1)
-        await Lookup(self._ask_for, searches, self.node_id).run(timeout)
+
+        async def ask(peer: Peer, some: Sequence[int]) -> dict[int, Found]:
+            request = Request(self._header(), keys=some)
+            answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
+            return {key: answer.found[key] for key in some if key in answer.found}
+
+        await look_up(ask, searches, self.node_id, timeout)
         near = {}
         for search in searches:
             holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
@@ -279,33 +283,28 @@ class KademliaNode:
         return near
 
     async def put(
-        self, placed: Mapping[Holder, Sequence[Item]], timeout: float
+        self, placed: Mapping[Peer | None, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
-        """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
-        return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
-
-    async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
-        request = Request(self._header(), keys=keys)
-        answer = await self.call(peer, messages.FIND, request, self.options.call_timeout)
-        return {key: answer.found[key] for key in keys if key in answer.found}
-
-    async def _put_at(self, at: Holder, items: Sequence[Item], timeout: float) -> list[Refusal | None]:
-        if at.peer is None:
-            return [self._put(item) for item in items]
-        refused: list[Refusal | None] = []
+        """Stores items at nodes (None: here) -> for each a refusal or None an item; a node that is gone refuses all."""
         limit = min(timeout, self.options.call_timeout)
-        for first in range(0, len(items), messages.MAX_ITEMS):
-            some = items[first : first + messages.MAX_ITEMS]
-            request = Request(self._header(), items=some)
-            try:
-                answer = await self.call(at.peer, messages.STORE, request, limit)
-                if len(answer.refused) != len(some):
-                    text = f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
-                    raise Unreachable(text)
-                refused += answer.refused
-            except Unreachable as error:
-                return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
-        return refused
+
+        async def put_at(peer: Peer | None, items: Sequence[Item]) -> list[Refusal | None]:
+            if peer is None:
+                return [self._put(item) for item in items]
+            refused: list[Refusal | None] = []
+            for first in range(0, len(items), messages.MAX_ITEMS):
+                some = items[first : first + messages.MAX_ITEMS]
+                try:
+                    answer = await self.call(peer, messages.STORE, Request(self._header(), items=some), limit)
+                    if len(answer.refused) != len(some):
+                        text = f"{peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
+                        raise Unreachable(text)
+                    refused += answer.refused
+                except Unreachable as error:
+                    return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
+            return refused
+
+        return await asyncio.gather(*(put_at(peer, items) for peer, items in placed.items()))
 
 
 def reachable_here(listen_on: str | None) -> str:

@@ -200,7 +200,7 @@ def prefix_key(prefix: str) -> int:
 
 @functools.lru_cache(_VERIFIED)
 def places_of(uid: str) -> Mapping[int, str | None]:
-    """Every key under which the records of a uid lie: its own (None), and those of its prefixes."""
+    """Every key under which the records of a uid lie: its own (None), and the keys of its prefixes."""
     assert len(uid) <= MAX_UID_LENGTH
     return {uid_key(uid): None} | {prefix_key(prefix): prefix for prefix, _ in prefixes_of(uid)}
 

@@ -218,7 +218,15 @@ class Attachment:
 
 async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle: float = 600.0) -> None:
     """Passes bytes both ways until one side ends, breaks, or is silent for idle seconds."""
-    ways = [asyncio.ensure_future(_pump(a[0], b[1], rate, idle)) for a, b in ((one, other), (other, one))]
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await asyncio.wait_for(reader.read(CHUNK), idle):
+            writer.write(data)
+            await writer.drain()
+            if rate != float("inf"):
+                await asyncio.sleep(len(data) / rate)
+
+    ways = [asyncio.ensure_future(pump(a[0], b[1])) for a, b in ((one, other), (other, one))]
     try:
         # HTTP/2 needs both directions: when one ends, the connection is over
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -226,14 +234,6 @@ async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate: float, idle: float) -> None:
-    while data := await asyncio.wait_for(reader.read(CHUNK), idle):
-        writer.write(data)
-        await writer.drain()
-        if rate != float("inf"):
-            await asyncio.sleep(len(data) / rate)
 
 
 async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str, Any]:

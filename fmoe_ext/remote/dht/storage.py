@@ -16,7 +16,7 @@ from random import Random
 
 from fmoe_ext.remote.dht.records import ID_BITS, MAX_SKEW, MAX_TTL, SignedRecord, is_misplaced, places_of
 
-BUCKET_SIZE = 20  # Kademlia's k: so many nodes of a bucket seldom leave within one refresh
+BUCKET_SIZE = 20  # Kademlia's k: that all of them leave within one refresh is improbable
 MAX_FAILURES = 2  # calls in a row without an answer, after which a node is forgotten
 MAX_REFRESHED = 24  # buckets: enough for 2^24 nodes
 

@@ -1,6 +1,7 @@
 """The way of bytes from node to node: grpc here; the tests' simulation has another."""
 
 import asyncio
+import functools
 import ipaddress
 import re
 import urllib.parse
@@ -57,7 +58,18 @@ class GrpcTransport:
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> bytes:
         self._busy[endpoint] = self._busy.get(endpoint, 0) + 1
         try:
-            send = self._channel(endpoint).unary_unary(f"/{SERVICE}/{method}")
+            channel = self._channels.get(endpoint)
+            if channel is None:
+                channel = grpc.aio.insecure_channel(endpoint, protocol.channel_options(MAX_ANSWER_BYTES))
+                self._channels[endpoint] = channel
+            self._channels.move_to_end(endpoint)
+            if len(self._channels) > MAX_CHANNELS:
+                # the least recently used channel goes, unless a call is under way on it
+                idle = next((one for one in self._channels if one not in self._busy), None)
+                if idle is not None:
+                    closing = asyncio.ensure_future(self._channels.pop(idle).close())
+                    closing.add_done_callback(lambda _: None)
+            send = channel.unary_unary(f"/{SERVICE}/{method}")
             return bytes(await asyncio.wait_for(send(data, timeout=timeout), timeout + 0.1))
         except grpc.aio.AioRpcError as error:
             raise Unreachable(f"{endpoint}: {error.code().name} {(error.details() or '')[:200]}") from None
@@ -72,7 +84,21 @@ class GrpcTransport:
         options = dict(protocol.server_options(MAX_ANSWER_BYTES))
         options["grpc.max_receive_message_length"] = MAX_REQUEST_BYTES
         self._server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=MAX_CALLS)
-        methods = {name: grpc.unary_unary_rpc_method_handler(self._method(name, handler)) for name in METHODS}
+
+        async def answer(name: str, data: bytes, context: Any) -> bytes:
+            # by address and not by id: ids cost nothing
+            host = host_seen(context.peer())
+            if not (self._calls.take(host, 1) and self._bytes.take(host, len(data))):
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{host} sends more than its rate allows"
+                )
+            try:
+                return await handler(name, data, host)
+            except BadMessage as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
+                raise
+
+        methods = {n: grpc.unary_unary_rpc_method_handler(functools.partial(answer, n)) for n in METHODS}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
         try:
             port = self._server.add_insecure_port(listen_on)
@@ -89,36 +115,6 @@ class GrpcTransport:
         channels, self._channels = list(self._channels.values()), OrderedDict()
         for channel in channels:
             await channel.close()
-
-    def _method(self, name: str, handler: Handler) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        async def method(data: bytes, context: Any) -> bytes:
-            # by address and not by id: ids cost nothing
-            host = host_seen(context.peer())
-            if not (self._calls.take(host, 1) and self._bytes.take(host, len(data))):
-                await context.abort(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{host} sends more than its rate allows"
-                )
-            try:
-                return await handler(name, data, host)
-            except BadMessage as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
-                raise
-
-        return method
-
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        channel = self._channels.get(endpoint)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(endpoint, protocol.channel_options(MAX_ANSWER_BYTES))
-            self._channels[endpoint] = channel
-        self._channels.move_to_end(endpoint)
-        # the least recently used channel goes, unless a call is under way on it
-        if len(self._channels) > MAX_CHANNELS:
-            idle = next((endpoint for endpoint in self._channels if endpoint not in self._busy), None)
-            if idle is not None:
-                closing = asyncio.ensure_future(self._channels.pop(idle).close())
-                closing.add_done_callback(lambda _: None)
-        return channel
 
 
 def _network_of(host: str) -> str | None:

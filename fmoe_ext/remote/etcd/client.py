@@ -26,7 +26,7 @@ from fmoe_ext.remote.discovery import (
     check_uid,
     successors_among,
 )
-from fmoe_ext.remote.etcd.keys import EXPERTS, Leader, dump, leader_key, load_leader, load_members, uid_of
+from fmoe_ext.remote.etcd.keys import EXPERTS, Leader, Members, dump, leader_key, load, uid_of
 
 try:
     from aetcd import rpc
@@ -254,11 +254,11 @@ class EtcdDiscovery(Discovery):
         records: list[ExpertRecord | None] = []
         for uid, entries in zip(names, ranges, strict=True):
             by_key = {entry.key.removeprefix(f"{EXPERTS}{uid}/"): entry for entry in entries}
-            leader = load_leader(by_key["leader"].value) if "leader" in by_key else None
+            leader = load(Leader, by_key["leader"].value) if "leader" in by_key else None
             if leader is None:
                 records.append(None)
                 continue
-            members = load_members(by_key["members"].value) if "members" in by_key else None
+            members = load(Members, by_key["members"].value) if "members" in by_key else None
             others = [] if members is None else list(members.endpoints.values())
             endpoints = leader.endpoint, *(endpoint for endpoint in others if endpoint != leader.endpoint)
             expires, fence = time.monotonic() + UNSEEN_FOR, by_key["leader"].create_revision

@@ -9,12 +9,13 @@ A value that cannot be read counts as one that is not there: a server of another
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, get_args
 
 from fmoe_ext.remote.discovery import check_uid
+from fmoe_ext.remote.server.ledger import End, Term
 
-T = TypeVar("T", "Members", "Offer")
+T = TypeVar("T", "Leader", "Members", "Offer", "ServerEntry")
 ROOT = "/fmoe/"
 SERVERS, EXPERTS = f"{ROOT}servers/", f"{ROOT}experts/"
 
@@ -57,8 +58,8 @@ class Leader:
 class Members:
     """The record of an expert."""
 
-    endpoints: Mapping[str, str] = field(default_factory=dict)  # of the members, by server
-    version: int = 0  # with the next two fields: an end that the log has reached
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # of the members, by server; always written
+    version: int = 0  # with the two fields *_of_end: an end that the log has reached
     successor: str = ""  # the server that should lead next
     term: int = 0  # number of the last leadership
     term_of_end: int = 0
@@ -70,6 +71,15 @@ class Members:
     reserved: int = 0  # the leader acknowledges no later version before it has written a larger one here
     noted: float = 0.0  # time.time() of the leader when it wrote this
 
+    @property
+    def end(self) -> End:
+        return End(Term(self.term_of_end, self.leader_of_end), self.version)
+
+    def reaching(self, end: End, **changes: Any) -> "Members":
+        """This record with another end and other changes."""
+        number, leader = end.term.number, end.term.leader
+        return replace(self, version=end.version, term_of_end=number, leader_of_end=leader, **changes)
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -79,6 +89,14 @@ class Offer:
     leader_of_end: str
     version: int
     record: int  # revision of the record that the offer answers to
+
+    @classmethod
+    def of(cls, end: End, record: int) -> "Offer":
+        return cls(end.term.number, end.term.leader, end.version, record)
+
+    @property
+    def end(self) -> End:
+        return End(Term(self.term_of_end, self.leader_of_end), self.version)
 
 
 @dataclass(frozen=True)
@@ -95,49 +113,26 @@ def dump(value: Leader | Members | ServerEntry | Offer) -> bytes:
     return json.dumps(value.__dict__, default=dict).encode()
 
 
-def load_leader(value: bytes) -> Leader | None:
-    entries = _load(value)
-    server, endpoint = entries.get("server"), entries.get("endpoint")
-    return Leader(server, endpoint) if isinstance(server, str) and isinstance(endpoint, str) else None
-
-
-def load_members(value: bytes) -> Members | None:
-    entries = _load(value)
-    endpoints = entries.pop("endpoints", None)
-    found = _typed(Members(), entries)
-    if (
-        found is None
-        or not isinstance(endpoints, dict)
-        or not all(term.isdecimal() and type(version) is int for term, version in found.starts.items())
-    ):
-        return None
-    return replace(found, endpoints={str(k): str(v) for k, v in endpoints.items()})
-
-
-def load_offer(value: bytes) -> Offer | None:
-    return _typed(Offer(0, "", 0, 0), _load(value))
-
-
-def _typed(default: T, entries: dict[str, Any]) -> T | None:
-    """default with the fields that entries have; None if one is of another type."""
-    known = {key: value for key, value in entries.items() if hasattr(default, key)}
-    if any(type(value) is not type(getattr(default, key)) for key, value in known.items()):
-        return None
-    return replace(default, **known)
-
-
-def load_server(value: bytes) -> ServerEntry | None:
-    entries = _load(value)
+def load(kind: type[T], value: bytes) -> T | None:
+    """The value of a key, as a record of this kind; None if it is none. Fields that are not known here are left out."""
     try:
-        kind = str(entries["expert_cls"]), int(entries["hidden_dim"])
-        return ServerEntry(str(entries["endpoint"]), *kind, int(entries["num_experts"]))
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _load(value: bytes) -> dict[str, Any]:
-    try:
-        entries = json.loads(value)
+        given = json.loads(value)
     except ValueError:
-        return {}
-    return entries if isinstance(entries, dict) else {}
+        return None
+    known: dict[str, Any] = {}
+    for one in fields(kind) if isinstance(given, dict) else ():
+        if one.name in given:
+            found, inner = given[one.name], get_args(one.type)  # of a mapping: the types of keys and values
+            if inner:
+                fits = isinstance(found, dict) and all(type(x) is inner[1] for x in found.values())
+            else:
+                fits = type(found) is one.type
+            if not fits or (one.name == "starts" and not all(term.isdecimal() for term in found)):
+                return None
+            known[one.name] = found
+    if kind is Members and "endpoints" not in known:
+        return None  # a record without members would let anyone lead
+    try:
+        return kind(**known) if known else None
+    except TypeError:  # a field without a default is missing
+        return None

@@ -12,15 +12,15 @@ it says READY, and is a member if its log ends where the leader's does.
 import asyncio
 import enum
 import logging
-from dataclasses import dataclass
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import messages
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Append, Reply
+from fmoe_ext.remote.replication.recovery import Loss
 from fmoe_ext.remote.replication.registry import Site
-from fmoe_ext.remote.server.ledger import Ledger, Logged, NotLeader, Term
+from fmoe_ext.remote.server.ledger import Ledger, NotLeader, Term, Update
 from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
@@ -37,16 +37,6 @@ class Role(enum.Enum):
     JOINING = "joining"  # takes a copy; updates wait
     FOLLOWER = "follower"
     LEADER = "leader"
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Updates that a recovery under way would lose."""
-
-    updates: int  # that etcd knows of
-    gradients: int  # at least so many were in them
-    most: int  # updates that may have been acknowledged
-    since: float  # time.time() of the last leader at its last note
 
 
 class Replica:
@@ -71,7 +61,7 @@ class Replica:
         self.role, self.leader, self._idle_since = Role.IDLE, None, self.site.now()
 
     def is_able(self) -> bool:
-        """True if its state can be trusted to be that of a member, when the record has it as one."""
+        """True if its state can be trusted, when the record has it as a member."""
         return self.role is not Role.JOINING and not self.ledger.broken
 
     def needs_void(self, record: keys.Members | None, num_returns: int) -> bool:
@@ -93,20 +83,20 @@ class Replica:
             self.leader.end(f"term {append.term.number} has begun")
         ledger.see(append.term)
         if self.role is Role.JOINING:
-            if append.logged is None:
+            if append.update is None:
                 return self._reply("it takes a copy")
             self._early.append(append)
             return self._reply()
-        if append.logged is None:
+        if append.update is None:
             if ledger.broken or append.end != ledger.end:
                 return Reply(False, ledger.end, ledger.seen, ledger.broken)
         else:
             try:
-                is_new = ledger.receive(append.logged, append.committed)
+                is_new = ledger.receive(append.update, append.committed)
             except ValueError:
                 return self._reply(ledger.broken or f"its log ends at version {ledger.end.version}")
             if is_new:
-                self._apply(append.logged)
+                self._apply(append.update)
         self.role = Role.FOLLOWER
         ledger.commit(append.committed)
         return self._reply()
@@ -114,15 +104,15 @@ class Replica:
     def _reply(self, refusal: str = "") -> Reply:
         return Reply(not refusal, self.ledger.end, self.ledger.seen, refusal)
 
-    def _apply(self, logged: Logged) -> None:
+    def _apply(self, update: Update) -> None:
         """Has the device repeat an update; one that does not give the leader's weights breaks this replica."""
         host, ledger = self.site.server.host, self.ledger
 
         def work() -> None:
             try:
-                host.apply(logged.update)
-                if logged.digest and host.digest(self.uid) != logged.digest:
-                    raise ValueError(f"the weights differ from the leader's at version {logged.end.version}")
+                host.apply(update)
+                if update.digest and host.digest(self.uid) != update.digest:
+                    raise ValueError(f"the weights differ from the leader's at version {update.end.version}")
             except Exception as error:
                 ledger.broken = ledger.broken or f"{error}"
                 raise
@@ -170,7 +160,7 @@ class Replica:
         self._copying = copying = asyncio.create_task(download)
         try:
             copy = await copying
-            term = Term(copy.number("seen"), copy.meta.get("seen_leader", ""))
+            term = Term.read(copy, "seen")
             if term < ledger.seen:
                 raise NotLeader(f"the copy of {self.uid} is of a term that is over")
             if copy.meta.get("uid") != self.uid:

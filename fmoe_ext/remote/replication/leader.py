@@ -1,4 +1,4 @@
-"""Leader: one term of one expert, which orders its updates; _Members: the servers that this term waits for.
+"""Leader: one term of one expert, which orders its updates and waits for the servers that must have them.
 
 A term goes through three phases; the numbers are those of the invariants of docs/replication.md.
     confirms  Every member is brought to this log, or removed from the record (3).
@@ -35,193 +35,6 @@ NOTE_EVERY = 5.0  # seconds between notes of the end in the registry
 LEAST_RESERVED = 64  # updates that may be acknowledged after a note, before the next one
 
 
-class _Members:
-    """Members of an expert in a leader's term."""
-
-    def __init__(self, leader: "Leader", record: keys.Members):
-        self.record = record  # as it is in etcd
-        self.reserved = record.reserved  # no later version is acknowledged; never above that of the registry
-        # Servers that must confirm an update, this one too. A server is needed before the record has it, and until
-        # a record without it is written: who reads the record then finds every acknowledged update at each member.
-        self.needed = set(record.endpoints)
-        self.senders: dict[str, Sender] = {}  # of members and of servers that join
-        self.changing = asyncio.Lock()  # held by every change
-        self._leader, self._site, self._uid = leader, leader.site, leader.uid
-        self._host_asked = self._noted_at = 0.0
-
-    def add_sender(self, name: str, endpoint: str) -> Sender:
-        if (old := self.senders.pop(name, None)) is not None:
-            old.stop()
-        sender = Sender(self._site.peers, name, endpoint, self._site.options.ack_timeout)
-        self.senders[name] = sender
-        return sender
-
-    async def remove(self, sender: Sender, reason: str) -> None:
-        """Takes a member out of the record; NotLeader, and the end of this term, if the registry does not do it."""
-        async with self.changing:
-            if self._leader.has_ended:
-                raise NotLeader(f"not the leader of {self._uid} any more")
-            if self.senders.get(sender.server) is not sender:
-                return  # removed already, or replaced
-            if sender.server in self.needed:
-                log.warning("%s: %s is removed from the members (%s)", self._uid, sender.endpoint, reason)
-                left = {n: e for n, e in self.record.endpoints.items() if n != sender.server}
-                await self._write(left)
-                self.needed.discard(sender.server)
-                self._site.server.metrics.add("members_removed_total")
-            sender.stop()
-            self.senders.pop(sender.server, None)
-
-    async def _write(self, endpoints: dict[str, str], version: int = 0) -> None:
-        """Writes the record. version: one that is to be acknowledged."""
-        record = self._noted(endpoints, version)
-        # the smaller one, while it is not known which record the registry has
-        self.reserved = min(self.reserved, record.reserved)
-        try:
-            is_written = await self._site.registry.set_members(self._uid, self._leader.guard, record)
-            reason = "its key in the registry has changed"
-        except DiscoveryError as error:
-            is_written, reason = False, f"the registry does not answer ({error})"
-        if not is_written:
-            self._site.server.metrics.add("fenced_total")
-            self._leader.end(reason)
-            raise NotLeader(f"not the leader of {self._uid} any more: {reason}")
-        self.record, self.reserved = record, record.reserved
-
-    async def reserve(self, version: int) -> None:
-        """Waits until the registry notes that a version may be acknowledged; this bounds what dead members lose."""
-        while version > self.reserved:
-            async with self.changing:
-                if self._leader.has_ended:
-                    raise NotLeader(f"not the leader of {self._uid} any more")
-                if version > self.reserved:
-                    await self._write(dict(self.record.endpoints), version)
-
-    def without_leader(self) -> keys.Members:
-        """The record for a leader that leaves: a member that has every update leads next."""
-        left = {n: e for n, e in self.record.endpoints.items() if n != self._site.name}
-        healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
-        end = self._leader.committed.version
-        record = replace(self._noted(left), successor=next(healthy, ""), reserved=end)
-        self.reserved = min(self.reserved, record.reserved)
-        return record
-
-    def _noted(self, endpoints: dict[str, str], version: int = 0) -> keys.Members:
-        leader = self._leader
-        reserved = max(leader.committed.version, version)
-        # An expert without updates since the last note reserves none, so that none counts as lost. Others reserve twice
-        # what came since then, so that few updates wait for a write to the registry.
-        if since := reserved - self.record.version:
-            reserved += max(LEAST_RESERVED, 2 * since)
-        record = recovery.with_end(self.record, leader.committed)
-        requests = leader.ledger.requests_at(leader.committed.version)
-        starts = recovery.with_start(record.starts, leader.term.number, leader.start)
-        return replace(
-            record,
-            endpoints=endpoints,
-            successor="",
-            starts=starts,
-            requests=requests,
-            reserved=reserved,
-            noted=time.time(),
-        )
-
-    async def admit(self, name: str, endpoint: str) -> Message:
-        """A copy for a server that wants to follow; every update after it goes there too."""
-        self._leader.check_open()
-        if name in self.needed and (member := self.senders.get(name)) is not None:
-            await self.remove(member, "it asks for a copy")
-        self._check_room(name)
-        sender: list[Sender] = []
-        loop = asyncio.get_running_loop()
-
-        def at_copy() -> None:  # on the loop, between the updates before the copy and those after it
-            known = self.senders.get(name)
-            if not self._leader.has_ended and not self._is_full(name) and not (known and name in self.needed):
-                sender.append(self.add_sender(name, endpoint))
-
-        def take() -> Message:
-            state = read_state(self._site.server.host, self._uid)
-            loop.call_soon_threadsafe(at_copy)
-            return state
-
-        state = await self._site.on_thread(take)
-        self._leader.check_open()
-        if not sender:
-            self._check_room(name)
-            raise NotLeader(f"{name} became a replica of {self._uid} meanwhile: it may ask again")
-        meta = {"seen": str(self._leader.term.number), "seen_leader": self._leader.term.leader}
-        return Message(state.tensors, {**state.meta, **meta})
-
-    async def promote(self, name: str) -> None:
-        """A server that has its copy becomes a member: from now on nothing is acknowledged without it."""
-        self._leader.check_open()
-        async with self.changing:
-            sender = self.senders.get(name)
-            if sender is None or sender.is_dead or self._leader.has_ended:
-                raise NotLeader(f"{name} has missed updates of {self._uid}: it must take another copy")
-            if name in self.needed:
-                return  # the same call came twice
-            self.needed.add(name)  # before the registry knows, so that none is acknowledged without it after
-            reply = await sender.put(self._leader.probe())
-            if reply is None or not reply.is_accepted:
-                self.needed.discard(name)
-                why = sender.failure or "its log differs"
-                raise NotLeader(f"{name} has missed updates of {self._uid}: {why}")
-            if self._leader.has_ended:
-                raise NotLeader(f"not the leader of {self._uid} any more")
-            await self._write({**self.record.endpoints, name: sender.endpoint})
-        log.info("%s has %d replicas", self._uid, len(self.record.endpoints))
-
-    def _check_room(self, name: str) -> None:
-        if self._is_full(name):
-            raise ValueError(f"{self._uid} has its replicas, or servers that take copies: no more")
-
-    def _is_full(self, name: str) -> bool:
-        """True if members and those who take copies, other than name, reach the target number."""
-        return len({*self.needed, *self.senders} - {name}) >= self._site.options.replicas
-
-    async def look_after(self) -> None:
-        """Removes members whose servers are gone, finds new ones, notes the end."""
-        alive, now = self._site.registry.view.servers(), self._site.now()
-        try:
-            for sender in list(self.senders.values()):
-                # a server that takes a copy gets every update meanwhile: not for ever, or its queue would grow
-                late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
-                if sender.is_dead or late or sender.server not in alive:
-                    await self.remove(sender, sender.failure or "its server is gone")
-            # a term that confirms changes nothing else
-            if not self._leader.is_open:
-                return
-            # a note every few seconds: what a recovery has lost can then be counted, at a write to etcd now and then
-            end = self._leader.committed.version
-            if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
-                self._noted_at = now
-                async with self.changing:
-                    await self._write(dict(self.record.endpoints))
-        except NotLeader:
-            return
-        if len({*self.needed, *self.senders}) >= self._site.options.replicas:
-            return
-        options = self._site.server.options  # a replica must be of the same class and width
-        free = {
-            name: entry
-            for name, entry in self._site.registry.view.servers().items()
-            if name not in self.record.endpoints
-            and (entry.expert_cls, entry.hidden_dim) == (options.expert_cls, options.hidden_dim)
-        }
-        if not free or now - self._host_asked < HOST_AGAIN:
-            return
-        self._host_asked = now
-        name = min(free, key=lambda name: (free[name].num_experts, name))  # the one with the least to do
-        request = encode(Message({}, {"uid": self._uid}))
-        endpoint, timeout = free[name].endpoint, self._site.options.ack_timeout
-        try:
-            await self._site.peers.call(endpoint, messages.HOST, request, timeout)
-        except RemoteError as error:
-            log.warning("%s cannot be replicated at %s: %s", self._uid, endpoint, error)
-
-
 class Leader:
     """A server's leadership of an expert. ended() is called once."""
 
@@ -244,7 +57,14 @@ class Leader:
         self.start = self.shipped.version  # at which this term began
         self._waiting: list[tuple[int, Finish, Fail]] = []  # updates that are not answered, by version
         self._commits: set[asyncio.Task[None]] = set()
-        self.members = _Members(self, record)
+        self.record = record  # as it is in etcd
+        self.reserved = record.reserved  # no later version is acknowledged; never above that of the registry
+        # Servers that must confirm an update, this one too. A server is needed before the record has it, and until
+        # a record without it is written: who reads the record then finds every acknowledged update at each member.
+        self.needed = set(record.endpoints)
+        self.senders: dict[str, Sender] = {}  # of members and of servers that join
+        self._changing = asyncio.Lock()  # held by every change of the record
+        self._host_asked = self._noted_at = 0.0
 
     def holds(self) -> bool:
         """True while nobody else can lead, by this server's clock; from any thread."""
@@ -261,7 +81,7 @@ class Leader:
         self.has_ended, self.is_open = True, False
         self.ledger.step_down()
         log.warning("%s is led from here no more: %s", self.uid, reason)
-        for sender in self.members.senders.values():
+        for sender in self.senders.values():
             sender.stop()
         waiting, self._waiting = self._waiting, []
         for _, _, fail in waiting:
@@ -276,13 +96,13 @@ class Leader:
 
     async def confirm(self) -> None:
         """Brings every member to this log, or removes it; then takes gradients."""
-        endpoints = self.members.record.endpoints.items()
-        senders = [self.members.add_sender(name, at) for name, at in endpoints if name != self.site.name]
+        endpoints = self.record.endpoints.items()
+        senders = [self._add_sender(name, at) for name, at in endpoints if name != self.site.name]
         try:
             await asyncio.gather(*(self._confirm(sender) for sender in senders))
         except NotLeader:
             return
-        if not self.has_ended and self.members.needed <= {self.site.name, *self.members.senders}:
+        if not self.has_ended and self.needed <= {self.site.name, *self.senders}:
             self.ledger.open(self.term)
             self.is_open = True
             version, term = self.shipped.version, self.term.number
@@ -303,7 +123,7 @@ class Leader:
                 reply = replies[-1]
             elif is_longer and sender.server in self.site.registry.view.servers():
                 # a member whose log is longer leads, so that nothing has to be rolled back
-                record = replace(self.members.record, successor=sender.server)
+                record = replace(self.record, successor=sender.server)
                 try:
                     await self.site.registry.resign(self.uid, self.guard, record)
                 except DiscoveryError as error:
@@ -311,7 +131,7 @@ class Leader:
                 self.end(f"{sender.server} has a longer log")
                 raise NotLeader
         if reply is None or not reply.is_accepted:
-            await self.members.remove(sender, sender.failure or "its log is another one")
+            await self._remove(sender, sender.failure or "its log is another one")
 
     def probe(self) -> Append:
         return Append(self.uid, self.term, self.ledger.committed, self.shipped)
@@ -325,19 +145,19 @@ class Leader:
             return
         self._waiting.append((version, finish, fail))
         # updates are shipped in the order of the log, by whichever call comes first; later ones wait for their own call
-        for logged in self.ledger.tail_after(self.shipped) or ():
-            if logged.end.version > version:
+        for update in self.ledger.tail_after(self.shipped) or ():
+            if update.end.version > version:
                 break
-            self.shipped = logged.end
-            append = Append(self.uid, self.term, self.ledger.committed, logged.end, logged)
+            self.shipped = update.end
+            append = Append(self.uid, self.term, self.ledger.committed, update.end, update)
             # to all at once, joining servers too, in the order of the log: each sender keeps it
-            acks = [(sender, sender.put(append)) for sender in self.members.senders.values()]
-            if acks or logged.end.version > self.members.reserved:
-                task = asyncio.create_task(self._commit(logged.end, acks))
+            acks = [(sender, sender.put(append)) for sender in self.senders.values()]
+            if acks or update.end.version > self.reserved:
+                task = asyncio.create_task(self._commit(update.end, acks))
                 self._commits.add(task)
                 task.add_done_callback(self._commits.discard)
             else:
-                self._advance(logged.end)
+                self._advance(update.end)
         if version <= self.committed.version:
             self._advance(self.committed)
 
@@ -346,8 +166,8 @@ class Leader:
             for sender, ack in acks:
                 reply = await ack
                 if reply is None or not reply.is_accepted:
-                    await self.members.remove(sender, sender.failure)
-            await self.members.reserve(end.version)
+                    await self._remove(sender, sender.failure)
+            await self.reserve(end.version)
         except NotLeader:
             return
         self._advance(end)
@@ -364,6 +184,168 @@ class Leader:
         for _, finish, _ in done:
             finish()
 
+    # ---------------------------------------------------------------- members
+
+    def _add_sender(self, name: str, endpoint: str) -> Sender:
+        if (old := self.senders.pop(name, None)) is not None:
+            old.stop()
+        sender = Sender(self.site.peers, name, endpoint, self.site.options.ack_timeout)
+        self.senders[name] = sender
+        return sender
+
+    async def _remove(self, sender: Sender, reason: str) -> None:
+        """Takes a member out of the record; NotLeader, and the end of this term, if the registry does not do it."""
+        async with self._changing:
+            if self.has_ended:
+                raise NotLeader(f"not the leader of {self.uid} any more")
+            if self.senders.get(sender.server) is not sender:
+                return  # removed already, or replaced
+            if sender.server in self.needed:
+                log.warning("%s: %s is removed from the members (%s)", self.uid, sender.endpoint, reason)
+                left = {n: e for n, e in self.record.endpoints.items() if n != sender.server}
+                await self._write(left)
+                self.needed.discard(sender.server)
+                self.site.server.metrics.add("members_removed_total")
+            sender.stop()
+            self.senders.pop(sender.server, None)
+
+    async def _write(self, endpoints: dict[str, str], version: int = 0) -> None:
+        """Writes the record. version: one that is to be acknowledged."""
+        record = self._noted(endpoints, version)
+        # the smaller one, while it is not known which record the registry has
+        self.reserved = min(self.reserved, record.reserved)
+        try:
+            is_written = await self.site.registry.set_members(self.uid, self.guard, record)
+            reason = "its key in the registry has changed"
+        except DiscoveryError as error:
+            is_written, reason = False, f"the registry does not answer ({error})"
+        if not is_written:
+            self.site.server.metrics.add("fenced_total")
+            self.end(reason)
+            raise NotLeader(f"not the leader of {self.uid} any more: {reason}")
+        self.record, self.reserved = record, record.reserved
+
+    def _noted(self, endpoints: dict[str, str], version: int = 0) -> keys.Members:
+        reserved = max(self.committed.version, version)
+        # An expert without updates since the last note reserves none, so that none counts as lost. Others reserve twice
+        # what came since then, so that few updates wait for a write to the registry.
+        if since := reserved - self.record.version:
+            reserved += max(LEAST_RESERVED, 2 * since)
+        return self.record.reaching(
+            self.committed,
+            endpoints=endpoints,
+            successor="",
+            starts=recovery.with_start(self.record.starts, self.term.number, self.start),
+            requests=self.ledger.requests_at(self.committed.version),
+            reserved=reserved,
+            noted=time.time(),
+        )
+
+    async def reserve(self, version: int) -> None:
+        """Waits until the registry notes that a version may be acknowledged; this bounds what dead members lose."""
+        while version > self.reserved:
+            async with self._changing:
+                if self.has_ended:
+                    raise NotLeader(f"not the leader of {self.uid} any more")
+                if version > self.reserved:
+                    await self._write(dict(self.record.endpoints), version)
+
+    async def admit(self, name: str, endpoint: str) -> Message:
+        """A copy for a server that wants to follow; every update after it goes there too."""
+        self.check_open()
+        if name in self.needed and (member := self.senders.get(name)) is not None:
+            await self._remove(member, "it asks for a copy")
+        self._check_room(name)
+        sender: list[Sender] = []
+        loop = asyncio.get_running_loop()
+
+        def at_copy() -> None:  # on the loop, between the updates before the copy and those after it
+            known = self.senders.get(name)
+            if not self.has_ended and not self._is_full(name) and not (known and name in self.needed):
+                sender.append(self._add_sender(name, endpoint))
+
+        def take() -> Message:
+            state = read_state(self.site.server.host, self.uid)
+            loop.call_soon_threadsafe(at_copy)
+            return state
+
+        state = await self.site.on_thread(take)
+        self.check_open()
+        if not sender:
+            self._check_room(name)
+            raise NotLeader(f"{name} became a replica of {self.uid} meanwhile: it may ask again")
+        return Message(state.tensors, {**state.meta, **self.term.meta("seen")})
+
+    async def promote(self, name: str) -> None:
+        """A server that has its copy becomes a member: from now on nothing is acknowledged without it."""
+        self.check_open()
+        async with self._changing:
+            sender = self.senders.get(name)
+            if sender is None or sender.is_dead or self.has_ended:
+                raise NotLeader(f"{name} has missed updates of {self.uid}: it must take another copy")
+            if name in self.needed:
+                return  # the same call came twice
+            self.needed.add(name)  # before the registry knows, so that none is acknowledged without it after
+            reply = await sender.put(self.probe())
+            if reply is None or not reply.is_accepted:
+                self.needed.discard(name)
+                why = sender.failure or "its log differs"
+                raise NotLeader(f"{name} has missed updates of {self.uid}: {why}")
+            if self.has_ended:
+                raise NotLeader(f"not the leader of {self.uid} any more")
+            await self._write({**self.record.endpoints, name: sender.endpoint})
+        log.info("%s has %d replicas", self.uid, len(self.record.endpoints))
+
+    def _check_room(self, name: str) -> None:
+        if self._is_full(name):
+            raise ValueError(f"{self.uid} has its replicas, or servers that take copies: no more")
+
+    def _is_full(self, name: str) -> bool:
+        """True if members and those who take copies, other than name, reach the target number."""
+        return len({*self.needed, *self.senders} - {name}) >= self.site.options.replicas
+
+    async def look_after(self) -> None:
+        """Removes members whose servers are gone, finds new ones, notes the end."""
+        alive, now = self.site.registry.view.servers(), self.site.now()
+        try:
+            for sender in list(self.senders.values()):
+                # a server that takes a copy gets every update meanwhile: not for ever, or its queue would grow
+                late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
+                if sender.is_dead or late or sender.server not in alive:
+                    await self._remove(sender, sender.failure or "its server is gone")
+            # a term that confirms changes nothing else
+            if not self.is_open:
+                return
+            # a note every few seconds: what a recovery has lost can then be counted, at a write to etcd now and then
+            end = self.committed.version
+            if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
+                self._noted_at = now
+                async with self._changing:
+                    await self._write(dict(self.record.endpoints))
+        except NotLeader:
+            return
+        if len({*self.needed, *self.senders}) >= self.site.options.replicas:
+            return
+        options = self.site.server.options  # a replica must be of the same class and width
+        free = {
+            name: entry
+            for name, entry in self.site.registry.view.servers().items()
+            if name not in self.record.endpoints
+            and (entry.expert_cls, entry.hidden_dim) == (options.expert_cls, options.hidden_dim)
+        }
+        if not free or now - self._host_asked < HOST_AGAIN:
+            return
+        self._host_asked = now
+        name = min(free, key=lambda name: (free[name].num_experts, name))  # the one with the least to do
+        request = encode(Message({}, {"uid": self.uid}))
+        endpoint, timeout = free[name].endpoint, self.site.options.ack_timeout
+        try:
+            await self.site.peers.call(endpoint, messages.HOST, request, timeout)
+        except RemoteError as error:
+            log.warning("%s cannot be replicated at %s: %s", self.uid, endpoint, error)
+
+    # ---------------------------------------------------------------- ending
+
     async def hand_over(self) -> None:
         """Takes no more gradients, waits for those under way, and lets a member lead that has them all."""
         self.is_closing = True
@@ -371,10 +353,16 @@ class Leader:
         await asyncio.sleep(0)
         if self._commits:
             await asyncio.wait(self._commits, timeout=HAND_OVER_SECONDS)
-        async with self.members.changing:
+        async with self._changing:
             if self.has_ended:
                 return
             try:
-                await self.site.registry.resign(self.uid, self.guard, self.members.without_leader())
+                left = {n: e for n, e in self.record.endpoints.items() if n != self.site.name}
+                # a member that has every update leads next
+                healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
+                end = self.committed.version
+                record = replace(self._noted(left), successor=next(healthy, ""), reserved=end)
+                self.reserved = min(self.reserved, end)
+                await self.site.registry.resign(self.uid, self.guard, record)
             finally:
                 self.end("this server stops")

@@ -8,23 +8,21 @@ the leader removes its server from the members, and the server takes a copy.
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import torch
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.server.ledger import End, Logged, Request, Term, Update
+from fmoe_ext.remote.server.ledger import ID_BYTES, End, Request, Term, Update, pack_ids, unpack_ids
 from fmoe_ext.remote.server.service import SHARE_FOR_ROOM, Call, ComputeThread, Intake
 from fmoe_ext.remote.wire import Message, WireError, encode
 
 SERVICE = "fmoe.Replicas"
 APPEND, JOIN = f"/{SERVICE}/Append", f"/{SERVICE}/Join"
 READY, HOST = f"/{SERVICE}/Ready", f"/{SERVICE}/Host"
-_ID_BYTES = 16  # of a request id
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Append:
     term: Term  # of the leader who sends it
     committed: int  # version that every member has
     end: End  # of the leader's log, up to this update
-    logged: Logged | None = None  # the update
+    update: Update | None = None
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,16 @@ class Reply:
 
 def append_message(append: Append) -> Message:
     """The message of an append; an update has one tensor an input, whatever the number of its requests."""
-    logged = append.logged
+    update = append.update
     meta = {"uid": append.uid, "committed": str(append.committed)}
-    meta |= {**_term("term", append.term), **_end("end", append.end)}
-    if logged is None:
+    meta |= {**append.term.meta("term"), **_end("end", append.end)}
+    if update is None:
         return Message({}, meta)
-    meta |= {**_end("previous", logged.previous), "digest": logged.digest}
-    requests = logged.update.requests
-    ids = b"".join(bytes.fromhex(r.request_id or "0" * 2 * _ID_BYTES) for r in requests)
+    meta |= {**_end("previous", update.previous), "digest": update.digest}
+    requests = update.requests
     inputs = [_joined(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
     tensors = {
-        "ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8),
+        "ids": pack_ids(r.request_id for r in requests),
         "rows": torch.tensor([r.grad.shape[0] for r in requests], dtype=torch.int64, device="cpu"),
         "grad": _joined([r.grad for r in requests]),
         **{str(n): x for n, x in enumerate(inputs)},
@@ -71,7 +68,7 @@ def append_message(append: Append) -> Message:
 def read_append(message: Message) -> Append:
     """The append in a message; WireError if there is none."""
     uid, end = message.meta.get("uid", ""), _read_end(message, "end")
-    term, committed = _read_term(message, "term"), message.number("committed")
+    term, committed = Term.read(message, "term"), message.number("committed")
     if "ids" not in message.tensors:
         return Append(uid, term, committed, end)
     given = dict(message.tensors)
@@ -79,41 +76,31 @@ def read_append(message: Message) -> Append:
     inputs = [given[str(n)] for n in range(len(given)) if str(n) in given]
     if ids is None or rows is None or grad is None or not inputs or len(inputs) != len(given):
         raise WireError("an update needs ids, rows, grad and inputs")
-    if ids.dtype != torch.uint8 or ids.dim() != 1 or ids.numel() != rows.numel() * _ID_BYTES:
+    if ids.dtype != torch.uint8 or ids.dim() != 1 or ids.numel() != rows.numel() * ID_BYTES:
         raise WireError("the ids of an update must be 16 bytes for each request")
     counts = rows.tolist() if rows.dtype == torch.int64 and rows.dim() == 1 else []
     total = sum(counts)
     if not counts or min(counts) < 1 or any(x.dim() < 1 or x.shape[0] != total for x in (grad, *inputs)):
         raise WireError("the rows of an update do not add up")
-    names = [bytes(one.tolist()).hex() for one in ids.split(_ID_BYTES)]
     by_request = zip(*(x.split(counts) for x in inputs), strict=True)
     requests = tuple(
         Request(name if name.strip("0") else "", tuple(xs), g)
-        for name, g, xs in zip(names, grad.split(counts), by_request, strict=True)
+        for name, g, xs in zip(unpack_ids(ids), grad.split(counts), by_request, strict=True)
     )
-    update = Update(uid, end.version, requests)
-    logged = Logged(_read_end(message, "previous"), end, update, message.meta.get("digest", ""))
-    return Append(uid, term, committed, end, logged)
+    update = Update(uid, _read_end(message, "previous"), end, requests, message.meta.get("digest", ""))
+    return Append(uid, term, committed, end, update)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _term(key: str, term: Term) -> dict[str, str]:
-    return {key: str(term.number), f"{key}_leader": term.leader}
-
-
-def _read_term(message: Message, key: str) -> Term:
-    return Term(message.number(key), message.meta.get(f"{key}_leader", ""))
-
-
 def _end(key: str, end: End) -> dict[str, str]:
-    return {**_term(f"{key}_term", end.term), f"{key}_version": str(end.version)}
+    return {**end.term.meta(f"{key}_term"), f"{key}_version": str(end.version)}
 
 
 def _read_end(message: Message, key: str) -> End:
-    return End(_read_term(message, f"{key}_term"), message.number(f"{key}_version"))
+    return End(Term.read(message, f"{key}_term"), message.number(f"{key}_version"))
 
 
 MAX_UNSENT = 1024  # entries; a server that is further behind takes a copy instead
@@ -147,7 +134,7 @@ class Sender:
             append, future = await self._queue.get()
             try:
                 reply = await self._send(append)
-                if not reply.is_accepted and append.logged is not None:
+                if not reply.is_accepted and append.update is not None:
                     self._die(reply.reason or "refused")
                 settle(future, reply)
             except Exception as error:  # whatever it is: this server does not follow any more
@@ -163,7 +150,7 @@ class Sender:
             try:
                 answer = await self._peers.call(self.endpoint, APPEND, data, end - clock())
                 is_accepted, reason = answer.number("accepted") == 1, answer.meta.get("reason", "")
-                return Reply(is_accepted, _read_end(answer, "end"), _read_term(answer, "seen"), reason)
+                return Reply(is_accepted, _read_end(answer, "end"), Term.read(answer, "seen"), reason)
             except QUICK:
                 if clock() + PAUSE >= end:
                     raise
@@ -185,27 +172,20 @@ def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None
         future.set_result(result)
 
 
-async def answer(replicas: Any, method: str, message: Message) -> Message:
-    """Have ReplicatedExperts answer a call of another server."""
-    if method == APPEND:
-        reply = replicas.append(read_append(message))
-        meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
-        return Message({}, {**meta, **_term("seen", reply.seen), **_end("end", reply.end)})
-    uid = message.text(protocol.UID)
-    if method == JOIN:
-        return await replicas.admit(uid, message.text("server"), message.text("endpoint"))
-    if method == READY:
-        await replicas.promote(uid, message.text("server"))
-    else:
-        await replicas.host_expert(uid)
-    return Message()
+def reply_message(reply: Reply) -> Message:
+    """The message of a reply."""
+    meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
+    return Message({}, {**meta, **reply.seen.meta("seen"), **_end("end", reply.end)})
 
 
-def replica_handlers(replicas: Any, intake: Intake, compute: ComputeThread) -> grpc.GenericRpcHandler:
+def replica_handlers(
+    answer: Callable[[str, Message], Awaitable[Message]], intake: Intake, compute: ComputeThread
+) -> grpc.GenericRpcHandler:
     """The methods. Servers admit each other as they admit those who send gradients; a copy comes in parts.
 
-    intake: with a budget of its own. Calls of clients wait for updates at other servers, and would these wait for the
-    clients' memory, two servers that follow each other would wait for ever.
+    answer(path, message) -> what this server answers. intake: with a budget of its own. Calls of clients wait for
+    updates at other servers, and would these wait for the clients' memory, two servers that follow each other would
+    wait for ever.
     """
 
     async def handle(path: str, call: Call) -> Message:
@@ -213,7 +193,7 @@ def replica_handlers(replicas: Any, intake: Intake, compute: ComputeThread) -> g
             if path == JOIN:  # the copy is as large as the expert
                 size = compute.host.state_bytes(call.message.text(protocol.UID))
                 await call.held.wait_for(size, (call.deadline - time.monotonic()) * SHARE_FOR_ROOM)
-            reply = await answer(replicas, path, call.message)
+            reply = await answer(path, call.message)
         except ValueError as error:
             raise WireError(str(error)[:500]) from None
         if path == APPEND and (call.message.tensors and reply.meta["accepted"] == "1"):

@@ -7,7 +7,7 @@ What its log lacks is lost, and counted: the record says how far the last leader
 
 import enum
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.server.ledger import End, Term
@@ -30,7 +30,7 @@ class Vacancy:
 
     server: str  # the one that decides
     end: End  # of its log
-    is_able: bool  # its state is that of a member, if the record has it as one
+    is_able: bool  # its state can be trusted, if the record has it as a member
     record: keys.Members | None
     revision: int  # of the record
     alive: Collection[str]  # servers with a lease
@@ -44,16 +44,26 @@ class Vacancy:
     lacks: int = 0  # version in this server's damaged checkpoint
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Updates that a recovery under way would lose."""
+
+    updates: int  # that etcd knows of
+    gradients: int  # in these updates, at least
+    most: int  # updates that may have been acknowledged
+    since: float  # time.time() of the last leader at its last note
+
+
 def decide(vacancy: Vacancy) -> Action:
     """Next action of a server; it is decided again at every change and on a timer."""
     me, record = vacancy.server, vacancy.record or keys.Members()
     if me in record.endpoints and vacancy.is_able:
         is_named = record.successor not in ("", me) and record.successor in vacancy.alive
         return Action.WAIT if is_named and vacancy.seconds < SUCCESSOR_SECONDS else Action.LEAD
-    if vacancy.offers.get(me) != make_offer(vacancy.end, vacancy.revision):
+    if vacancy.offers.get(me) != keys.Offer.of(vacancy.end, vacancy.revision):
         return Action.OFFER
     offers = {
-        name: (_end_of(offer), name)  # the name decides between equal ends, everywhere alike
+        name: (offer.end, name)  # the name decides between equal ends, everywhere alike
         for name, offer in vacancy.offers.items()
         if offer.record == vacancy.revision and name in vacancy.alive
     }
@@ -64,7 +74,7 @@ def decide(vacancy: Vacancy) -> Action:
     # the wait is short only for one that has all that the record knows of
     if vacancy.record is None and set(vacancy.alive) == {me} and not vacancy.lacks:
         wait = 0.0  # a new expert, and the only server
-    elif vacancy.end >= _end_of(record) and not vacancy.lacks:
+    elif vacancy.end >= record.end and not vacancy.lacks:
         wait = RECOVERY_LOOK
     else:
         wait = vacancy.recovery_wait
@@ -78,26 +88,31 @@ def count_lost(vacancy: Vacancy) -> int:
 
     Its own of later versions are of an older term.
     """
-    record, end = vacancy.record or keys.Members(), vacancy.end
-    damaged = max(0, vacancy.lacks - end.version)
-    if end >= _end_of(record):
+    record = vacancy.record or keys.Members()
+    damaged = max(0, vacancy.lacks - vacancy.end.version)
+    if vacancy.end >= record.end:
         return damaged
-    later = [start for term, start in record.starts.items() if int(term) > end.term.number]
-    return max(1, damaged, record.version - min([end.version, *later]))
+    return max(1, damaged, record.version - _version_in_common(record, vacancy.end))
 
 
 def count_lost_at_most(vacancy: Vacancy) -> int:
     """No more updates than these were acknowledged and are not in this server's log."""
-    record, end = vacancy.record or keys.Members(), vacancy.end
+    record = vacancy.record or keys.Members()
+    return max(count_lost(vacancy), record.reserved - _version_in_common(record, vacancy.end))
+
+
+def _version_in_common(record: keys.Members, end: End) -> int:
+    """The version up to which a log with this end is the record's: a later term may have begun before its end."""
     later = [start for term, start in record.starts.items() if int(term) > end.term.number]
-    return max(count_lost(vacancy), record.reserved - min([end.version, *later]))
+    return min([end.version, *later])
 
 
-def count_lost_gradients(vacancy: Vacancy) -> int:
-    """Count the gradients in the lost updates, at least: each update has one or more."""
-    known = 0 if vacancy.record is None else vacancy.record.requests
-    lost = count_lost(vacancy)
-    return max(lost, known - vacancy.requests) if lost else 0
+def loss_of(vacancy: Vacancy) -> Loss:
+    """Count what is lost if this server leads."""
+    record, lost = vacancy.record or keys.Members(), count_lost(vacancy)
+    # each update has one gradient or more
+    gradients = max(lost, record.requests - vacancy.requests) if lost else 0
+    return Loss(lost, gradients, count_lost_at_most(vacancy), record.noted)
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
@@ -110,7 +125,7 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
     """The record with which a server leads."""
     record = vacancy.record or keys.Members()
     endpoints = record.endpoints if action is Action.LEAD else {}
-    known = vacancy.end if action is Action.RECOVER else max(vacancy.end, _end_of(record))
+    known = vacancy.end if action is Action.RECOVER else max(vacancy.end, record.end)
     starts = record.starts
     if action is Action.RECOVER:  # what its log lacks is no part of the history any more
         starts = {t: v for t, v in starts.items() if int(t) <= vacancy.end.term.number}
@@ -118,8 +133,8 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
     if vacancy.start is not None and vacancy.end >= known:
         starts = with_start(starts, vacancy.end.term.number, vacancy.start)
     requests = vacancy.requests if vacancy.end == known else record.requests
-    return replace(
-        with_end(record, known),
+    return record.reaching(
+        known,
         requests=requests,
         starts=starts,
         endpoints={**endpoints, vacancy.server: endpoint},
@@ -133,8 +148,8 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
 def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> keys.Members:
     """The record after the registry went back: nobody is known to have everything."""
     record = record or keys.Members()
-    return replace(
-        with_end(record, max(end, _end_of(record))),
+    return record.reaching(
+        max(end, record.end),
         endpoints={},
         successor="",
         term=max(record.term, seen.number) + 1,
@@ -142,16 +157,3 @@ def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> key
         voided=True,
         reserved=max(record.reserved, end.version),
     )
-
-
-def make_offer(end: End, revision: int) -> keys.Offer:
-    return keys.Offer(end.term.number, end.term.leader, end.version, revision)
-
-
-def _end_of(value: keys.Members | keys.Offer) -> End:
-    return End(Term(value.term_of_end, value.leader_of_end), value.version)
-
-
-def with_end(record: keys.Members, end: End) -> keys.Members:
-    """The record with an end that the log has reached."""
-    return replace(record, version=end.version, term_of_end=end.term.number, leader_of_end=end.term.leader)

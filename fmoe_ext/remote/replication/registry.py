@@ -1,10 +1,12 @@
 """Registry: a server's lease in etcd, its transactions there, and what it has seen; Site: a server and its ways out.
 
-Three things keep a server from acting on what is so no longer.
+Four rules keep a server from acting on what is no longer true.
     lease   All that it claims (its entry, a leader's key, offers) lies under one lease and vanishes with it. It counts
             the lease from before it asked for the renewal, so it stops leading before etcd lets another server lead.
     guards  A write compares the revision on which it was decided: of the leader's key, or of the record. A write of a
             former leader that comes late changes nothing.
+    lost    A transaction may have been done although no answer came. A leader whose write is not answered leads no
+            more, and a server gives back a leader's key in its name that it knows nothing of (`abandon`).
     view    An older revision of a key never replaces a newer one, whether the watch or an answer brings it, and a
             transaction reads back what it has written. A store whose revision shrinks was restored from a backup or
             replaced: `num_returns` counts that, and everything is read anew.
@@ -40,17 +42,19 @@ class _View:
     def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
         """Leader, and the create revision of its key; (None, 0) without one."""
         entry = self.entries.get(keys.leader_key(uid))
-        return (None, 0) if entry is None else (keys.load_leader(entry.value), entry.create_revision)
+        return (None, 0) if entry is None else (keys.load(keys.Leader, entry.value), entry.create_revision)
 
     def members(self, uid: str) -> tuple[keys.Members | None, int]:
         """The record, and the revision of that key; (None, 0) if the expert has never been."""
         entry = self.entries.get(keys.members_key(uid))
-        return (None, 0) if entry is None else (keys.load_members(entry.value), entry.mod_revision)
+        return (None, 0) if entry is None else (keys.load(keys.Members, entry.value), entry.mod_revision)
 
     def servers(self) -> dict[str, keys.ServerEntry]:
         """The servers that live."""
         found = (
-            (k, keys.load_server(e.value)) for k, e in self.entries.items() if k.startswith(keys.SERVERS)
+            (k, keys.load(keys.ServerEntry, e.value))
+            for k, e in self.entries.items()
+            if k.startswith(keys.SERVERS)
         )
         return {key.removeprefix(keys.SERVERS): server for key, server in found if server is not None}
 
@@ -58,7 +62,7 @@ class _View:
         """Offers of servers for an expert without a leader."""
         prefix = keys.candidate_key(uid, "")
         mine = (key for key in self._uids.get(uid, ()) if key.startswith(prefix))
-        found = ((key, keys.load_offer(self.entries[key].value)) for key in mine)
+        found = ((key, keys.load(keys.Offer, self.entries[key].value)) for key in mine)
         return {key.removeprefix(prefix): offer for key, offer in found if offer is not None}
 
     def uids(self) -> list[str]:
@@ -104,7 +108,7 @@ class Registry:
         self.num_returns = 0  # how often the registry went back: it was restored from a backup, or replaced
         self._revision = 0  # the largest in an answer
         self._cluster = 0
-        self._lease = 0
+        self.lease = 0  # the present one: who became leader under an earlier one leads no more
         self._lease_ends = 0.0
         self._entry = b""
         self._tasks: list[asyncio.Task[None]] = []
@@ -113,9 +117,8 @@ class Registry:
 
     async def start(self, entry: keys.ServerEntry) -> None:
         """Registers the server and begins to watch."""
-        self._clock = (
-            asyncio.get_running_loop().time
-        )  # it only counts: who sets the wall clock makes no lease longer
+        # it only counts: who sets the wall clock makes no lease longer
+        self._clock = asyncio.get_running_loop().time
         self._entry = keys.dump(entry)
         await self._new_lease()
         revision = await self._read_all()
@@ -127,17 +130,12 @@ class Registry:
             task.cancel()
         self._lease_ends = 0.0
         with contextlib.suppress(DiscoveryError):
-            await self.store.revoke(self._lease, timeout=2.0)
+            await self.store.revoke(self.lease, timeout=2.0)
         await self.store.close()
 
     def has_lease(self) -> bool:
         """True if etcd has this server's lease, by its own, more careful count."""
         return self._clock() < self._lease_ends
-
-    @property
-    def lease(self) -> int:
-        """The present lease: who became leader under an earlier one leads no more."""
-        return self._lease
 
     # ---------------------------------------------------------------- what is changed
 
@@ -145,7 +143,7 @@ class Registry:
         """Becomes the leader if nobody leads and the record is as at revision -> revision of the key, 0 if not."""
         leader, record = keys.leader_key(uid), keys.members_key(uid)
         as_known = [etcd.created_at(leader, 0), etcd.changed_at(record, revision)]
-        puts = [etcd.put(leader, keys.dump(me), self._lease), etcd.put(record, keys.dump(members))]
+        puts = [etcd.put(leader, keys.dump(me), self.lease), etcd.put(record, keys.dump(members))]
         answer = await self._transact(uid, as_known, puts)
         return answer.revision if answer.succeeded else 0
 
@@ -175,14 +173,14 @@ class Registry:
     async def offer(self, uid: str, offer: keys.Offer) -> None:
         """Says which state this server has."""
         key = keys.candidate_key(uid, self.server)
-        await self._transact(uid, [], [etcd.put(key, keys.dump(offer), self._lease)])
+        await self._transact(uid, [], [etcd.put(key, keys.dump(offer), self.lease)])
 
     async def announce(self, entry: keys.ServerEntry) -> None:
         """Keeps the entry of this server in etcd, also when etcd has lost it."""
         value = keys.dump(entry)
         if value != self._entry or keys.SERVERS + self.server not in self.view.entries:
             self._entry = value
-            await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self._lease)])
+            await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self.lease)])
 
     async def _transact(self, uid: str, compare: Sequence[Any], success: Sequence[Any]) -> Answer:
         """A transaction; what it was about is read with it, so that the view is never older than one's own writing."""
@@ -252,8 +250,8 @@ class Registry:
     async def _new_lease(self) -> None:
         # before the request: this server must not believe in its lease for longer than etcd does
         begin = self._clock()
-        self._lease = await self.store.grant(self.ttl)
-        await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self._lease)])
+        self.lease = await self.store.grant(self.ttl)
+        await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self.lease)])
         self._lease_ends = begin + self.ttl
 
     async def _keep_lease(self) -> None:
@@ -265,7 +263,7 @@ class Registry:
             begin = self._clock()
             try:
                 returns = self.num_returns
-                if await self.store.keep_alive(self._lease, timeout=self.ttl / 2):
+                if await self.store.keep_alive(self.lease, timeout=self.ttl / 2):
                     await self._ask(success=[etcd.read(keys.SERVERS + self.server)])
                     if not was_reached:  # the stream of changes may have stopped as well
                         was_reached = True

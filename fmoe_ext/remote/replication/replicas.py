@@ -17,30 +17,28 @@ import random
 import secrets
 import time
 
-from fmoe_ext.memory import limits
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.flags import DATE_FORMAT
-from fmoe_ext.remote.replication import recovery
-from fmoe_ext.remote.replication.follower import Loss, Replica, Role
+from fmoe_ext.remote.replication import messages, recovery
+from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
-from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
+from fmoe_ext.remote.replication.messages import replica_handlers
 from fmoe_ext.remote.replication.recovery import Action, Vacancy
 from fmoe_ext.remote.replication.registry import Registry, Site
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull
+from fmoe_ext.remote.server.fair_queue import ByteBudget, QueueFull, share_of_memory
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import Intake
-from fmoe_ext.remote.wire import STATE, Limits, Message
+from fmoe_ext.remote.wire import MAX_MESSAGE_BYTES, STATE, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
-MAX_UPDATE_BYTES = 2**31 - 1  # grpc's largest limit; --max_message_bytes is below it
 TICK = 0.5  # seconds between looks at everything, when nothing happens
 
 
@@ -59,15 +57,14 @@ class ReplicatedExperts:
         self.name = secrets.token_hex(8)  # of this process: new after a restart, which is another server
         self.registry = Registry(store or EtcdClient(replication.registry or ""), self.name, replication.ttl)
         self.registry.changed = lambda: self._wake.set()
-        self.peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
+        self.peers = peers or Caller(credentials, Limits(MAX_MESSAGE_BYTES))
         self.replicas: dict[str, Replica] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._confirming: set[asyncio.Task[None]] = set()  # terms that begin
         self._hosting: set[str] = set()  # experts that are being added
         self._stopping = False
-        sizes = [limit.num_bytes for limit in limits()]
-        self.max_hosted_bytes = min(sizes) // 2 if sizes else float("inf")  # of experts that leaders ask for
+        self.max_hosted_bytes = share_of_memory(2) or float("inf")  # of experts that leaders ask for
 
     # ---------------------------------------------------------------- the server's side
 
@@ -78,7 +75,7 @@ class ReplicatedExperts:
         updates = dataclasses.replace(STATE, max_message_bytes=most)
         # a follower must take what a leader may make, so there is room for one update at least
         intake = Intake(server.guard, ByteBudget(max(server.service.budget.limit, most)), updates)
-        server.add_handlers(replica_handlers(self, intake, server.compute))
+        server.add_handlers(replica_handlers(self.answer, intake, server.compute))
         server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
     async def begin(self, server: Server) -> None:
@@ -100,7 +97,7 @@ class ReplicatedExperts:
 
         server.host.is_replicated = True
         server.host.when_committed = when_committed
-        server.host.may_step = server.service.may_step = self.may_step
+        server.host.may_step = self.may_step
         server.service.may_read = self.may_read
         await self.registry.start(self._server_entry())
         # named experts; else those with checkpoints, and as many others as are missing
@@ -175,16 +172,28 @@ class ReplicatedExperts:
 
     # ---------------------------------------------------------------- calls of other servers
 
-    def append(self, append: Append) -> Reply:
-        if append.uid not in self.replicas:
-            raise ExpertMissing(f"{append.uid} is not hosted here")
-        return self.replicas[append.uid].receive(append)
-
-    async def admit(self, uid: str, name: str, endpoint: str) -> Message:
-        return await self._led(uid).members.admit(name, endpoint)
-
-    async def promote(self, uid: str, name: str) -> None:
-        await self._led(uid).members.promote(name)
+    async def answer(self, path: str, message: Message) -> Message:
+        """The answer to a call of another server."""
+        if path == messages.APPEND:
+            append = messages.read_append(message)
+            if append.uid not in self.replicas:
+                raise ExpertMissing(f"{append.uid} is not hosted here")
+            return messages.reply_message(self.replicas[append.uid].receive(append))
+        uid = message.text(protocol.UID)
+        if path == messages.HOST:
+            await self.host_expert(uid)
+            return Message()
+        name = message.text("server")
+        endpoint = (
+            message.text("endpoint") if path == messages.JOIN else ""
+        )  # read before anything is asked of
+        self.may_step(uid)
+        leader = self.replicas[uid].leader
+        assert leader is not None
+        if path == messages.JOIN:
+            return await leader.admit(name, endpoint)
+        await leader.promote(name)
+        return Message()
 
     async def host_expert(self, uid: str) -> None:
         """A leader asks this server to be a replica of an expert.
@@ -216,12 +225,6 @@ class ReplicatedExperts:
             finally:
                 self._hosting.discard(uid)
         self._wake.set()
-
-    def _led(self, uid: str) -> Leader:
-        self.may_step(uid)
-        leader = self.replicas[uid].leader
-        assert leader is not None
-        return leader
 
     # ---------------------------------------------------------------- one look at everything
 
@@ -271,7 +274,7 @@ class ReplicatedExperts:
                 own.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)
         elif own.holds():
-            await own.members.look_after()
+            await own.look_after()
         else:
             own.end("its lease is over")
 
@@ -319,7 +322,7 @@ class ReplicatedExperts:
         )
         action = recovery.decide(vacancy)
         if action is Action.OFFER:
-            await self.registry.offer(replica.uid, recovery.make_offer(vacancy.end, revision))
+            await self.registry.offer(replica.uid, keys.Offer.of(vacancy.end, revision))
         elif action in (Action.LEAD, Action.RECOVER):
             await self._lead(replica, vacancy, action)
 
@@ -329,9 +332,7 @@ class ReplicatedExperts:
         term = Term(max(known, replica.ledger.seen.number) + 1, self.name)
         record = recovery.next_record(vacancy, action, term, self.server.endpoint)
         if action is Action.RECOVER:
-            lost, gradients = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
-            noted = 0.0 if vacancy.record is None else vacancy.record.noted
-            replica.loss = Loss(lost, gradients, recovery.count_lost_at_most(vacancy), noted)
+            replica.loss = recovery.loss_of(vacancy)
         me, lease = keys.Leader(self.name, self.server.endpoint), self.registry.lease
         guard = await self.registry.lead(replica.uid, me, record, vacancy.revision)
         if not guard or lease != self.registry.lease or replica.role is Role.JOINING:

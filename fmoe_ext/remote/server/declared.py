@@ -13,14 +13,7 @@ from collections.abc import Sequence
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.discovery import (
-    Discovery,
-    DiscoveryError,
-    Granted,
-    Pattern,
-    check_uid,
-    claim_free_uids,
-)
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, Granted, Pattern, check_uid, coordinates
 from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.ledger import NotLeader
@@ -33,6 +26,7 @@ log = logging.getLogger("fmoe_ext.remote")
 HAND_OVER_SECONDS = 10.0  # for copies elsewhere to get the last version
 LOOK_SECONDS = 0.05  # between two looks whether they have it
 LOOKS_A_PERIOD = 5  # a look is small, and tells how many updates a takeover loses
+MAX_TRIED = 1024  # uids looked up at a time, for free ones
 COPY_SECONDS = 600.0  # for a copy to come whole: no gradient waits for it
 
 
@@ -86,7 +80,7 @@ class WarmCopies:
         """Looks at the owner, and takes a copy if there is something new and it is time, or the owner leaves."""
         request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
-        self._seen[uid] = _number(info, protocol.VERSION), _number(info, protocol.REQUESTS)
+        self._seen[uid] = info.number(protocol.VERSION, 0), info.number(protocol.REQUESTS, 0)
         when, copy = self._copies.get(uid, (-self.period, None))
         is_old = copy is None or copy.meta["version"] != str(self._seen[uid][0])
         is_last = info.meta.get(protocol.LEAVING) == "1"
@@ -112,18 +106,13 @@ class WarmCopies:
             await self.discovery.withdraw([uid], server.endpoint)
             return
         version, requests = self._seen.get(uid, (0, 0))
-        updates = max(0, version - _number(copy, protocol.VERSION))
-        gradients = max(0, requests - _number(copy, protocol.REQUESTS))
+        updates = max(0, version - copy.number(protocol.VERSION, 0))
+        gradients = max(0, requests - copy.number(protocol.REQUESTS, 0))
         server.metrics.add("updates_lost_total", updates)
         server.metrics.add("gradients_lost_total", gradients)
         server.metrics.add("takeovers_total")
         text = "%s is owned here from version %s on; %d updates of %d gradients, or more, are lost"
         log.warning(text, uid, copy.meta["version"], updates, gradients)
-
-
-def _number(message: Message, key: str) -> int:
-    text = message.meta.get(key, "")[:18]
-    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 class DeclaredExperts:
@@ -155,12 +144,23 @@ class DeclaredExperts:
                     f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
                 )
         else:  # those with checkpoints first, then free ones
-            pattern, wanted = Pattern(options.expert_pattern), options.num_experts
+            pattern, wanted, rng = Pattern(options.expert_pattern), options.num_experts, random.Random()
             if before := server.saved_uids()[:wanted]:
                 mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
-            mine += await claim_free_uids(
-                self.discovery, pattern, wanted - len(mine), endpoint, options.ttl, random.Random()
-            )
+            saved, tried = len(mine), set[str]()
+            # more candidates than needed, or a grid that is nearly full would take a question for each free uid
+            at_once = min(4 * (wanted - saved), MAX_TRIED)
+            while len(mine) < wanted and len(tried) < pattern.size:
+                count = min(pattern.size, len(tried) + at_once)
+                candidates = [uid for uid in pattern.sample(count, rng) if uid not in tried]
+                tried.update(candidates)
+                records = await self.discovery.get(candidates)
+                free = [uid for uid, record in zip(candidates, records, strict=True) if record is None]
+                while free and len(mine) < wanted:
+                    some, free = free[: wanted - len(mine)], free[wanted - len(mine) :]
+                    granted = await self.discovery.declare(some, endpoint, options.ttl)
+                    mine += [uid for uid in some if uid in granted]
+            mine[saved:] = sorted(mine[saved:], key=coordinates)
             if len(mine) < wanted:
                 await self.discovery.withdraw(mine, endpoint)
                 raise ValueError(
@@ -228,7 +228,7 @@ class DeclaredExperts:
 
             # no more gradients: a copy that is complete must not fall behind again
             copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
-            server.host.may_step = server.service.may_step = may_step
+            server.host.may_step = may_step
             await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
             while time.monotonic() < end:
                 if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):

@@ -17,11 +17,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fmoe_ext.memory import limits
 from fmoe_ext.remote.protocol import WINDOW_BYTES
 from fmoe_ext.remote.wire import STATE
 
 LEAST_WAITING = 16 * WINDOW_BYTES  # that may wait, however little memory calls may hold
 MAX_BATCH_TENSORS = STATE.max_tensors - 8  # the others of an update's message describe it
+
+
+def share_of_memory(part: int) -> int | None:
+    """A part-th of the machine's memory, or of its cgroups', in bytes; None where the size of that is unknown."""
+    sizes = [limit.num_bytes for limit in limits()]
+    return max(1, min(sizes) // part) if sizes else None
 
 
 class QueueFull(Exception):
@@ -38,9 +45,8 @@ class Job:
 
     uid: str
     inputs: tuple[torch.Tensor, ...]
-    done: Callable[
-        [object], None
-    ]  # called once, with the result or an exception, on the thread that computes
+    # called once, with the result or an exception, on the thread that computes
+    done: Callable[[object], None]
     grad: torch.Tensor | None = None  # of the output: a backward call
     request_id: str = ""
     seen_version: int | None = None  # of the expert, when the caller went forward
@@ -71,7 +77,7 @@ class Held:
 
     budget: "ByteBudget"
     peer: str  # the caller's name, or address
-    count: int  # bytes, as of now
+    count: int  # bytes
 
     def resize(self, count: int) -> None:
         """Holds another number of bytes from now on; QueueFull, at once, if there is no room for more."""
@@ -82,7 +88,7 @@ class Held:
         self.budget.add(self.peer, more)
 
     async def wait_for(self, count: int, seconds: float) -> None:
-        """Holds count bytes instead, as soon as there is room for them; QueueFull after so many seconds."""
+        """Holds count bytes instead, as soon as there is room for them; QueueFull after `seconds`."""
         self.release()  # who waits must hold nothing, or two that wait for each other wait in vain
         self.count = (await self.budget.take(self.peer, min(count, self.budget.limit), seconds)).count
 
@@ -115,7 +121,7 @@ class ByteBudget:
         return f"calls of {self.num_bytes} bytes are under way, at most {self.limit} (--max_bytes_in_flight)"
 
     async def take(self, peer: str, count: int, seconds: float) -> Held:
-        """Waits until there is room for a call, which holds it until its release(); QueueFull after so many seconds."""
+        """Waits until there is room for a call, which holds it until its release(); QueueFull after `seconds`."""
         if not self._waiting and self.has_room(peer, count):
             self.add(peer, count)
             return Held(self, peer, count)
@@ -133,7 +139,7 @@ class ByteBudget:
         try:
             await asyncio.wait_for(asyncio.shield(turn), seconds)
         except BaseException as error:
-            if self._waiting.pop(turn, None) is None:  # it was admitted in the moment in which it gave up
+            if self._waiting.pop(turn, None) is None:  # it was admitted at the moment when it gave up
                 self.add(peer, -count)
             self._admit()
             if isinstance(error, asyncio.TimeoutError):
@@ -143,7 +149,7 @@ class ByteBudget:
         return Held(self, peer, count)
 
     def has_room(self, peer: str, count: int, own: int = 0) -> bool:
-        """True if a call of a peer that holds `own` bytes may hold so many more."""
+        """True if a call of a peer that holds `own` bytes may hold `count` more."""
         of_peer = self._of_peer[peer]
         # its only call may be larger than a share, or a large call could never come
         is_fair = of_peer == own or of_peer + count <= self.limit // 2

@@ -238,9 +238,9 @@ class ExpertHost:
                 ledger.check_open(expert.uid)
                 expert.step(self._stack.views(expert.place), grads.parameters, self.training)
                 requests = [Request(j.request_id, j.inputs, j.grad) for j in group if j.grad is not None]
-                update = Update(expert.uid, ledger.version + 1, tuple(requests))
-                has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
-                ledger.append(update, self.digest(expert.uid) if has_digest else "")
+                has_digest = ledger.is_replicated and (ledger.version + 1) % DIGEST_EVERY == 0
+                digest = self.digest(expert.uid) if has_digest else ""
+                update = ledger.append(expert.uid, requests, digest)
         except NotLeader as error:
             tell(error)
             return
@@ -257,7 +257,7 @@ class ExpertHost:
             for job, answer in zip(group, answers, strict=True):
                 job.done(answer)
 
-        self.when_committed(expert.uid, update.version, finish, tell)
+        self.when_committed(expert.uid, update.end.version, finish, tell)
 
     def _answer_repeated(self, job: Job) -> bool:
         """Answers a job that was applied before, or that may not be; False if it is a new one."""
@@ -290,7 +290,7 @@ class ExpertHost:
         answers = []
         for n, request in enumerate(update.requests):
             tensors = tuple(parts[n] for parts in given)  # () for integer inputs
-            answers.append(Answer(tensors, update.version))
+            answers.append(Answer(tensors, update.end.version))
             if request.request_id:
                 self._replies.put(expert.uid, request.request_id, tensors)
         return answers
@@ -298,8 +298,8 @@ class ExpertHost:
     def apply(self, update: Update) -> None:
         """Repeats an update that another replica made; ValueError if it is not the next one."""
         expert = self.find(update.uid)
-        if update.version != expert.version + 1:
-            text = f"{update.uid} is at version {expert.version}, update {update.version} is not the next"
+        if update.end.version != expert.version + 1:
+            text = f"{update.uid} is at version {expert.version}, update {update.end.version} is not the next"
             raise ValueError(text)
         jobs = [Job(update.uid, r.inputs, lambda _: None, r.grad, r.request_id) for r in update.requests]
         (grads,) = self._stack.backward([_part(expert, jobs)])

@@ -12,12 +12,15 @@ that the log does not have could be acknowledged and lost.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
+from fmoe_ext.remote.wire import Message
+
+ID_BYTES = 16  # of a request id
+MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated after more others counts as new
 
 
 class NotLeader(Exception):
@@ -30,6 +33,15 @@ class Term:
 
     number: int = 0
     leader: str = ""
+
+    def meta(self, key: str) -> dict[str, str]:
+        """The term as metadata of a message."""
+        return {key: str(self.number), f"{key}_leader": self.leader}
+
+    @classmethod
+    def read(cls, message: Message, key: str) -> "Term":
+        """The term that meta(key) has put into a message; WireError if there is none."""
+        return cls(message.number(key), message.meta.get(f"{key}_leader", ""))
 
 
 @dataclass(frozen=True, order=True)
@@ -51,20 +63,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of one expert."""
+    """One step of one expert, in its log."""
 
     uid: str
-    version: int  # to which it leads
-    requests: tuple[Request, ...]  # the same ones in the same order give the same bits
-
-
-@dataclass(frozen=True)
-class Logged:
-    """An update in the log."""
-
     previous: End  # of the log before it
-    end: End
-    update: Update
+    end: End  # of the log with it
+    requests: tuple[Request, ...]  # the same ones in the same order give the same bits
     digest: str = ""  # of the weights after it, "" if not taken
 
 
@@ -82,7 +86,7 @@ class Ledger:
         self.lacks = 0  # version in a damaged checkpoint, which may be in no other replica
         self.applied: OrderedDict[str, int] = OrderedDict()  # request id -> version
         self.num_requests = 0  # gradients applied since the expert began, each counted once
-        self.tail: list[Logged] = []  # what members may lack
+        self.tail: list[Update] = []  # what members may lack
         self.is_replicated = is_replicated
         self._forget = forget  # called with a request id that is remembered no more
         self._leads: Term | None = None
@@ -114,18 +118,18 @@ class Ledger:
         if self.is_replicated and not (self._is_open and not self.broken):
             raise NotLeader(f"not the leader of {uid}, or not yet")
 
-    def append(self, update: Update, digest: str = "") -> Logged:
+    def append(self, uid: str, requests: Sequence[Request], digest: str = "") -> Update:
         """Notes a step that was just made, inside the lock in which check_open() allowed it."""
         with self.lock:
-            end = End(self._leads or self.end.term, update.version)
-            logged = Logged(self.end, end, update, digest)
+            end = End(self._leads or self.end.term, self.version + 1)
+            update = Update(uid, self.end, end, tuple(requests), digest)
             self._move_to(end)
             self._note(update)
             if self.is_replicated:
-                self.tail.append(logged)
+                self.tail.append(update)
             else:
-                self.committed = update.version
-            return logged
+                self.committed = end.version
+            return update
 
     def commit(self, version: int) -> None:
         """Every member has the log up to version."""
@@ -138,16 +142,16 @@ class Ledger:
     def requests_at(self, version: int) -> int:
         """Gradients applied up to a version that is not yet out of the tail."""
         with self.lock:
-            later = [logged for logged in self.tail if version < logged.end.version <= self.version]
-            return self.num_requests - sum(len(logged.update.requests) for logged in later)
+            later = [update for update in self.tail if version < update.end.version <= self.version]
+            return self.num_requests - sum(len(update.requests) for update in later)
 
-    def tail_after(self, end: End) -> list[Logged] | None:
+    def tail_after(self, end: End) -> list[Update] | None:
         """The updates behind an end of another log; None if the logs are not known to agree there."""
         with self.lock:
             if end == self.end:
                 return []
-            for n, logged in enumerate(self.tail):
-                if logged.previous == end:
+            for n, update in enumerate(self.tail):
+                if update.previous == end:
                     return self.tail[n:]
             return None
 
@@ -158,18 +162,18 @@ class Ledger:
         with self.lock:
             self.seen = max(self.seen, term)
 
-    def receive(self, logged: Logged, committed: int) -> bool:
+    def receive(self, update: Update, committed: int) -> bool:
         """Adds an update of a leader to the log: it has to be applied. False if it is there already.
 
         ValueError if it does not follow this log.
         """
         with self.lock:
-            if logged.end == self.end:
+            if update.end == self.end:
                 return False
-            if logged.previous != self.end or self.broken:
+            if update.previous != self.end or self.broken:
                 raise ValueError("not the next update")
-            self._move_to(logged.end)
-            self.tail.append(logged)
+            self._move_to(update.end)
+            self.tail.append(update)
             self.commit(committed)
             return True
 
@@ -196,13 +200,27 @@ class Ledger:
         self.end = end
 
     def _note(self, update: Update) -> None:
-        self.version = update.version
+        self.version = update.end.version
         self.num_requests += len(update.requests)
         for request in update.requests:
             if request.request_id:
-                self.applied[request.request_id] = update.version
+                self.applied[request.request_id] = update.end.version
         while len(self.applied) > MAX_REMEMBERED_IDS:
             self._forget(self.applied.popitem(last=False)[0])
+
+
+def pack_ids(ids: Iterable[str]) -> torch.Tensor:
+    """Request ids as uint8 [16 * number]; zeros for ""."""
+    data = bytearray().join(bytes.fromhex(one or "00" * ID_BYTES) for one in ids)
+    if not data:  # frombuffer takes no empty buffer
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def unpack_ids(packed: torch.Tensor) -> list[str]:
+    """The request ids of pack_ids()."""
+    data = bytes(packed.tolist())
+    return [data[n : n + ID_BYTES].hex() for n in range(0, len(data), ID_BYTES)]
 
 
 class ReplyCache:

@@ -14,17 +14,18 @@ from fmoe_ext.remote.flags import (
     POSITIVE,
     POSITIVE_INT,
     Parser,
+    admission_flag,
     endpoint,
     etcd_address,
     flag,
+    network_flag,
     port,
 )
-from fmoe_ext.remote.security import ADMISSION, Security, check_private
+from fmoe_ext.remote.security import Security, check_private
 
 STATE_NAMES = MappingProxyType({"sgd": (), "adam": ("step", "exp_avg", "exp_avg_sq"), "none": ()})
 OPTIMIZERS = tuple(STATE_NAMES)
 SCHEDULERS = ("none", "linear")
-NETWORK = "how others find it"
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a server; the names are those of the flags of fmoe-server."""
+    """Options of a server, named as the flags of fmoe-server."""
 
     expert_cls: str = flag("ffn", "ffn, transformer, nop, det_dropout or a registered one")
     hidden_dim: int = flag(512, type=POSITIVE_INT)
@@ -100,21 +101,17 @@ class Options:
     )
     expert_pattern: str = flag("expert.[0:256]", 'uids to choose free ones from: "grid.[0:32].[0:16]"')
     expert_uids: Sequence[str] = flag((), "exactly these uids", nargs="+")
-    listen_on: str = flag(
+    listen_on: str = network_flag(
         "127.0.0.1:0",
         "host:port; [::1]:port for IPv6; port 0: any",
         type=endpoint,
         command_default="0.0.0.0:0",
-        group=NETWORK,
     )
-    announce: str | None = flag(
-        None,
-        "host:port that others should call, if it is not the one that is listened on",
-        type=endpoint,
-        group=NETWORK,
+    announce: str | None = network_flag(
+        None, "host:port that others should call, if it is not the one that is listened on", type=endpoint
     )
     training: Training = field(default_factory=Training)
-    checkpoint_dir: Path | None = flag(None, type=Path)
+    checkpoint_dir: Path | None = flag(None)
     checkpoint_period: float = flag(60.0, "seconds", type=POSITIVE, needs=("checkpoint_dir",))
     checkpoint_check_rate: float = flag(
         8.0,
@@ -122,9 +119,7 @@ class Options:
         type=NOT_NEGATIVE,
         needs=("checkpoint_dir",),
     )
-    ttl: float = flag(
-        30.0, "seconds for which a record lives unless it is renewed", type=POSITIVE, group=NETWORK
-    )
+    ttl: float = network_flag(30.0, "seconds for which a record lives unless it is renewed", type=POSITIVE)
     device: str = flag("cpu", "one a server: start a server for each device of a host")
     seed: int = flag(0, "with the uid, decides the weights that an expert starts from", type=int)
     max_batch_size: int = flag(4096, "rows computed together", type=POSITIVE_INT)
@@ -138,17 +133,14 @@ class Options:
         "of calls under way, over all peers; none: an eighth of the memory of the machine or of its cgroups",
         type=POSITIVE_INT,
     )
-    http_on: str | None = flag(
-        None, "host:port of the status page and the metrics", type=endpoint, group=NETWORK
-    )
-    relay: str | None = flag(
+    http_on: str | None = network_flag(None, "host:port of the status page and the metrics", type=endpoint)
+    relay: str | None = network_flag(
         None,
         "host:port of a relay (fmoe-dht --relay_on) through which others reach this server",
         type=endpoint,
         excludes=("announce",),
-        group=NETWORK,
     )
-    relay_token: str = flag("", "token of that relay", needs=("relay",), group=NETWORK)
+    relay_token: str = network_flag("", "token of that relay", needs=("relay",))
     security: Security = field(default_factory=Security)
 
 
@@ -156,31 +148,25 @@ class Options:
 class Replication:
     """Options of experts with replicas."""
 
-    registry: str | None = flag(  # "host:port" of etcd, several with commas
+    registry: str | None = network_flag(  # "host:port" of etcd, several with commas
         None,
         "etcd://host:2379: experts with replicas",
         type=etcd_address,
         excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of", "no_dht"),
-        group=NETWORK,
     )
-    replicas: int = flag(
-        2, "servers an expert, with --registry", type=POSITIVE_INT, needs=("registry",), group=NETWORK
+    replicas: int = network_flag(
+        2, "servers an expert, with --registry", type=POSITIVE_INT, needs=("registry",)
     )
-    ttl: float = flag(
+    ttl: float = network_flag(
         5.0,
         "seconds after which a silent server counts as dead",
         name="lease",
         type=POSITIVE,
         needs=("registry",),
-        group=NETWORK,
     )
     ack_timeout: float = 2.0  # seconds that a follower has for an update
-    recovery_wait: float = flag(
-        30.0,
-        "seconds to wait for the newest copy when all are gone",
-        type=NOT_NEGATIVE,
-        needs=("registry",),
-        group=NETWORK,
+    recovery_wait: float = network_flag(
+        30.0, "seconds to wait for the newest copy when all are gone", type=NOT_NEGATIVE, needs=("registry",)
     )
 
 
@@ -207,51 +193,35 @@ HIVEMIND = MappingProxyType(
 class _Command:
     """The flags of fmoe-server that are no options of a Server."""
 
-    config: Path | None = flag(
-        None, "a YAML file of `flag: value` lines; flags given here win", type=Path, short="-c"
-    )
-    custom_module_path: Path | None = flag(None, "a Python file that registers expert classes", type=Path)
+    config: Path | None = flag(None, "a YAML file of `flag: value` lines; flags given here win", short="-c")
+    custom_module_path: Path | None = flag(None, "a Python file that registers expert classes")
     num_threads: int | None = flag(None, "of torch", type=POSITIVE_INT)
     stats_report_interval: float = flag(60.0, "seconds between progress lines; 0: none", type=NOT_NEGATIVE)
-    dht_port: int | None = flag(None, "of a DHT node in this server", type=port, group=NETWORK)
-    initial_peers: Sequence[str] = flag(
-        (), "host:port of other DHT nodes; none: a new DHT begins", nargs="*", group=NETWORK
+    dht_port: int | None = network_flag(None, "of a DHT node in this server", type=port)
+    initial_peers: Sequence[str] = network_flag(
+        (), "host:port of other DHT nodes; none: a new DHT begins", nargs="*"
     )
-    identity_path: Path | None = flag(
-        None, "a file with the key that owns the uids, made if it is not there", type=Path, group=NETWORK
+    identity_path: Path | None = network_flag(
+        None, "a file with the key that owns the uids, made if it is not there"
     )
-    copies_of: Sequence[str] = flag(
-        (), "uids of others to keep warm copies of, without --registry", nargs="+", group=NETWORK
+    copies_of: Sequence[str] = network_flag(
+        (), "uids of others to keep warm copies of, without --registry", nargs="+"
     )
-    copy_period: float = flag(
-        10.0,
-        "seconds between copies: what a takeover can lose",
-        type=POSITIVE,
-        needs=("copies_of",),
-        group=NETWORK,
+    copy_period: float = network_flag(
+        10.0, "seconds between copies: what a takeover can lose", type=POSITIVE, needs=("copies_of",)
     )
-    no_dht: bool = flag(
+    no_dht: bool = network_flag(
         False,
         "tell nobody: for clients with a static list",
         action="store_true",
         excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of"),
-        group=NETWORK,
     )
-    tls_ca: Path | None = flag(
-        None,
-        "PEM file that signed the other servers' certificates",
-        type=Path,
-        needs=CALLS_OTHERS,
-        group=ADMISSION,
+    tls_ca: Path | None = admission_flag(
+        None, "PEM file that signed the other servers' certificates", needs=CALLS_OTHERS
     )
-    tokens: Path | None = flag(
-        None, "a file of `name: token` lines; calls without one are refused", type=Path, group=ADMISSION
-    )
-    own_token: str | None = flag(
-        None,
-        "the name in --tokens under which this server calls the others",
-        needs=CALLS_OTHERS,
-        group=ADMISSION,
+    tokens: Path | None = admission_flag(None, "a file of `name: token` lines; calls without one are refused")
+    own_token: str | None = admission_flag(
+        None, "the name in --tokens under which this server calls the others", needs=CALLS_OTHERS
     )
 
 

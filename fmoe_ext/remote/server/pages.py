@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fmoe_ext._require import require
@@ -25,9 +26,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: defaultdict[_Key, float] = defaultdict(float)
-        self._times: dict[
-            _Key, tuple[list[int], list[float]]
-        ] = {}  # calls in each bucket, and [their seconds]
+        # calls in each bucket, and [their seconds]
+        self._times: dict[_Key, tuple[list[int], list[float]]] = {}
         self._gauges: dict[str, Callable[[], float]] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -84,67 +84,22 @@ MAX_REQUEST = 8 << 10
 MAX_CONNECTIONS = 64
 ANSWER_SECONDS = 5.0  # for a request and its answer
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>fmoe-server</title>
-<style>body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em;overflow-wrap:anywhere}
-table{border-collapse:collapse;width:100%}th,td{text-align:right;padding:.2em .6em;border-bottom:1px solid #ddd}
-th:first-child,td:first-child{text-align:left}#load{height:80px;width:100%;border:1px solid #ddd}</style>
-<h1>fmoe-server <small id="endpoint"></small></h1><p id="summary">loading</p>
-<h2>Calls a second, last two minutes <small id="most"></small></h2><canvas id="load" width="900" height="80"></canvas>
-<h2>Experts</h2><table><thead><tr><th>uid<th>role<th>term<th>version<th>committed<th>saved
-<th>waiting<th>rows<th>gradient norm<th>refused<th></thead>
-<tbody id="experts"></table>
-<h2>Peers</h2><table><thead><tr><th>peer<th>heard of, s ago<th>loss</thead><tbody id="peers"></table>
-<script>
-const rates = []; let before = null;
-function fill(id, rows) {
-  const body = document.getElementById(id); body.replaceChildren();
-  for (const row of rows) { const tr = body.insertRow(); for (const cell of row) tr.insertCell().textContent = cell; }
-}
-function draw() {
-  const c = document.getElementById("load"), g = c.getContext("2d"), top = Math.max(1, ...rates);
-  g.clearRect(0, 0, c.width, c.height); g.fillStyle = "#4878a8";
-  if (rates.length) document.getElementById("most").textContent = `(at most ${Math.max(...rates).toFixed(1)})`;
-  rates.forEach((r, i) => g.fillRect(i * 7.5, c.height * (1 - r / top), 6, c.height * r / top));
-}
-function disk(c) {
-  const when = c.checked ? `, checkpoints read again at ${new Date(1000 * c.checked).toLocaleTimeString()}` : "";
-  return when + (c.damaged?.length ? `, DAMAGED and kept aside: ${c.damaged.join(", ")}` : "");
-}
-async function poll() {
-  try {
-    const s = await (await fetch("status")).json();
-    if (before) rates.push((s.calls - before.calls) / Math.max(.1, s.time - before.time));
-    if (rates.length > 120) rates.shift();
-    before = s; draw();
-    document.getElementById("endpoint").textContent = s.endpoint;
-    document.getElementById("summary").textContent = `${s.experts.length} experts of type ${s.expert_cls}, ` +
-      `${s.calls} calls (${s.failed} failed), ${s.waiting} waiting, ${s.rows} rows` + disk(s.checkpoints);
-    fill("experts", s.experts.map(e => [e.uid, e.role ?? "", e.term ?? "", e.version, e.committed ?? "",
-      (e.saved ?? "") + (e.unsaved ? ` (cannot save: ${e.unsaved})` : ""), e.waiting, e.rows,
-      e.grad_norm.toPrecision(3), e.refused,
-      e.withheld ? "not served: another server claims it" : ""]));
-    fill("peers", s.peers.map(p => [p.peer, p.ago.toFixed(0), p.loss]));
-  } catch (error) { document.getElementById("summary").textContent = "the server does not answer: " + error; }
-}
-poll(); setInterval(poll, 1000);
-</script></html>
-"""
-
 
 class Pages:
     """A small HTTP/1.0 server of three fixed answers."""
 
     def __init__(self, status: Callable[[], dict[str, Any]], metrics: Metrics):
         self._status, self._metrics = status, metrics
+        self._page = (
+            Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        )  # asks for /status every second
         self._http: asyncio.Server | None = None
         self._open = 0
         self.port = 0
 
     async def start(self, listen_on: str) -> None:
-        require(
-            "prometheus_client", "--http_on"
-        )  # now, or the first to miss it would be who looks at /metrics
+        # now, or the first to miss it would be who looks at /metrics
+        require("prometheus_client", "--http_on")
         host, _, port = listen_on.rpartition(":")
         self._http = await asyncio.start_server(
             self._serve, host.strip("[]") or None, int(port), limit=MAX_REQUEST
@@ -173,7 +128,7 @@ class Pages:
         if method != b"GET":
             status, text = "405 Method Not Allowed", "GET only\n"
         elif path == b"/":
-            kind, text = "text/html; charset=utf-8", PAGE
+            kind, text = "text/html; charset=utf-8", self._page
         elif path == b"/status":
             kind, text = "application/json", json.dumps(self._status())
         elif path == b"/metrics":

@@ -93,11 +93,20 @@ class Saver:
 
     async def save_regularly(self, period: float) -> None:
         """Saves after each period, for ever; a save that takes longer than a period is logged."""
+
+        async def say_late(begin: float) -> None:
+            while True:
+                # twice as late each time, so that a disk which hangs for a day does not fill the log
+                await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
+                self.late = time.monotonic() - begin
+                text = "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s"
+                log.warning(text, self._writing, self.late, period)
+
         while True:
             await asyncio.sleep(period)
             begin = time.monotonic()
             # beside the save: a disk that hangs never returns to us
-            watch = asyncio.create_task(self._say_late(begin, period))
+            watch = asyncio.create_task(say_late(begin))
             try:
                 await self.save()
             finally:
@@ -106,14 +115,6 @@ class Saver:
             self.metrics.time("checkpoint_seconds", seconds)
             if seconds <= period:
                 self.late = 0.0
-
-    async def _say_late(self, begin: float, period: float) -> None:
-        while True:
-            # twice as late each time, so that a disk which hangs for a day does not fill the log
-            await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
-            self.late = time.monotonic() - begin
-            text = "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s"
-            log.warning(text, self._writing, self.late, period)
 
     async def save(self, patience: float | None = None) -> dict[str, str]:
         """Writes every expert that has changed since it was written -> why others could not be, by uid.

@@ -9,14 +9,13 @@ from typing import Any, Protocol
 
 import grpc
 
-from fmoe_ext.memory import limits
 from fmoe_ext.remote import loop, protocol
 from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged
-from fmoe_ext.remote.server.fair_queue import ByteBudget, FairQueue
+from fmoe_ext.remote.server.fair_queue import ByteBudget, FairQueue, share_of_memory
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.options import Options
@@ -54,8 +53,7 @@ class Server:
         self.metrics = metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
         self.guard = Guard(options.security)
-        sizes = [limit.num_bytes for limit in limits()]  # none where the size of the memory is unknown
-        most = options.max_bytes_in_flight or (max(1, min(sizes) // SHARE_IN_FLIGHT) if sizes else None)
+        most = options.max_bytes_in_flight or share_of_memory(SHARE_IN_FLIGHT)
         budget = None if most is None else ByteBudget(most, options.max_waiting)
         self.service = ExpertService(self.compute, self.guard, metrics, call, budget)
         self.service.max_rows = options.max_rows

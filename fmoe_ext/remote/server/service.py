@@ -8,7 +8,6 @@ is bounded before it is read: bytes by Intake, calls by the queue.
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import functools
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from fmoe_ext.memory import trim_heap
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.schema import SchemaError, check_finite
 from fmoe_ext.remote.security import Denied, Guard
@@ -85,12 +85,12 @@ class ComputeThread:
             if callable(work):
                 work()
             elif work:
-                self.num_batches += 1
-                self.num_jobs += len(work)
                 self._run_batch(work)
             del work  # or the last batch stays in memory until the next one comes
 
     def _run_batch(self, batch: list[Job]) -> None:
+        self.num_batches += 1
+        self.num_jobs += len(batch)
         try:
             self.host.run(batch)
         except Exception as error:  # whatever happens, the next batch is served
@@ -186,8 +186,6 @@ class Intake:
         self._ended = ended  # of each call: its method's name, how it ended, and the seconds that it took
         self._ended_bytes = 0  # of calls that have ended since memory was given back
         budget.on_idle = self._trim
-        # glibc's own function; other C libraries, which have none, give memory back by themselves
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def whole(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> grpc.RpcMethodHandler:
         """A method that reads its message part by part, and answers by one."""
@@ -275,11 +273,11 @@ class Intake:
 
     def _trim(self) -> None:
         """Gives freed memory back: grpc's small pieces keep what glibc would give back from the top of its heap."""
-        if self._ended_bytes >= TRIM_BYTES and self._malloc_trim is not None:
+        if self._ended_bytes >= TRIM_BYTES:
             self._ended_bytes = 0
             # later, when the last frames of the call are gone; elsewhere, because it takes milliseconds
             loop = asyncio.get_running_loop()
-            loop.call_later(0.1, loop.run_in_executor, None, self._malloc_trim, 0)
+            loop.call_later(0.1, loop.run_in_executor, None, trim_heap)
 
 
 class ExpertService:
@@ -302,7 +300,6 @@ class ExpertService:
             metrics.time("call_seconds", seconds, method=name)
 
         self.intake = Intake(guard, self.budget, limits, ended)
-        self.may_step: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a gradient
         self.may_read: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a forward
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         # name: time.monotonic() of its last call, loss it reported
@@ -362,7 +359,7 @@ class ExpertService:
     async def _backward(self, call: Call) -> Message:
         message = call.message
         uid, inputs, grad = self._unpack(message, has_grad=True)
-        self.may_step(uid)
+        self.compute.host.may_step(uid)
         request_id = message.meta.get(protocol.REQUEST_ID, "")
         is_id = len(request_id) == protocol.ID_LENGTH and set(request_id) <= set("0123456789abcdef")
         if request_id and not is_id:

@@ -2,7 +2,7 @@
 
 Tensors: weight/NAME and buffer/NAME, optimizer/PLACE/NAME with the place of a parameter, and the ids of the requests
 that were applied, each with its version: who continues from here must know a gradient that comes again.
-Metadata: the end of the log that the weights have, and the kind of the expert, which must be that of the reader.
+Metadata: the end of the log that the weights have, and the kind of the expert, which must be the reader's.
 """
 
 from collections import OrderedDict
@@ -10,12 +10,11 @@ from collections import OrderedDict
 import torch
 
 from fmoe_ext.remote.server.host import ExpertHost
-from fmoe_ext.remote.server.ledger import End, Ledger, Term
+from fmoe_ext.remote.server.ledger import ID_BYTES, End, Ledger, Term, pack_ids, unpack_ids
 from fmoe_ext.remote.server.options import STATE_NAMES
 from fmoe_ext.remote.wire import Message, WireError
 
 _IDS, _IDS_VERSIONS = "applied.ids", "applied.versions"
-_ID_BYTES = 16  # of a request id
 
 
 def read_state(host: ExpertHost, uid: str) -> Message:
@@ -29,15 +28,12 @@ def read_state(host: ExpertHost, uid: str) -> Message:
         for name, value in entries.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer/{place}/{name}"] = value.clone()
-    ids = bytearray().join(map(bytes.fromhex, ledger.applied))
-    none = torch.empty(0, dtype=torch.uint8, device="cpu")  # frombuffer takes no empty buffer
-    tensors[_IDS] = torch.frombuffer(ids, dtype=torch.uint8) if ids else none
+    tensors[_IDS] = pack_ids(ledger.applied)
     tensors[_IDS_VERSIONS] = torch.tensor(list(ledger.applied.values()), dtype=torch.int64, device="cpu")
     meta = {
         "uid": uid,
         "version": str(ledger.version),
-        "term": str(end.term.number),
-        "term_leader": end.term.leader,
+        **end.term.meta("term"),
         "requests": str(ledger.num_requests),
         "class": host.expert_class.name,
         "hidden_dim": str(host.hidden_dim),
@@ -83,16 +79,16 @@ def write_state(host: ExpertHost, message: Message) -> None:
 
 def end_of_state(message: Message) -> End:
     """The end of the log of a state."""
-    number = message.number("term") if "term" in message.meta else 0  # older checkpoints have none
-    return End(Term(number, message.meta.get("term_leader", "")), message.number("version"))
+    term = Term.read(message, "term") if "term" in message.meta else Term()  # older checkpoints have none
+    return End(term, message.number("version"))
 
 
 def end_of_weights(ledger: Ledger) -> End:
     """The end of the log as far as the weights have it, on the thread that computes."""
     with ledger.lock:
-        for logged in ledger.tail:
-            if logged.previous.version == ledger.version:
-                return logged.previous
+        for update in ledger.tail:
+            if update.previous.version == ledger.version:
+                return update.previous
         return ledger.end
 
 
@@ -113,11 +109,9 @@ def read_ids(message: Message) -> "OrderedDict[str, int]":
     ids, versions = message.tensors.get(_IDS), message.tensors.get(_IDS_VERSIONS)
     if ids is None or versions is None or ids.dtype != torch.uint8 or versions.dtype != torch.int64:
         raise WireError("the state has no list of applied requests")
-    if ids.numel() != _ID_BYTES * versions.numel():
+    if ids.numel() != ID_BYTES * versions.numel():
         raise WireError(f"{ids.numel()} bytes of ids for {versions.numel()} applied requests")
-    data = bytes(ids.tolist())
-    keys = [data[n : n + _ID_BYTES].hex() for n in range(0, len(data), _ID_BYTES)]
-    return OrderedDict(zip(keys, versions.tolist(), strict=True))
+    return OrderedDict(zip(unpack_ids(ids), versions.tolist(), strict=True))
 
 
 def _named(message: Message, prefix: str) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 // after that never ends, unless its communicator is aborted.
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <thread>
 
 #include <cuda.h>
@@ -19,7 +20,7 @@ namespace {
 std::atomic<bool> peers_alive{true}, remote_error{false};
 std::atomic<int> aborts{0}, max_blocks{0}, groups{0}, messages{0}, polls{0}, polls_left{0};
 std::atomic<bool> device_fault{false};
-std::atomic<int> query_milliseconds{0};
+std::atomic<int> query_milliseconds{0}, sleeps{0};
 thread_local CUcontext bound = nullptr;  // a thread that CUDA does not know has none
 }  // namespace
 
@@ -35,6 +36,9 @@ int fake_groups() { return groups; }
 int fake_messages() { return messages; }
 // From now on the end of a group is known when it was asked for so often.
 void fake_in_progress(int times) { polls = times; }
+int fake_sleeps() { return sleeps; }
+// The module under test is linked with --wrap=nanosleep: its sleeps come here.
+int __wrap_nanosleep(const timespec* asked, timespec* left) { return ++sleeps, nanosleep(asked, left); }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
 ncclResult_t ncclGetVersion(int* version) { return *version = 22800, ncclSuccess; }

@@ -435,14 +435,14 @@ def test_dht_lookup_past_its_deadline_says_which_keys_are_missing():
         await nodes[0].declare(uids, "a:1", TTL)
         client = await network.node(nodes[0], listen=False)
         slow = {uid_key(uid) for uid in uids[::2]}
-        ask_for = client.node._ask_for
+        call = client.node.call
 
-        async def ask_slowly(peer, keys):
-            if slow & set(keys):
+        async def call_slowly(peer, method, request, timeout):
+            if slow & set(request.keys):
                 await asyncio.sleep(60)
-            return await ask_for(peer, keys)
+            return await call(peer, method, request, timeout)
 
-        client.node._ask_for = ask_slowly
+        client.node.call = call_slowly
         with pytest.raises(Unanswered, match=r"did not answer for \d+ of 12 keys") as raised:
             await client.get(uids, timeout=0.3)
         await close([*nodes, client])

@@ -86,7 +86,7 @@ class Losses:
         if value is None:
             return
         self.note_members()
-        name, before = keys.load_leader(value).server, self.leader
+        name, before = keys.load(keys.Leader, value).server, self.leader
         self.leader = next(s for s in self.world.everyone() if s.name == name)
         if before is not self.leader and self.recoveries and not self._has_won(self.recoveries[-1]):
             self.recoveries.pop()  # it died, or was replaced, before it knew
@@ -128,8 +128,8 @@ class Losses:
         """The request ids in the log of the leader, with versions; older ones than it remembers count as held."""
         ledger = self.leader.placement.replicas[self.uid].ledger
         held = dict(ledger.applied)
-        for logged in ledger.tail:
-            held.update({request.request_id: logged.end.version for request in logged.update.requests})
+        for update in ledger.tail:
+            held.update({request.request_id: update.end.version for request in update.requests})
         if len(ledger.applied) >= 1024:
             oldest = min(ledger.applied.values())
             held.update({i: version for i, version in self.answered.items() if version <= oldest})
@@ -147,4 +147,4 @@ class Losses:
 
     def _record(self):
         entry = self.world.etcd.entries.get(keys.members_key(self.uid))
-        return None if entry is None else keys.load_members(entry[0])
+        return None if entry is None else keys.load(keys.Members, entry[0])

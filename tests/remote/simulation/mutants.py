@@ -15,7 +15,7 @@ from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.server import checkpoints
 from fmoe_ext.remote.server.checkpoints import Checkpoints, decode_with_checksums
 from fmoe_ext.remote.server.fair_queue import FairQueue
-from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
+from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader, Update
 from fmoe_ext.remote.server.saving import Saver
 from fmoe_ext.remote.server.state import end_of_state
 from fmoe_ext.remote.wire import WireError, decode
@@ -61,11 +61,11 @@ def step_without_log(patch):
     patch.setattr(ReplicatedExperts, "may_step", lambda self, uid: None)
     patch.setattr(Ledger, "check_open", lambda self, uid: None)
 
-    def append(self, update, digest=""):
+    def append(self, uid, requests, digest=""):
         if self._leads is None:
-            self._note(update)
+            self._note(Update(uid, self.end, End(self.end.term, self.version + 1), tuple(requests)))
             raise NotLeader("not the leader of it: the log has refused the update")
-        return original(self, update, digest)
+        return original(self, uid, requests, digest)
 
     original = Ledger.append
     patch.setattr(Ledger, "append", append)
@@ -196,7 +196,7 @@ def acknowledge_beyond_the_reservation(patch):
         pass
 
     async def confirm_and_forget(self):
-        self.members.reserve = at_once
+        self.reserve = at_once
         await confirm(self)
 
     patch.setattr(Leader, "confirm", confirm_and_forget)

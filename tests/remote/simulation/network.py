@@ -124,11 +124,10 @@ class SimPeers:
         self.network, self.process = network, process
 
     async def call(self, endpoint, method, data, timeout):
-        from fmoe_ext.remote.replication.messages import answer
         from fmoe_ext.remote.wire import STATE, decode
 
         async def handle(server):
-            return await answer(server.placement, method, decode(data, STATE))
+            return await server.placement.answer(method, decode(data, STATE))
 
         if timeout <= 0:
             raise errors.CallTimeout("no time was left")

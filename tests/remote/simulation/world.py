@@ -177,7 +177,7 @@ class World:
 
     def _find_leader(self, uid):
         entry = self.etcd.entries.get(keys.leader_key(uid))
-        leader = None if entry is None else keys.load_leader(entry[0])
+        leader = None if entry is None else keys.load(keys.Leader, entry[0])
         return None if leader is None else leader.endpoint
 
     # ------------------------------------------------------------ faults
@@ -399,7 +399,7 @@ class World:
         """A server that answers forward calls is a member, or etcd has not reached it since it was removed."""
         for uid in UIDS:
             entry = self.etcd.entries.get(keys.members_key(uid))
-            members = keys.load_members(entry[0]).endpoints if entry else {}
+            members = keys.load(keys.Members, entry[0]).endpoints if entry else {}
             for server, _ in self._replicas(uid):
                 process = server.process
                 is_unreached = self.etcd.is_paused or self.network.is_cut_off(process) or process.is_paused
@@ -427,7 +427,7 @@ class World:
             entry = self.etcd.entries.get(keys.members_key(uid))
             if entry is None or keys.leader_key(uid) not in self.etcd.entries:
                 return False
-            members = keys.load_members(entry[0]).endpoints
+            members = keys.load(keys.Members, entry[0]).endpoints
             found = [(s, r) for s, r in self._replicas(uid) if s.name in members]
             roles = sorted(r.role.value for _, r in found)
             if len(found) != min(self.replicas, len(self.servers)) or len(members) != len(found):
@@ -448,7 +448,7 @@ class World:
                 f"seed {self.seed}: {removed} members were removed, and none had failed\n{self.show()}"
             )
         for uid in UIDS:
-            members = keys.load_members(self.etcd.entries[keys.members_key(uid)][0]).endpoints
+            members = keys.load(keys.Members, self.etcd.entries[keys.members_key(uid)][0]).endpoints
             held = [
                 Held(dict(r.ledger.applied), r.ledger.num_requests, r.ledger.version, s.host.digest(uid))
                 for s, r in self._replicas(uid)
