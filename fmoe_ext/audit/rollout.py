@@ -91,7 +91,8 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 a text; None takes random ones.
     invariant: under batch_invariant(); False shows what it changes.
     Ways: token by token, a text in parts, a static cache, padding on the left (generated) and on the right, each text
-    alone. Raises AuditError for what cannot be compared; what a way raises is part of the report.
+    alone, whole and token by token. Raises AuditError for what cannot be compared; what a way raises is part of the
+    report.
     Equivalent to: torch.equal(log_softmax(model(tokens).logits), log_softmax(model.generate's logits)).
 
     Example:
@@ -197,8 +198,11 @@ def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
         mask = torch.cat((torch.ones_like(tokens), torch.zeros_like(pads)), 1)
         return _forwards(model, [_Part(torch.cat((tokens, pads), 1), length, mask, pads_right=True)])
 
-    def alone() -> _Computed:
-        return _join([_forwards(model, [_Part(text[None], length)]) for text in tokens], 0)
+    def alone(*sizes: int) -> _Computed:
+        texts = tokens.split(1)
+        return _join(
+            [_forwards(model, [_Part(p, p.shape[1]) for p in t.split(list(sizes), 1)]) for t in texts], 0
+        )
 
     ways: dict[str, Callable[[], _Computed]] = {
         "token by token": lambda: _forwards(model, parts(*[1] * length)),
@@ -207,7 +211,8 @@ def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
         "padded on the right": padded_right,
     }
     if num_texts > 1:
-        ways["each text alone"] = alone
+        ways["each text alone"] = lambda: alone(length)
+        ways["each text alone, token by token"] = lambda: alone(*[1] * length)
     from transformers import StaticCache
 
     try:

@@ -95,16 +95,11 @@ def _grouped_mm(
     return grouped_gemm(mat_a, mat_b, offs, transposed=True)
 
 
-def _matmul(
-    func: Any,
-    input: Tensor,
-    other: Tensor | None = None,  # mat2 in bmm and mm
-    *,
-    mat2: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    a, b = input, mat2 if other is None else other
-    assert b is not None
+def _matmul(func: Any, input: Tensor, *others: Tensor, out: Tensor | None = None, **named: Tensor) -> Tensor:
+    a, (b,) = (
+        input,
+        (*others, *named.values()),
+    )  # other in matmul, mat2 in bmm and mm, vec in mv, tensor in dot
     if not _is_covered(a, b) or a.dim() == 0 or b.dim() == 0:
         return func(a, b) if out is None else func(a, b, out=out)
     y = _product(*cast_for_autocast(a, b))
@@ -330,7 +325,8 @@ def _in_place(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     """Call a method that writes into its tensor, as x.pow_(2)."""
     if not _is_covered(input):
         return func(input, *args, **options)
-    out_of_place = getattr(Tensor, func.__name__.removesuffix("_"))
+    name = func.__name__.removesuffix("_")
+    out_of_place = getattr(Tensor, name, None) or getattr(F, name)
     return input.copy_(_OURS[out_of_place](out_of_place, input.clone(), *args, **options))
 
 
@@ -348,13 +344,24 @@ def _power(func: Any, base: Any, exponent: Any, **options: Any) -> Any:
     return _of_elements(func, base, exponent, **options)
 
 
-def _refuse(func: Any, input: Any, *args: Any, **options: Any) -> Any:
-    if not _is_covered(input):
-        return func(input, *args, **options)
+def _refuse(func: Any, *args: Any, **options: Any) -> Any:
+    given = [*args, *options.values()]
+    given += [
+        t for several in given if isinstance(several, (tuple, list)) for t in several
+    ]  # einsum("ij,jk", [a, b])
+    if not any(map(_is_covered, given)):
+        return func(*args, **options)
+    name = getattr(func, "__name__", str(func))
+    if name.startswith("conv"):
+        why = (
+            "its sums over positions have another order with a cache than without; layers of linear attention, state "
+            "spaces and convolutions are not covered"
+        )
+    else:
+        why = "the order of its sums follows the shapes: write it with matmul or F.linear"
     raise RuntimeError(
-        f"batch_invariant() promises that a token's result does not depend on its batch, but not with "
-        f"{getattr(func, '__name__', func)}: its sums over positions have another order with a cache than without; "
-        "layers of linear attention, state spaces and convolutions are not covered (docs/routing.md)"
+        "batch_invariant() promises that a token's result does not depend on its batch, but not with "
+        f"{name}: {why} (docs/routing.md)"
     )
 
 
@@ -393,7 +400,7 @@ def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = Non
 
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.bmm, Tensor.bmm, torch.mm,
-            Tensor.mm)  # fmt: skip
+            Tensor.mm, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
 _PRODUCTS = (F.linear, *_MATMULS, F.scaled_dot_product_attention)
 _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -414,17 +421,23 @@ _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         ),
         **dict.fromkeys(
             (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.sigmoid, torch.sigmoid, Tensor.sigmoid,
-             torch.exp2, Tensor.exp2),
+             torch.special.expit, torch.exp2, Tensor.exp2, torch.sinh, Tensor.sinh, torch.cosh, Tensor.cosh),
             _of_elements,
         ),
         **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
         **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
         **dict.fromkeys(
             (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_,
+             F.elu_, F.selu_, F.celu_, torch.selu_, torch.celu_,
              Tensor.__ipow__),  # x **= y, which torch names pow_ but which is another function
             _in_place,
         ),
-        **dict.fromkeys((F.conv1d, F.conv2d, torch.einsum), _refuse),
+        **dict.fromkeys(
+            (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.einsum,
+             torch.tensordot, torch.inner, Tensor.inner, torch.addmv, Tensor.addmv, Tensor.addmv_, torch.addbmm,
+             Tensor.addbmm, Tensor.addbmm_, torch.linalg.multi_dot, torch.chain_matmul, F.bilinear, torch.cdist),
+            _refuse,
+        ),
         **dict.fromkeys((torch.autograd.backward, torch.autograd.grad), _backward),
         Tensor.backward: _backward_of_tensor,
     }

@@ -124,7 +124,7 @@ def test_importance_is_the_mean_square_of_inputs(model):
 
 
 @pytest.mark.parametrize("type", ["mxfp4", "nvfp4", "nf4"])
-def test_a_folder_errs_less_where_the_text_is(type, model, tmp_path):
+def test_folder_errs_less_where_the_text_is(type, model, tmp_path):
     """Every other tensor, key and file is as without a text; every weight's error falls, and that of the output."""
     export_quantized(model, tmp_path / "plain", "packed", type)
     export_quantized(model, tmp_path / "text", "packed", type, tokens=TEXT, seq_len=64)
@@ -163,7 +163,7 @@ def test_a_folder_errs_less_where_the_text_is(type, model, tmp_path):
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
 @pytest.mark.parametrize("type", ["q4_k", "mxfp4"])
-def test_a_gguf_file_errs_less(name, type, model, tmp_path):
+def test_gguf_file_errs_less(name, type, model, tmp_path):
     gguf = pytest.importorskip("gguf")
     folder = model if name.startswith("Qwen") else save_oss(tmp_path / "in")
     floats = fmoe_ext.import_model(folder)
@@ -222,7 +222,7 @@ def test_stacks_of_gpt_oss(tmp_path):
     assert all(torch.equal(plain[k], chosen[k]) for k in rest) and plain.keys() == chosen.keys()
 
 
-def test_the_command_takes_text_and_token_ids(model, tmp_path, capsys):
+def test_command_takes_text_and_token_ids(model, tmp_path, capsys):
     (tmp_path / "ids.json").write_text(json.dumps(TEXT.tolist()))
     more = ["--tokens", str(tmp_path / "ids.json"), "--seq-len", "64"]
     assert cli.main([str(model), "--to", "packed", "--type", "nf4", "-o", str(tmp_path / "out"), *more]) == 0

@@ -138,7 +138,7 @@ def train_one_step(model, ids):
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"])
-def test_a_folder_goes_in_and_out(name, tmp_path):
+def test_folder_goes_in_and_out(name, tmp_path):
     """Untrained to the same bytes; trained, every tensor of a head moves that a loss can move."""
     head = make_folder(tmp_path / "in", name, torch.float32, heads=2)
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32, mtp_loss=WEIGHT)
@@ -214,7 +214,7 @@ def test_documents_padding_and_accumulation(tmp_path):
     assert torch.equal(given, model(input_ids=ids, labels=ids).loss)
 
 
-def test_a_trainer_trains_saves_and_resumes(tmp_path):
+def test_trainer_trains_saves_and_resumes(tmp_path):
     make_folder(tmp_path / "in", dtype=torch.float32)
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in make_ids(8, 8)]
 

@@ -29,6 +29,11 @@ ELEMENTWISE = {
     "rsqrt": lambda x: (x.abs() + 0.1).rsqrt(),
     "power": lambda x: (x.abs() + 0.1) ** 1.3,
     "in place": lambda x: x.clone().abs_().add_(0.1).rsqrt_().pow_(0.7).exp2_().sigmoid_(),
+    "elu in place": lambda x: F.elu_(x.clone()),
+    "celu in place": lambda x: torch.celu_(x.clone()),
+    "expit": torch.special.expit,
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
     "power by operator in place": lambda x: operator.ipow((x.abs() + 0.1), 1.3),
     "inverse_root": lambda x: (x.abs() + 0.1).pow(-0.5),
     # left to torch
@@ -365,6 +370,36 @@ def test_wrong_arguments_are_refused():
         native._matmul_in_order(randn(1, 2, 3), randn(1, 4, 5))
     with batch_invariant(), pytest.raises(RuntimeError, match="but not with conv1d"):
         F.conv1d(randn(1, 2, 5), randn(2, 2, 3))
+
+
+SUMS_OF_OTHER_ORDER = {
+    "einsum": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+    "einsum of a list": lambda x, w: torch.einsum("ij,jk->ik", [x, w]),
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+    "inner": lambda x, w: torch.inner(x, w.T),
+    "addmv": lambda x, w: torch.addmv(x[:, 0], x, w[:, 0]),
+    "addbmm": lambda x, w: torch.addbmm(x @ w, x[None], w[None]),
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w, w]),
+    "bilinear": lambda x, w: F.bilinear(x, x, w[None]),
+    "cdist": torch.cdist,
+    "conv_transpose1d": lambda x, w: F.conv_transpose1d(x[None], randn(len(x), 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_OF_OTHER_ORDER)
+def test_products_that_have_no_fixed_order_are_refused_by_name(name):
+    x, weight = randn(6, 6), randn(6, 6, seed=1)
+    with batch_invariant(), pytest.raises(RuntimeError, match=f"but not with .*{name.split()[0]}"):
+        SUMS_OF_OTHER_ORDER[name](x, weight)
+    assert torch.is_tensor(torch.einsum("ij,jk->ik", x, weight))  # as usual outside of the block
+
+
+def test_products_with_a_vector_are_those_of_a_matrix():
+    a, x = randn(9, 300), randn(300, seed=1)
+    with batch_invariant():
+        expected = a @ x
+        assert torch.equal(torch.mv(a, x), expected) and torch.equal(a.mv(vec=x), expected)
+        assert torch.equal(torch.dot(a[4], x), expected[4]) and torch.equal(a[4].dot(x), expected[4])
 
 
 def test_only_inside_the_block_and_on_its_thread():
