@@ -135,7 +135,7 @@ _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default
 
 
 class _Open:
-    """What compiled graphs see, which cannot read _batch: the block that was entered last on any thread."""
+    """State that compiled graphs see, as they cannot read _batch: the block that was entered last on any thread."""
 
     def __init__(self) -> None:
         # set here: a compiled graph that first sets an attribute is compiled again at its second call

@@ -1,4 +1,4 @@
-"""How much each input of a weight counts in a text: its mean square, by which scales of packed weights are chosen.
+"""Importance of each input of a weight in a text: its mean square, by which scales of packed weights are chosen.
 
 An error d of a weight's row changes an output by x d, so the mean of its square over a text is d E[x x^T] d. Here the
 diagonal of E[x x^T] stands for all of it, as in llama.cpp's importance matrix: a number for each input. The model is
