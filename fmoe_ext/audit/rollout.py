@@ -91,8 +91,8 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 a text; None takes random ones.
     invariant: under batch_invariant(); False shows what it changes.
     Ways: token by token, a text in parts, a static cache, padding on the left (generated) and on the right, each text
-    alone, whole and token by token. Raises AuditError for what cannot be compared; what a way raises is part of the
-    report.
+    alone, whole and token by token, one thread where torch has several. Raises AuditError for what cannot be compared;
+    what a way raises is part of the report.
     Equivalent to: torch.equal(log_softmax(model(tokens).logits), log_softmax(model.generate's logits)).
 
     Example:
@@ -204,6 +204,14 @@ def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
             [_forwards(model, [_Part(p, p.shape[1]) for p in t.split(list(sizes), 1)]) for t in texts], 0
         )
 
+    def on_one_thread() -> _Computed:
+        num = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _forwards(model, [_Part(tokens, length)])
+        finally:
+            torch.set_num_threads(num)
+
     ways: dict[str, Callable[[], _Computed]] = {
         "token by token": lambda: _forwards(model, parts(*[1] * length)),
         "prefill in parts": lambda: _forwards(model, parts(half - 1, 1, length - half)),
@@ -213,6 +221,8 @@ def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
     if num_texts > 1:
         ways["each text alone"] = lambda: alone(length)
         ways["each text alone, token by token"] = lambda: alone(*[1] * length)
+    if torch.get_num_threads() > 1:
+        ways["on one thread"] = on_one_thread
     from transformers import StaticCache
 
     try:

@@ -23,13 +23,15 @@ def heads_in(names: Iterable[str], config: Any) -> list[str]:
 
 
 def worded(names: Iterable[str], config: Any) -> str:
-    """Name tensors by the layers of heads that they are of, and the others one by one, for a message."""
+    """Name tensors by the layers of heads that they are of, and the first three others, for a message."""
     names = sorted(names)
     heads = {*heads_in(names, config)}
     layers = Counter(re.sub(r"(.*\blayers\.\d+)\..*|(.*\bmtp(?:_\w+)?)\..*", r"\1\2", name) for name in heads)
     found = [f"{count} of {layer}" for layer, count in sorted(layers.items())]
     text = f"heads for the tokens after the next ({', '.join(found)})" if found else ""
-    return ", ".join(filter(None, [text, *(name for name in names if name not in heads)]))
+    others = [name for name in names if name not in heads]
+    more = f"and {len(others) - 3} more" if len(others) > 3 else ""
+    return ", ".join(filter(None, [text, *others[:3], more]))
 
 
 def without_heads(config: Any) -> None:

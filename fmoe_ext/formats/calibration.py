@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming import stream
@@ -94,5 +95,10 @@ def measure(
             assert isinstance(count, Tensor)  # [E, 1] of experts
             mean = squares.sum(0) / count.sum().clamp(min=1)
             squares, count = squares + _PRIOR_TOKENS * mean, count + _PRIOR_TOKENS
+        if not bool(squares.isfinite().all()):
+            raise CheckpointError(
+                f"inputs of {parameter} are infinite or not a number in this text: export without a text, or read the "
+                "folder in a wider dtype"
+            )
         found[parameter] = (squares / count).float()
     return found

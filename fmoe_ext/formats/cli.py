@@ -26,14 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to choose scales by")
     text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
     parser.add_argument(
-        "--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default"
+        "--seq-len", type=positive_int, default=512, help="tokens of a sequence of the text, 512 by default"
     )
+    parser.add_argument("--tokenizer", help="folder or name of the text's tokenizer, the model's by default")
     parser.add_argument("--memory", default="auto", help='for the model while it reads the text, as "8GiB"')
     options = parser.parse_args(arguments)
     try:
         tokens = read_tokens(options.tokens) if options.tokens else None
         if options.text:
-            tokens = tokenize(options.text, options.path)
+            tokens = tokenize(options.text, options.tokenizer or options.path)
         report = export_quantized(
             options.path,
             options.out,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,8 @@ class TrainedHeads(nn.Module):
         names = heads_in(tensors, model.config)
         if not names:
             raise CheckpointError(
-                f"mtp_loss={weight}: the files of this {kind} have no heads for later tokens"
+                f"mtp_loss={weight}: the files of this {kind} have no heads for later tokens, or the folder that it "
+                "was read from is gone: give import_model the folder, or leave mtp_loss out to train the model alone"
             )
         try:
             from transformers.modeling_layers import MtpModel
@@ -67,6 +69,12 @@ class TrainedHeads(nn.Module):
                 f"mtp_loss={weight}: Transformers has no modules for the heads of {kind}, nor generate(use_mtp=True). "
                 "Leave mtp_loss out: the heads are then saved as they were"
             )
+        devices = {str(parameter.device) for parameter in model.parameters()}
+        if len(devices) > 1 or "meta" in devices:
+            raise CheckpointError(
+                f"mtp_loss={weight}: heads train with a model on one device, but this {kind} is on "
+                f"{', '.join(sorted(devices))}. Leave device_map out, or mtp_loss: the heads are then saved as before"
+            )
         try:
             with torch.device("meta"):
                 heads = MtpModel(model, count)
@@ -80,6 +88,13 @@ class TrainedHeads(nn.Module):
         )  # of Inkling, between heads and logits
         if hasattr(heads.embed_tokens, "embed_norm") or any(hasattr(heads.config, name) for name in own_ways):
             raise CheckpointError(f"mtp_loss={weight}: heads of {kind} embed tokens otherwise than the model")
+        if getattr(
+            heads.config, "layer_types", None
+        ):  # Mellum, whose heads may have another kind than any layer
+            raise CheckpointError(
+                f"mtp_loss={weight}: layers of {kind} have several kinds of attention, which is not known of its "
+                "heads. Leave mtp_loss out: the heads are then saved as they were"
+            )
         del heads.embed_tokens, heads.shared_head  # parameters of the model, which loss() asks for them
         self.weight = weight
         self.shapes = {name: tuple(tensors[name].shape) for name in names}
@@ -208,8 +223,12 @@ class WithHeads:
         return WithHeads, ()
 
     def register(self, model: Any) -> None:
+        model.register_forward_pre_hook(self.begin)
         model.get_decoder().register_forward_hook(self.see)
         model.register_forward_hook(self.add, with_kwargs=True)
+
+    def begin(self, model: nn.Module, args: Any) -> None:
+        self.kept.last = None  # of a forward that failed: its graph holds memory
 
     def see(self, decoder: nn.Module, args: Any, output: Any) -> None:
         self.kept.last = None
@@ -225,8 +244,14 @@ class WithHeads:
         self.kept.last = None
         names = [*inspect.signature(type(model).forward).parameters][1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        # Trainers that compute their own loss (TRL's DPO) give no labels
-        if last is None or not model.training or kwargs.get("labels") is None:
+        if last is None or not model.training:
+            return None
+        if kwargs.get("labels") is None:
+            warnings.warn(
+                "mtp_loss: a forward in train() without labels trains no heads, as with label_smoothing_factor, "
+                "compute_loss_func or TRL's DPO",
+                stacklevel=2,
+            )
             return None
         hidden, autocast = last
         heads: TrainedHeads = getattr(model, HEADS)

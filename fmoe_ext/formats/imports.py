@@ -167,6 +167,8 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
         >>> isinstance(model.model.layers[0].mlp, fmoe_ext.FMoETransformerMLP)
         True
     """
+    if mtp_loss is not None:
+        check_weight(mtp_loss, "mtp_loss")
     model: Any = source
     folder: Path | None
     if not isinstance(source, nn.Module):
@@ -191,7 +193,6 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
     unloaded = {} if folder is None else _unloaded(model, folder)
     trained = None
     if mtp_loss is not None:
-        check_weight(mtp_loss, "mtp_loss")
         trained = TrainedHeads(model, unloaded, mtp_loss)
         unloaded = {name: value for name, value in unloaded.items() if name not in trained.shapes}
     setattr(model, UNLOADED, unloaded)

@@ -57,8 +57,8 @@ class Report(NamedTuple):
     bytes_before: int
     bytes_after: int
     left_out: list[str]  # names of tensors that the format has no place for
-    left_out_text: str  # the same, by the layers of heads
     has_vocabulary: bool
+    left_out_text: str  # left_out by the layers of heads
 
 
 def export_quantized(
@@ -77,8 +77,8 @@ def export_quantized(
     source: of Transformers, or a name in the cache of the Hugging Face hub. out: a new folder; for "gguf" it has
     model.gguf, with the vocabulary of the folder's tokenizer. type: a name in TYPES.
     tokens: ids [N] int64 of a text like those the model is for, by which scales are chosen so that the errors of
-    inputs that are large in it weigh more; for types in FITTED. It is read in sequences of seq_len, a batch of them for
-    each pass over the files, by a model that is streamed within `memory`.
+    inputs that are large in it weigh more; for q4_k, mxfp4, nvfp4 and nf4. It is read in sequences of seq_len, a batch
+    of them for each pass over the files, by a model that is streamed within `memory`.
     Raises CheckpointError for a type that the target does not have, for folders that are packed already, for experts
     whose rows are no whole blocks and for models that llama.cpp computes otherwise, before anything is written.
     """
@@ -120,7 +120,7 @@ def export_quantized(
         written = [file for file in unfinished.folder.iterdir() if file.suffix in (".gguf", ".safetensors")]
         after = sum(file.stat().st_size for file in written)
         left = job.left_out
-        text_option = "" if tokens is None else " --text TEXT"
+        text_option = "" if tokens is None else f" --text TEXT --seq-len {seq_len}"
         card = render_card(
             out.name,
             "A model whose weights are rounded to the nearest values of a packing.",
@@ -137,7 +137,7 @@ def export_quantized(
             tags=["quantized", type],
         )
         write_card(unfinished.folder, card)
-    return Report(counts, before, after, left, worded(left, files.config), job.has_vocabulary)
+    return Report(counts, before, after, left, job.has_vocabulary, worded(left, files.config))
 
 
 class _Job:

@@ -141,7 +141,7 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
     without nested scales.
     importance: of each value, float that broadcasts to the weight, as [E, 1, in] for the mean square of each input:
     scales are then chosen among some for the least sum of importance * error^2, which no block has more of than
-    without. For the formats in FITTED.
+    without. For mxfp4, nvfp4, nf4 and q4_k.
     Raises ValueError for an unknown format, for rows that are no whole blocks, and for an importance of other formats
     or shapes, or with negative numbers.
 
@@ -168,7 +168,7 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
     if not bool((importance >= 0).all()):
         raise ValueError("an importance must be 0 or more everywhere")
     try:
-        of_values = importance.float().expand(weight.shape)
+        of_values = importance.to(values.device, torch.float32).expand(weight.shape)
     except RuntimeError:
         raise ValueError(
             f"importance must broadcast to {list(weight.shape)}, but got {list(importance.shape)}"

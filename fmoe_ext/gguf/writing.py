@@ -147,7 +147,8 @@ def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None)
         return
     rows, factors = [], []
     by = itertools.repeat(None) if weighs is None or kind not in FITTED else weighs.parts()
-    for part, of_part in zip(tensor.parts(), by, strict=False):
+    for part in tensor.parts():
+        of_part = next(by)
         rank = (None,) * (3 - part.dim())
         packed = frozen.quantize(part[rank], kind, None if of_part is None else of_part[rank])
         rows.append(rows_of(packed))

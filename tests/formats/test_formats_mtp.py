@@ -164,19 +164,27 @@ def test_folder_goes_in_and_out(name, tmp_path):
 
 
 def test_trained_heads_draft_in_transformers(tmp_path, monkeypatch):
-    """MtpModel reads what was trained, and its first draft is our most likely token."""
+    """MtpModel reads what was trained, and drafts by the logits that our loss has seen."""
     own = [r"model\.layers\.2\."]
     monkeypatch.setattr(transformers.Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", own)
     make_folder(tmp_path / "in", dtype=torch.float32)
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32, mtp_loss=WEIGHT)
     train_one_step(model, make_ids(2, 9)).save_pretrained(tmp_path / "out")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    theirs = MtpModel.from_pretrained(plain).state_dict()
+    theirs = MtpModel.from_pretrained(plain).eval()
+    state = theirs.state_dict()
     for name, value in model.mtp.heads.state_dict().items():
-        assert torch.equal(theirs[name], value), name
+        assert torch.equal(state[name], value), name
     ids = make_ids(1, 6)
+    with torch.no_grad():
+        hidden = plain.model(input_ids=ids[:, :-1]).last_hidden_state
+        draft = theirs(ids[:, 1:], hidden, None, torch.arange(1, 6)[None], None)[1][:, 0]
+    labels = torch.full((1, 7), -100)
+    labels[0, 6] = draft.argmax()
+    model.train()(input_ids=torch.cat([ids, labels[:, 6:]], 1), labels=labels)
+    torch.testing.assert_close(model.mtp.last_loss, -draft.log_softmax(-1).max())
     drafts = [plain.generate(ids, max_new_tokens=6, do_sample=False, use_mtp=use) for use in (None, True)]
-    assert torch.equal(*drafts)
+    assert torch.equal(*drafts)  # each draft is verified, so that this shows no more than that it runs
 
 
 def test_documents_padding_and_accumulation(tmp_path):
@@ -200,7 +208,8 @@ def test_documents_padding_and_accumulation(tmp_path):
     torch.testing.assert_close(sum_of(input_ids=padded, labels=labels, attention_mask=mask), apart)
     with pytest.raises(ValueError, match="padding on the right alone"):
         sum_of(input_ids=padded, labels=labels, attention_mask=mask.flip(1))
-    assert model(input_ids=ids).loss is None  # as trainers call it that compute their own loss
+    with pytest.warns(UserWarning, match="without labels trains no heads"):
+        assert model(input_ids=ids).loss is None  # as trainers call it that compute their own loss
     with pytest.raises(ValueError, match="input_ids and labels of whole sequences"):
         model(inputs_embeds=model.get_input_embeddings()(ids), labels=ids)
     with torch.no_grad():  # as generate() calls it
@@ -307,6 +316,16 @@ def test_heads_that_cannot_train_are_refused_by_name(tmp_path, monkeypatch):
     make_folder(tmp_path / "in")
     with pytest.raises(ValueError, match=r"mtp_loss must be a number of at least 0, but got -1\.0"):
         fmoe_ext.import_model(tmp_path / "in", mtp_loss=-1.0)
+    with pytest.raises(
+        CheckpointError, match=r"heads train with a model on one device, but .* is on cpu, meta"
+    ):
+        parts = {
+            "model.embed_tokens": "disk",
+            **dict.fromkeys(["model.layers", "model.norm", "model.rotary_emb", "lm_head"], "cpu"),
+        }
+        fmoe_ext.import_model(
+            tmp_path / "in", mtp_loss=0.1, device_map=parts, offload_folder=tmp_path / "disk"
+        )
     monkeypatch.delattr("transformers.modeling_layers.MtpModel")
     with pytest.raises(CheckpointError, match="pip install -U transformers, or leave mtp_loss out"):
         fmoe_ext.import_model(tmp_path / "in", mtp_loss=0.1)
